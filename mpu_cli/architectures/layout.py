@@ -1,0 +1,167 @@
+"""A family applied to one config and the names of one checkpoint: every tensor's axes, sizes and block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.architectures.family import Family, Symmetry
+from mpu_cli.checkpoint.header import FLOATS, TensorInfo
+from mpu_cli.checkpoint.reader import listed
+from mpu_cli.errors import MpuError, UsageError
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One tensor of a checkpoint. ``axes`` has a tuple for each dimension, of one name or, where fused, several.
+
+    ``layer`` is None outside the layers. A ``constant`` (a mask, say) is no parameter: nothing is done to it.
+    """
+
+    name: str
+    axes: tuple[tuple[str, ...], ...]
+    layer: int | None
+    block: str
+    constant: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's tensors in the order of its blocks, and the sizes of its axes and heads.
+
+    ``alias`` is the tensor that only repeats the embedding because the head is tied to it, if the files hold it.
+    """
+
+    family: Family
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, TensorLayout]
+    alias: str | None
+
+    @property
+    def blocks(self) -> dict[str, list[TensorLayout]]:
+        blocks: dict[str, list[TensorLayout]] = {}
+        for tensor in self.tensors.values():
+            blocks.setdefault(tensor.block, []).append(tensor)
+        return blocks
+
+    @property
+    def parameters(self) -> list[TensorLayout]:
+        """The tensors that are trained, without constants."""
+        return [tensor for tensor in self.tensors.values() if not tensor.constant]
+
+    def symmetries(self, name: str) -> tuple[Symmetry, ...]:
+        """The symmetries of the set ``name`` that this family allows. Raises UsageError for an unknown set."""
+        if name not in self.family.symmetries:
+            raise UsageError(f"symmetries {name!r}: choose from {', '.join(self.family.symmetries)}")
+        return self.family.symmetries[name]
+
+
+def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
+    """The layout of the checkpoint that holds ``tensors``, checked name by name and shape by shape.
+
+    Raises MpuError if the architecture is not known or the config does not describe these tensors. ``where`` names
+    the model in the message.
+    """
+    family = _family(config, where)
+    sizes = _sizes(family, config, where)
+    flags = {**family.defaults, **config}
+    bare = not any(name.startswith(family.prefix) for name in tensors)
+
+    def here(name: str) -> str:
+        return name.removeprefix(family.prefix) if bare else name
+
+    expected: dict[str, TensorLayout] = {}
+
+    def expect(name: str, axes: tuple, layer: int | None, block: str) -> None:
+        groups = tuple((axis,) if isinstance(axis, str) else axis for axis in axes)
+        expected[here(name)] = TensorLayout(here(name), groups, layer, here(block))
+
+    for tensor in family.tensors:
+        expect(tensor.name, tensor.axes, None, tensor.name)
+    if sizes["layers"] > len(tensors):
+        raise MpuError(
+            f"{where}: its config.json says {sizes['layers']} layers, the weights hold {len(tensors)} tensors"
+        )
+    for i in range(sizes["layers"]):
+        prefix = family.layer.format(i=i)
+        for tensor in family.layer_tensors:
+            if tensor.when is None or flags.get(tensor.when):
+                expect(prefix + tensor.name, tensor.axes, i, prefix.rstrip("."))
+    alias = None
+    if flags["tie_word_embeddings"]:
+        alias = here(family.head) if here(family.head) in tensors else None
+        del expected[here(family.head)]
+
+    constants = {name for name in tensors if name not in expected and name.endswith(family.buffers)}
+    if missing := set(expected) - set(tensors):
+        raise MpuError(f"{where}: its config.json describes a model with {listed(missing)}, which the weights lack")
+    if unknown := set(tensors) - set(expected) - constants - {alias}:
+        raise MpuError(f"{where}: the weights hold {listed(unknown)}, which its config.json does not describe")
+    for name, tensor in expected.items():
+        shape = tuple(sum(axis_length(sizes, axis) for axis in group) for group in tensor.axes)
+        if tensors[name].shape != shape:
+            raise MpuError(
+                f"{where}: {name!r} has shape {list(tensors[name].shape)}; its config.json says {list(shape)}"
+            )
+        if tensors[name].dtype not in FLOATS:
+            raise MpuError(
+                f"{where}: {name!r} is stored as {tensors[name].dtype}; mpu needs weights that are not quantised "
+                f"({', '.join(FLOATS)})"
+            )
+    for name in constants:
+        expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
+    return Layout(family, sizes, expected, alias)
+
+
+def axis_length(sizes: Mapping[str, int], axis: str) -> int:
+    """How many coordinates the axis ``axis`` has."""
+    if axis in ("query", "mixed"):
+        return sizes["heads"] * sizes["head_dim"]
+    if axis in ("key", "value"):
+        return sizes["kv_heads"] * sizes["head_dim"]
+    return sizes[axis]
+
+
+def _family(config: Mapping[str, object], where: str) -> Family:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise MpuError(
+            f"{where}: architecture {model_type!r} is not known to mpu (known: {', '.join(FAMILIES)}); "
+            "a transform that does not fit it would change what the model computes, so none is guessed"
+        )
+    if "quantization_config" in config:
+        raise MpuError(
+            f"{where}: is quantised (quantization_config in its config.json); mpu needs the weights as trained"
+        )
+    family = FAMILIES[model_type]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, value in family.unless.items():
+        found = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
+        if found != value:
+            raise MpuError(f"{where}: {model_type} with {key} = {found!r} is not supported (only {value!r})")
+    return family
+
+
+def _sizes(family: Family, config: Mapping[str, object], where: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for size, key in family.sizes.items():
+        value = config[key] if config.get(key) is not None else family.defaults.get(key)
+        if value is None and size == "kv_heads":
+            value = sizes["heads"]
+        if value is None and key == "n_inner":
+            value = 4 * sizes["model"]
+        if value is None and size == "head_dim":
+            continue
+        if type(value) is not int or value < 1:
+            raise MpuError(f"{where}: {key} in its config.json is {value!r}, not a positive whole number")
+        sizes[size] = value
+    if "head_dim" not in sizes:
+        if sizes["model"] % sizes["heads"]:
+            raise MpuError(f"{where}: {sizes['heads']} heads do not divide a width of {sizes['model']} (config.json)")
+        sizes["head_dim"] = sizes["model"] // sizes["heads"]
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
+    if any(getattr(s, "planes", None) for s in family.symmetries["all"]) and sizes["head_dim"] % 2:
+        raise MpuError(f"{where}: a head size of {sizes['head_dim']} has no RoPE planes (config.json)")
+    return sizes

@@ -1,0 +1,1 @@
+"""Safetensors in and out: streaming, sharded, atomic. Knows nothing of MPU."""

@@ -1,0 +1,44 @@
+"""What makes two checkpoints the same model: names, shapes, dtypes and bytes, however they are cut into shards.
+
+The digest of a tensor is SHA-256 over the SHA-256 of its pieces of 4 MiB, so that pieces can be digested in any
+order and on several threads; the fingerprint is SHA-256 over the sorted list of tensors with their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import Executor
+
+from mpu_cli.checkpoint.header import TensorInfo
+from mpu_cli.checkpoint.reader import Checkpoint
+
+PIECE = 4 << 20  # bytes; part of the definition
+
+
+def pieces(info: TensorInfo) -> range:
+    """The offsets in bytes at which the pieces of a tensor begin."""
+    return range(0, info.nbytes, PIECE)
+
+
+def piece_digest(raw: memoryview, offset: int) -> bytes:
+    return hashlib.sha256(raw[offset : offset + PIECE]).digest()
+
+
+def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]]) -> str:
+    """The fingerprint, in hexadecimal, from the digests of the pieces of every tensor."""
+    table = [
+        [name, tensors[name].dtype, list(tensors[name].shape), hashlib.sha256(b"".join(digests[name])).hexdigest()]
+        for name in sorted(tensors)
+    ]
+    return hashlib.sha256(json.dumps(table, separators=(",", ":")).encode()).hexdigest()
+
+
+def fingerprint(checkpoint: Checkpoint, pool: Executor) -> str:
+    """Fingerprint of a whole checkpoint: reads all of it once, on the threads of ``pool``."""
+    digests = {}
+    for name, info in checkpoint.tensors.items():
+        raw = checkpoint.raw(name)
+        digests[name] = list(pool.map(lambda offset, raw=raw: piece_digest(raw, offset), pieces(info)))
+    return combine(checkpoint.tensors, digests)

@@ -1,0 +1,142 @@
+"""The safetensors header: eight bytes of length, a JSON table of tensors, then their data without gaps.
+
+Format: https://huggingface.co/docs/safetensors. Nothing here needs torch, so listing a file is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpu_cli.errors import MpuError
+
+# Bytes for each element. Formats of less than a byte an element are refused: no row of them can be sliced.
+ITEM_SIZE = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+MAX_HEADER = 100_000_000  # the format's own limit: a longer header is an attack or damage
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. ``start`` is the offset in bytes from the beginning of ``file``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * ITEM_SIZE[self.dtype]
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors of one ``.safetensors`` file in the order of their data, and its metadata.
+
+    Raises MpuError unless the file is whole: a header within its limits, known dtypes, and data that covers the
+    rest of the file exactly, without gap or overlap.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8:
+                raise MpuError(f"{path}: {size} bytes are too few for a safetensors file; fetch it again")
+            if length > MAX_HEADER:
+                raise MpuError(f"{path}: not a safetensors file (its header would have {length:,} bytes)")
+            if length > size - 8:
+                raise MpuError(
+                    f"{path}: cut off inside its header ({size:,} bytes, the header has {length:,}); fetch it again"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        table = json.loads(raw, object_pairs_hook=_no_repeats)
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)}); fetch it again") from error
+    if not isinstance(table, dict):
+        raise MpuError(f"{path}: damaged safetensors header (not a JSON object); fetch it again")
+    metadata = table.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise MpuError(f"{path}: damaged safetensors header (metadata is not a map of texts)")
+
+    spans = sorted((_entry(path, name, entry) for name, entry in table.items()), key=lambda s: (s[0], s[1]))
+    tensors, position = {}, 0
+    for begin, end, name, dtype, shape in spans:
+        if begin != position:
+            what = "overlaps the one before" if begin < position else "leaves a gap before it"
+            raise MpuError(f"{path}: damaged safetensors header (tensor {name!r} {what}); fetch it again")
+        tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
+        position = end
+    if 8 + length + position != size:
+        what = "cut off" if 8 + length + position > size else "too long"
+        raise MpuError(
+            f"{path}: {what}: {size:,} bytes, its header describes {8 + length + position:,}; fetch it again"
+        )
+    return tensors, metadata
+
+
+def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
+    def bad(what: str) -> MpuError:
+        return MpuError(f"{path}: damaged safetensors header (tensor {name!r}: {what}); fetch it again")
+
+    if not isinstance(entry, dict):
+        raise bad("its entry is not an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise MpuError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_SIZE)}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise bad(f"shape {shape!r}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise bad(f"offsets {offsets!r}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
+        raise bad(f"{end - begin:,} bytes for shape {shape} of {dtype}")
+    return begin, end, name, dtype, tuple(shape)
+
+
+def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands twice")
+    return table
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file that will hold ``tensors`` (name → dtype, shape), and the offset of each in it.
+
+    Data lies in the order of the wider dtypes first, as safetensors itself writes it, so that every tensor is
+    aligned to its own element size.
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins, position = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda t: (-ITEM_SIZE[t[1][0]], t[0])):
+        end = position + math.prod(shape) * ITEM_SIZE[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        begins[name], position = position, end
+    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    head = len(raw).to_bytes(8, "little") + raw
+    return head, {name: len(head) + begin for name, begin in begins.items()}

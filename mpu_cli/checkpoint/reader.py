@@ -1,0 +1,160 @@
+"""Reading safetensors by memory map: a tensor, or a slice of its rows, without reading the rest."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.checkpoint.header import TensorInfo, read_header
+from mpu_cli.errors import MpuError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+class Checkpoint:
+    """The tensors of one file or of several shards: names, dtypes and shapes at once, data when asked for."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]):
+        self.path = path
+        self.tensors = dict(tensors)
+        self.metadata = dict(metadata)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Tensor ``name`` as a view of the file, of its own shape and dtype. Slicing it reads only that slice.
+
+        The view is read-only by contract: writing to it is an error of the system's (a fault), not of torch's.
+        """
+        import torch
+
+        from mpu_cli.checkpoint.dtypes import TORCH
+
+        info = self.tensors[name]
+        if info.elements == 0:
+            return torch.empty(info.shape, dtype=TORCH[info.dtype])
+        flat = torch.frombuffer(self._maps[info.file], dtype=TORCH[info.dtype], count=info.elements, offset=info.start)
+        return flat.view(info.shape)
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of tensor ``name`` as they stand in the file."""
+        info = self.tensors[name]
+        return memoryview(self._maps[info.file])[info.start : info.start + info.nbytes]
+
+    def forget_pages(self, name: str) -> None:
+        """Take the tensor's pages out of this process (they stay in the system's cache), to keep it small."""
+        info = self.tensors[name]
+        drop_pages(self._maps[info.file], info.start, info.nbytes)
+
+    @cached_property
+    def _maps(self) -> dict[Path, mmap.mmap]:
+        import warnings
+
+        # torch warns that a read-only buffer must not be written to; that is the contract of tensor().
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        maps = {}
+        for path in {info.file for info in self.tensors.values()}:
+            with open(path, "rb") as file:
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return maps
+
+
+def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
+    """Give back the whole pages of ``buffer`` that lie in ``start … start + length``."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a ``.safetensors`` file, a ``….safetensors.index.json``, or the directory of either.
+
+    Raises MpuError if it is missing, damaged, or holds its weights in another format (a pickle is never read).
+    """
+    if path.is_dir():
+        path = _weights_in(path)
+    if not path.exists():
+        raise MpuError(f"{path}: no such file")
+    if path.name.endswith(".index.json"):
+        return _open_shards(path)
+    if path.suffix != ".safetensors":
+        raise MpuError(f"{path}: not a .safetensors file; mpu reads no other format of weights (no pickle)")
+    return Checkpoint(path, *read_header(path))
+
+
+def _weights_in(directory: Path) -> Path:
+    if (directory / INDEX_NAME).exists():
+        return directory / INDEX_NAME
+    if (directory / WEIGHTS_NAME).exists():
+        return directory / WEIGHTS_NAME
+    indexes = sorted(directory.glob("*.safetensors.index.json"))
+    files = sorted(directory.glob("*.safetensors"))
+    for candidates in (indexes, files):
+        if len(candidates) == 1:
+            return candidates[0]
+    if files:
+        raise MpuError(f"{directory}: {len(files)} .safetensors files and no {INDEX_NAME}; name the one you mean")
+    if pickles := sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
+        raise MpuError(
+            f"{directory}: {pickles[0].name} is a pickle, which can run code when it is read; convert it to "
+            "safetensors in a place you trust (transformers: save_pretrained) and try again"
+        )
+    raise MpuError(f"{directory}: no weights in it ({WEIGHTS_NAME} or {INDEX_NAME})")
+
+
+def _open_shards(index: Path) -> Checkpoint:
+    table = read_json_object(index)
+    weight_map = table.get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise MpuError(f"{index}: has no weight_map from tensors to files")
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not shard or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise MpuError(f"{index}: names the shard {shard!r}, which lies outside its folder; refused")
+        if not (index.parent / shard).is_file():
+            raise MpuError(f"{index}: the shard {shard} is missing; fetch it")
+        held, metadata = read_header(index.parent / shard)
+        for name in held:
+            if weight_map.get(name) != shard:
+                where = weight_map.get(name, "none")
+                raise MpuError(f"{index}: {shard} holds tensor {name!r}, for which the index names {where}")
+        tensors |= held
+    if lost := sorted(set(weight_map) - set(tensors)):
+        raise MpuError(f"{index}: tensor {lost[0]!r} is not in {weight_map[lost[0]]}, where the index has it")
+    return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata)
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in ``path``; MpuError where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{path}: not JSON ({(str(error) or type(error).__name__).splitlines()[0]})") from error
+    if not isinstance(value, dict):
+        raise MpuError(f"{path}: holds no JSON object")
+    return value
+
+
+def listed(names: Iterable[str], limit: int = 3) -> str:
+    """A few of ``names`` for an error message: ``'a', 'b', 'c' and 4 more``."""
+    names = sorted(names)
+    text = ", ".join(map(repr, names[:limit]))
+    return text + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,76 @@
+"""Finding a model: a file, a directory, a sharded index, or a Hub id; its config and the small files beside it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
+from mpu_cli.errors import MpuError
+
+# What goes along with the weights, and nothing else: a folder may hold things that must not travel.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+)  # fmt: skip
+SIDE_FILES = ("generation_config.json", *TOKENIZER_FILES)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint with its config; ``folder`` is where its tokenizer and other small files are."""
+
+    source: str
+    checkpoint: Checkpoint
+    config: dict[str, object]
+    config_path: Path
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        """Where to find it again from any directory: an absolute path, or the Hub id."""
+        return str(Path(self.source).resolve()) if Path(self.source).exists() else self.source
+
+    @property
+    def side_files(self) -> list[Path]:
+        return [self.folder / name for name in SIDE_FILES if (self.folder / name).is_file()]
+
+
+def locate(source: str) -> Path:
+    """The path of what ``source`` names; a Hub id is downloaded (safetensors and small files only)."""
+    path = Path(source)
+    if path.exists():
+        return path
+    if not _HUB_ID.match(source) or path.suffix in (".safetensors", ".json", ".bin"):
+        raise MpuError(f"{source}: no such file or directory")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MpuError(f"{source}: no such path here, and not to be had from the Hub ({reason})") from error
+
+
+def open_model(source: str, config: Path | None = None) -> Model:
+    """Open the weights that ``source`` names, with the ``config.json`` beside them or the one given.
+
+    Raises MpuError if either is missing or damaged.
+    """
+    path = locate(source)
+    folder = path if path.is_dir() else path.parent
+    config_path = config or folder / "config.json"
+    checkpoint = open_checkpoint(path)
+    if not config_path.is_file():
+        raise MpuError(
+            f"{config_path}: no such file; mpu needs the model's config.json beside the weights, or --config"
+        )
+    return Model(source, checkpoint, read_json_object(config_path), config_path, folder)

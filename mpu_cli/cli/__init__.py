@@ -1,0 +1,1 @@
+"""The command line: a file for each subcommand, which parses, calls one function and prints."""

@@ -1,0 +1,90 @@
+"""``mpu aggregate``: the clients' deltas into the server's next model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note, paths_from, progress, table, warn
+
+DISAGREE = 0.5  # cosine between two copies' deltas below which something is likely wrong
+LOST = 0.3  # share of the update's norm that rounding may take before it is worth a warning
+
+
+def aggregate(
+    deltas: Annotated[
+        list[str], typer.Argument(help="Deltas, raw or inverted, directories of them, or - .", metavar="DELTAS")
+    ],
+    keys: options.KeysFile = Path("keys.bin"),
+    base: options.BaseAgain = None,
+    config: options.Config = None,
+    out: Annotated[Path, typer.Option(help="Directory for the unlearned model.", metavar="DIR")] = Path("unlearned"),
+    server_lr: Annotated[float, typer.Option(help="η: how much of the update to apply.")] = 1.0,
+    dtype: options.Dtype = None,
+    identity: options.Identity = None,
+    passphrase_file: options.PassphraseFile = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Undo the coordinates of the deltas of all copies, average them so that the noise cancels, add that to BASE.
+
+    Prints the path of the unlearned model.
+    """
+    from mpu_cli.checkpoint.dtypes import OPTION
+    from mpu_cli.cli.secrets import open_keys
+    from mpu_cli.server.aggregate import aggregate as run_aggregate
+    from mpu_cli.server.aggregate import open_deltas, published_base
+
+    opened = open_keys(keys, identity, passphrase_file)
+    found = open_deltas(paths_from(deltas), opened)
+    model = published_base(opened, base, config)
+    with progress("aggregate", model.checkpoint.nbytes) as advance:
+        result = run_aggregate(
+            model,
+            found,
+            opened,
+            server_lr=server_lr,
+            dtype=OPTION[dtype] if dtype else None,
+            out=out,
+            force=force,
+            progress=advance,
+        )
+    rows = [
+        [f"copy {delta.copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
+        for delta, norm, cosine in zip(found, result.norms, result.cosines, strict=True)
+    ]
+    table(
+        "Deltas of this round",
+        ["", "norm", "cosine with the aggregate"],
+        [*rows, ["aggregate", f"{result.norm:.4g}", ""]],
+    )
+    if result.pairwise < DISAGREE:
+        warn(
+            f"the copies disagree (cosine {result.pairwise:.2f} between two of them): other options or records for "
+            "each copy, noise too large, or a delta that was tampered with"
+        )
+    if result.norm == 0:
+        warn("all deltas are zero: nothing was unlearned")
+    if result.rounding > LOST:
+        warn(f"storage rounds away {result.rounding:.0%} of the update; --dtype float32 keeps it")
+    note(f"applied with η = {server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
+    emit(
+        [out],
+        {
+            "model": out,
+            "run": opened.run,
+            "round": opened.round,
+            "copies": [
+                {"copy": delta.copy, "delta": delta.path, "norm": norm, "cosine": cosine}
+                for delta, norm, cosine in zip(found, result.norms, result.cosines, strict=True)
+            ],
+            "smallest_pairwise_cosine": result.pairwise,
+            "norm": result.norm,
+            "lost_to_rounding": result.rounding,
+        },
+        as_json,
+    )

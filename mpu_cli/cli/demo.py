@@ -1,0 +1,5 @@
+"""``mpu demo``."""
+
+
+def demo() -> None:
+    """x"""

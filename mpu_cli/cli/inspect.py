@@ -1,0 +1,144 @@
+"""``mpu inspect``: what a file is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit
+from mpu_cli.errors import MpuError
+
+if TYPE_CHECKING:
+    from mpu_cli.checkpoint.reader import Checkpoint
+
+AGE_HEADER = b"age-encryption.org/v1\n"
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A copy, delta, model, key file or identity.", metavar="PATH")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    identity: options.Identity = None,
+    passphrase_file: options.PassphraseFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say what PATH is: its kind, what it belongs to, its tensors. Shows no secret, of a key file neither."""
+    if not path.exists():
+        raise MpuError(f"{path}: no such file or directory")
+    head = b""
+    if path.is_file():
+        with open(path, "rb") as file:
+            head = file.read(64)
+    if head.startswith(AGE_HEADER):
+        facts = _keys(path, identity, passphrase_file)
+    elif head.startswith((b"AGE-SECRET-KEY-", b"# ")):
+        facts = _identity(path)
+    else:
+        facts = _checkpoint(path, tensors)
+    emit([], facts, True) if as_json else _print(facts)
+
+
+def _keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
+    from mpu_cli.cli.secrets import open_keys
+    from mpu_cli.server.keys import default_identity_path, needs_passphrase
+
+    facts: dict[str, object] = {"kind": "keys of a publication, sealed (age v1)"}
+    if needs_passphrase(path):
+        if passphrase_file is None:
+            return {**facts, "opened": "no: sealed with a passphrase (--passphrase-file)"}
+    elif identity is None and not default_identity_path().exists():
+        return {**facts, "opened": "no: sealed for an identity (--identity)"}
+    try:
+        keys = open_keys(path, identity, passphrase_file)
+    except MpuError as error:
+        if identity or passphrase_file:
+            raise
+        return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
+    # The seed, α and σ undo the noise and the coordinates: they are never shown.
+    return {
+        **facts,
+        "run": keys.run,
+        "round": keys.round,
+        "copies": keys.copies,
+        "kappa": keys.kappa,
+        "symmetries": keys.symmetries,
+        "seed": "secret" if keys.seed_is_secret else "from --seed: not secret",
+        "base": keys.base.path,
+        "base fingerprint": keys.base.fingerprint,
+        "reference": keys.reference or "none",
+    }
+
+
+def _identity(path: Path) -> dict[str, object]:
+    from mpu_cli.server.keys import read_identities
+
+    return {
+        "kind": "age identity (secret: opens key files)",
+        "public keys": [str(known.to_public()) for known in read_identities(path)],
+        "mode": f"{path.stat().st_mode & 0o777:04o}",
+    }
+
+
+def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
+    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.manifest import delta_manifest, facts_of, read_copy_manifest
+
+    checkpoint = open_checkpoint(path)
+    folder = path if path.is_dir() else path.parent
+    format_ = facts_of(checkpoint.metadata).get("format")
+    facts: dict[str, object] = {"kind": "model"}
+    if format_ == "mpu-delta":
+        manifest = delta_manifest(checkpoint.metadata, path)
+        facts = {"kind": "delta, " + ("inverted" if manifest.inverted else "in its copy's coordinates")}
+        facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
+        origin = manifest.origin
+        facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is no copy)"}
+    elif path.is_dir() and (origin := read_copy_manifest(folder)):
+        facts = {"kind": "copy, as published", **_belonging(origin)}
+    elif format_ == "mpu-copy":
+        facts = {
+            "kind": "weights of a copy",
+            **{k: v for k, v in facts_of(checkpoint.metadata).items() if k != "format"},
+        }
+    elif format_ == "mpu-model":
+        facts = {"kind": "model, after aggregation"}
+        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
+    facts |= _contents(checkpoint)
+    if tensors:
+        facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
+    return facts
+
+
+def _belonging(origin: object) -> dict[str, object]:
+    from dataclasses import asdict
+
+    facts = asdict(origin)
+    return {"run": facts["run"], "round": facts["round"], "copy": f"{facts['copy']} of {facts['copies']}"}
+
+
+def _contents(checkpoint: Checkpoint) -> dict[str, object]:
+    infos = checkpoint.tensors.values()
+    return {
+        "tensors": len(checkpoint.tensors),
+        "weights": sum(info.elements for info in infos),
+        "bytes": checkpoint.nbytes,
+        "dtypes": dict(Counter(info.dtype for info in infos)),
+        "files": len({info.file for info in infos}),
+    }
+
+
+def _print(facts: dict[str, object]) -> None:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}: {v}" for k, v in value.items()) if name != "list" else ""
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value))
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        print(f"{name:<{width}}  {value}")
+    for name, value in facts.get("list", {}).items():
+        print(f"  {name}  {value}")

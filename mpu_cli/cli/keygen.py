@@ -1,0 +1,32 @@
+"""``mpu keygen``: an identity that opens key files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note
+
+
+def keygen(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The identity file [default: mpu/identity.txt in your configuration directory].", metavar="FILE"
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Make an age identity (mode 0600). Its public key goes to `publish --recipient`; the file opens the keys.
+
+    Prints the path of the identity; the public key goes to standard error and stands in the file.
+    """
+    from mpu_cli.server.keys import default_identity_path, make_identity
+
+    path = out or default_identity_path()
+    recipient = make_identity(path)
+    note(f"public key: {recipient}")
+    emit([path], {"identity": path, "recipient": recipient}, as_json)

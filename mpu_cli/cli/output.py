@@ -1,0 +1,89 @@
+"""What goes where: results to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpu_cli.errors import UsageError
+
+
+def emit(paths: Iterable[Path], document: object, as_json: bool) -> None:
+    """The result of a command: a path a line, or one JSON document."""
+    if as_json:
+        print(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+    else:
+        for path in paths:
+            print(path)
+    sys.stdout.flush()
+
+
+def _plain(value: object) -> object:
+    """``value`` with what JSON has no word for made readable: paths as texts, NaN and infinities as null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """A table on standard error, its first column text, the others numbers."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    console = Console(stderr=True, markup=False, highlight=False)
+    # A number cut to "1.2…" is worse than a long line.
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), drawn).maximum)
+    console.print(drawn)
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str = "bytes") -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error, if that is a terminal; yields what advances it (amount, text beside it)."""
+    if not sys.stderr.isatty():
+        yield lambda _amount, _text="": None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    done = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn(label), BarColumn(), done, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total, text="")
+        yield lambda amount, text="": bar.update(task, advance=amount, text=text)
+
+
+def paths_from(arguments: Iterable[str]) -> list[Path]:
+    """Paths as given; ``-`` stands for those on standard input, a line each."""
+    paths: list[Path] = []
+    for argument in arguments:
+        if argument == "-":
+            if sys.stdin.isatty():
+                raise UsageError("'-' reads paths from standard input; pipe them in")
+            paths += [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
+        else:
+            paths.append(Path(argument))
+    return paths

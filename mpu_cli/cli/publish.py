@@ -1,0 +1,157 @@
+"""``mpu publish``: disguised copies of a model, and the keys that undo them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note, progress, table, warn
+from mpu_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpu_cli.server.publish import Publication
+
+ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
+
+
+def publish(
+    base: Annotated[str, typer.Argument(help="The model: file, directory, sharded index or Hub id.", metavar="BASE")],
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Public model that BASE was fine-tuned from; noise is scaled to BASE − REFERENCE [default: none, "
+            "noise is scaled to BASE].",
+            metavar="MODEL",
+        ),
+    ] = None,
+    copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 2,
+    kappa: Annotated[float, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector.")] = 0.01,
+    alphas: Annotated[
+        str | None,
+        typer.Option(help="Noise factor of each copy, such as 1,2 [default: evenly from 1 to 2].", metavar="A,B,…"),
+    ] = None,
+    symmetries: Annotated[
+        Literal["paper", "all", "none"],
+        typer.Option(help="Which function-preserving changes of coordinates to hide the weights in."),
+    ] = "paper",
+    dtype: options.Dtype = None,
+    config: options.Config = None,
+    out: Annotated[Path, typer.Option(help="Directory for copy_1 … copy_m.", metavar="DIR")] = Path("."),
+    keys: Annotated[Path, typer.Option(help="Where to put the sealed keys.", metavar="FILE")] = Path("keys.bin"),
+    recipient: Annotated[
+        list[str] | None, typer.Option(help="Seal the keys for this age public key (repeatable).", metavar="age1…")
+    ] = None,
+    passphrase: Annotated[bool, typer.Option("--passphrase", help="Seal the keys with a passphrase.")] = False,
+    passphrase_file: options.PassphraseFile = None,
+    identity: options.Identity = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run [default: a random one].", metavar="ID")] = None,
+    round_: Annotated[int, typer.Option("--round", help="Which round of the run this is.", metavar="R")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="For repeatable experiments only: who knows the seed can undo the copies.", metavar="N"),
+    ] = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make M noisy copies of BASE, each in secret coordinates of its own, and the sealed keys that undo them.
+
+    Give each copy to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
+    """
+    if copies < 2:
+        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+    if round_ < 1:
+        raise UsageError(f"--round {round_}: counts from 1")
+    if seed is not None and seed < 0:
+        raise UsageError(f"--seed {seed}: must be 0 or more")
+    factors = None if alphas is None else _numbers(alphas)
+
+    from mpu_cli.checkpoint.dtypes import OPTION
+    from mpu_cli.checkpoint.source import open_model
+    from mpu_cli.cli.secrets import sealer
+    from mpu_cli.server import noise, randomness
+    from mpu_cli.server.publish import publish as run_publish
+
+    factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
+    model = open_model(base, config)
+    public = open_model(reference) if reference else None
+    seal = sealer(recipient or [], passphrase, passphrase_file, identity)
+    if public is None and kappa > 0:
+        note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+    if seed is not None:
+        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
+    with progress("publish", model.checkpoint.nbytes) as advance:
+        publication = run_publish(
+            model,
+            public,
+            alphas=factors,
+            kappa=kappa,
+            symmetries=symmetries,
+            dtype=OPTION[dtype] if dtype else None,
+            seed=randomness.new_seed() if seed is None else randomness.seed_from_number(seed),
+            seed_is_secret=seed is None,
+            run=run,
+            round_=round_,
+            out=out,
+            keys_path=keys,
+            seal=seal,
+            force=force,
+            progress=advance,
+        )
+    report(publication)
+    emit(
+        publication.copies,
+        {
+            "copies": publication.copies,
+            "keys": publication.keys_path,
+            "run": publication.keys.run,
+            "round": publication.keys.round,
+            "symmetries": symmetries,
+            "blocks": [asdict(block) for block in publication.blocks],
+        },
+        as_json,
+    )
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--alphas {text!r}: must be numbers with commas between them, such as 1,2") from error
+
+
+def report(publication: Publication) -> None:
+    """What became of the noise, on standard error."""
+    blocks = [block for block in publication.blocks if block.copies]
+    kappa = publication.keys.kappa
+    if kappa:
+        rows = []
+        for block in blocks:
+            row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
+            for copy in block.copies:
+                row += [f"{copy.asked:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"]
+            rows.append(row)
+        columns = ["block", "weights", "RMS(v)"]
+        for k in range(1, len(publication.copies) + 1):
+            columns += [f"σ of {k}", "survived", "unchanged"]
+        table(f"Noise at κ = {kappa:g}, as asked for and as stored", columns, rows)
+        if silent := [block.block for block in blocks if block.rms == 0]:
+            warn(
+                f"no noise in {len(silent)} of {len(blocks)} blocks, where base and reference are equal: "
+                f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"
+            )
+        lost = sum(c.unchanged * b.weights for b in blocks for c in b.copies) / sum(
+            b.weights for b in blocks for _ in b.copies
+        )
+        if lost > ROUNDED_AWAY:
+            warn(
+                f"rounding on storage leaves {lost:.0%} of the weights as they were without noise; "
+                "--dtype float32 keeps the noise, a larger --kappa outgrows the rounding"
+            )
+    note(
+        f"keys: {publication.keys_path} (run {publication.keys.run}, round {publication.keys.round}); "
+        "keep it, and keep it to yourself"
+    )

@@ -1,0 +1,64 @@
+"""How the server's secrets are found: identity files, recipients, passphrases."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.cli.output import note
+from mpu_cli.errors import MpuError, UsageError
+
+if TYPE_CHECKING:
+    from mpu_cli.server.keys import Keys
+
+
+def sealer(
+    recipients: list[str], passphrase: bool, passphrase_file: Path | None, identity: Path | None
+) -> Callable[[Keys], bytes]:
+    """What seals the keys: for recipients, with a passphrase, or for the own identity (made on first use)."""
+    from mpu_cli.server import keys
+
+    if sum([bool(recipients), passphrase or passphrase_file is not None, identity is not None]) > 1:
+        raise UsageError("--recipient, --passphrase and --identity exclude each other; choose one way to seal the keys")
+    if recipients:
+        parsed = keys.parse_recipients(recipients)
+        return lambda document: keys.seal(document, parsed)
+    if passphrase or passphrase_file:
+        secret = _passphrase(passphrase_file, new=True)
+        return lambda document: keys.seal(document, passphrase=secret)
+    path = identity or keys.default_identity_path()
+    if identity is None and not path.exists():
+        recipient = keys.make_identity(path)
+        note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
+    own = [known.to_public() for known in keys.read_identities(path)]
+    return lambda document: keys.seal(document, own)
+
+
+def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> Keys:
+    """The keys in ``path``, opened with the passphrase that sealed them or with an identity."""
+    from mpu_cli.server import keys
+
+    if keys.needs_passphrase(path):
+        return keys.unseal(path, passphrase=_passphrase(passphrase_file, new=False))
+    return keys.unseal(path, keys.read_identities(identity or keys.default_identity_path()))
+
+
+def _passphrase(file: Path | None, *, new: bool) -> str:
+    if file is not None:
+        try:
+            secret = file.read_text(encoding="utf-8").splitlines()[:1]
+        except (OSError, UnicodeDecodeError) as error:
+            raise MpuError(f"{file}: the passphrase cannot be read from it") from error
+        secret = secret[0] if secret else ""
+    else:
+        if not sys.stdin.isatty():
+            raise UsageError("the passphrase is asked for at a terminal, and there is none; use --passphrase-file")
+        secret = getpass.getpass("Passphrase for the keys: ")
+        if new and getpass.getpass("The same again: ") != secret:
+            raise MpuError("the two passphrases differ; nothing was made")
+    if not secret:
+        raise MpuError("an empty passphrase protects nothing; give another")
+    return secret

@@ -1,0 +1,1 @@
+"""The data owner's side: data, losses, optimisers, training, and the delta that goes back."""

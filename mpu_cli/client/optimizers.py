@@ -1,0 +1,61 @@
+"""Optimisers by the names of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class BlockwiseAdamW(torch.optim.Optimizer):
+    """AdamW with one second moment a tensor: the mean of its squared gradient (Adam-mini's idea, Zhang et al. 2024).
+
+    m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
+    v does not change under an orthogonal map of the tensor, so training on a transformed copy stays the transform of
+    training on the base; it is smooth in θ, so zero-sum noise cancels to first order; and the state is half of AdamW's.
+    The first moment is kept in float32 (float64 for float64 parameters).
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                gradient = parameter.grad.to(wide)
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
+                    state["exp_avg_sq"] = torch.zeros((), dtype=wide, device=parameter.device)
+                state["step"] += 1
+                state["exp_avg"].lerp_(gradient, 1 - beta1)
+                state["exp_avg_sq"].lerp_(gradient.square().mean(), 1 - beta2)
+                mean = state["exp_avg"] / (1 - beta1 ** state["step"])
+                scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt().add_(group["eps"])
+                decayed = parameter.to(wide).mul(1 - group["lr"] * group["weight_decay"])
+                parameter.copy_(decayed.sub_(mean.div_(scale).mul_(group["lr"])))
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-blockwise": BlockwiseAdamW,
+    "sgd": torch.optim.SGD,
+}

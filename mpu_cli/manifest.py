@@ -1,0 +1,104 @@
+"""The facts that copies, deltas and models carry with them: ``mpu.json`` and the safetensors metadata.
+
+They name what belongs together and hold nothing secret.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.errors import MpuError
+
+VERSION = 1
+MANIFEST_NAME = "mpu.json"
+
+
+@dataclass(frozen=True)
+class CopyManifest:
+    """Which copy of which publication a directory holds. ``copy`` counts from 1."""
+
+    run: str
+    round: int
+    copy: int
+    copies: int
+    copy_id: str
+
+
+@dataclass(frozen=True)
+class DeltaManifest:
+    """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline)."""
+
+    origin: CopyManifest | None
+    algorithm: str
+    kind: str = "full"
+    inverted: bool = False
+
+
+def copy_facts(manifest: CopyManifest) -> dict[str, object]:
+    """The content of a copy's ``mpu.json``."""
+    return {"format": "mpu-copy", "version": VERSION, **asdict(manifest)}
+
+
+def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
+    """What a delta's metadata says."""
+    origin = asdict(manifest.origin) if manifest.origin else {}
+    return {
+        "format": "mpu-delta", "version": VERSION, "algorithm": manifest.algorithm, "kind": manifest.kind,
+        "inverted": manifest.inverted, **origin,
+    }  # fmt: skip
+
+
+def as_metadata(facts: Mapping[str, object]) -> dict[str, str]:
+    """Facts as safetensors metadata, which maps texts to texts: names with ``mpu.`` before, values as JSON."""
+    return {f"mpu.{name}": value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+
+
+def facts_of(metadata: Mapping[str, str]) -> dict[str, object]:
+    """The inverse of ``as_metadata``; empty where the metadata is none of mpu's."""
+    facts: dict[str, object] = {}
+    for name, text in metadata.items():
+        if name.startswith("mpu."):
+            try:
+                facts[name[4:]] = json.loads(text)
+            except (ValueError, RecursionError):
+                facts[name[4:]] = text
+    return facts
+
+
+def read_copy_manifest(folder: Path) -> CopyManifest | None:
+    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish."""
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return None
+    facts = read_json_object(path)
+    if facts.get("format") != "mpu-copy":
+        return None
+    return _copy_manifest(facts, path)
+
+
+def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
+    """The manifest in a delta's metadata; MpuError if ``path`` is no delta of mpu's."""
+    facts = facts_of(metadata)
+    if facts.get("format") != "mpu-delta":
+        raise MpuError(f"{path}: is not a delta of mpu (its metadata does not say so)")
+    origin = _copy_manifest(facts, path) if "run" in facts else None
+    kind, inverted = facts.get("kind"), facts.get("inverted")
+    if kind != "full" or not isinstance(inverted, bool):
+        raise MpuError(f"{path}: a delta of kind {kind!r}, which this mpu does not know; update mpu")
+    return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted)
+
+
+def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
+    if facts.get("version") != VERSION:
+        raise MpuError(
+            f"{path}: made by another mpu (version {facts.get('version')!r}, this one reads {VERSION}); update mpu"
+        )
+    run, copy_id = facts.get("run"), facts.get("copy_id")
+    numbers = [facts.get(name) for name in ("round", "copy", "copies")]
+    if not isinstance(run, str) or not isinstance(copy_id, str) or not all(type(n) is int and n > 0 for n in numbers):
+        raise MpuError(f"{path}: does not say which copy it belongs to; fetch it again")
+    return CopyManifest(run, *numbers, copy_id)

@@ -1,0 +1,313 @@
+"""Inverting and aggregating: from the clients' deltas back to the server's model. Streams; holds no model.
+
+Δ̄ = Σ_k α_k⁻¹ T_k⁻¹(Δ_k) / Σ_k α_k⁻¹ and θ_r = θ_{r−1} + η·Δ̄ (paper section 3; DESIGN §3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
+from mpu_cli.checkpoint.fingerprint import combine, piece_digest, pieces
+from mpu_cli.checkpoint.header import FLOATS
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
+from mpu_cli.checkpoint.source import Model, open_model
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.manifest import MANIFEST_NAME, VERSION, DeltaManifest, as_metadata, delta_facts, delta_manifest
+from mpu_cli.server.keys import Keys
+from mpu_cli.server.publish import MEASURED_SLICES, make_transform, write_json, write_small_files
+from mpu_cli.server.randomness import Randomness
+from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A client's result: its tensors and what they belong to."""
+
+    path: Path
+    checkpoint: Checkpoint
+    manifest: DeltaManifest
+
+    @property
+    def copy(self) -> int:
+        return self.manifest.origin.copy  # open_deltas lets no delta without an origin through
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """What ``aggregate`` made and how the copies agree.
+
+    ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
+    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update.
+    """
+
+    path: Path
+    norms: list[float]
+    cosines: list[float]
+    pairwise: float
+    norm: float
+    rounding: float
+
+
+def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
+    """The model that was published: ``source`` if given, else where the keys say it was."""
+    if source is not None:
+        return open_model(source, config)
+    try:
+        return open_model(keys.base.path, config or Path(keys.base.config))
+    except MpuError as error:
+        raise MpuError(f"the base that was published is not where it was ({error}); name it with --base") from error
+
+
+def delta_paths(paths: Iterable[Path]) -> list[Path]:
+    """The deltas that ``paths`` name: files, sharded directories, or directories of these."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir() and not list(path.glob("*.index.json")):
+            inside = sorted(
+                p for p in path.iterdir() if not p.name.startswith(".") and (p.suffix == ".safetensors" or p.is_dir())
+            )
+            if not inside:
+                raise MpuError(f"{path}: no deltas in it (*.safetensors)")
+            found += inside
+        else:
+            found.append(path)
+    return found
+
+
+def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
+    """Open deltas of the publication of ``keys``, in the order of their copies.
+
+    Raises MpuError for one that is damaged, of another run, round or publication, or given twice.
+    """
+    deltas: dict[int, Delta] = {}
+    for path in delta_paths(paths):
+        checkpoint = open_checkpoint(path)
+        manifest = delta_manifest(checkpoint.metadata, path)
+        origin = manifest.origin
+        if origin is None:
+            raise MpuError(f"{path}: was made from a model that is no copy of mpu, so it belongs to no run")
+        if origin.run != keys.run:
+            raise MpuError(f"{path}: belongs to run {origin.run}; these keys are of run {keys.run}")
+        if origin.round != keys.round:
+            raise MpuError(f"{path}: belongs to round {origin.round}; these keys are of round {keys.round}")
+        if origin.copy > keys.copies or keys.copy_ids[origin.copy - 1] != origin.copy_id:
+            raise MpuError(f"{path}: is of another publication's copy {origin.copy}; these keys do not undo it")
+        if origin.copy in deltas:
+            raise MpuError(f"{path}: is of copy {origin.copy}, and so is {deltas[origin.copy].path}; give one")
+        deltas[origin.copy] = Delta(path, checkpoint, manifest)
+    return [deltas[copy] for copy in sorted(deltas)]
+
+
+def _check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    names = {tensor.name for tensor in layout.parameters}
+    held = delta.checkpoint.tensors
+    if missing := names - set(held):
+        raise MpuError(f"{delta.path}: lacks {listed(missing)}; ask the client for the whole delta")
+    if unknown := set(held) - names:
+        raise MpuError(f"{delta.path}: holds {listed(unknown)}, which the base does not have")
+    for name in names:
+        if held[name].shape != shapes[name]:
+            raise MpuError(
+                f"{delta.path}: {name!r} has shape {list(held[name].shape)}, in the base {list(shapes[name])}"
+            )
+        if held[name].dtype not in FLOATS:
+            raise MpuError(
+                f"{delta.path}: {name!r} is stored as {held[name].dtype}; a delta is one of {', '.join(FLOATS)}"
+            )
+
+
+def _check_finite(x: torch.Tensor, square: float, delta: Delta, name: str) -> None:
+    # A sum of squares that is not finite may only have overflowed: look again before refusing.
+    if not math.isfinite(square) and not bool(torch.isfinite(x).all()):
+        raise MpuError(f"{delta.path}: {name!r} holds NaN or Inf; nothing of this round was applied")
+
+
+class _Undoing:
+    """T_k⁻¹ of some deltas, slice by slice; deltas that are inverted already are taken as they are."""
+
+    def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
+        randomness = Randomness(bytes.fromhex(keys.seed))
+        self.deltas = deltas
+        self._transforms = [
+            None if d.manifest.inverted else make_transform(randomness, keys.round, d.copy, layout, keys.symmetries)
+            for d in deltas
+        ]
+
+    def maps(self, tensor: TensorLayout) -> list[TensorMap]:
+        return [TensorMap(None, None) if t is None else t.of(tensor) for t in self._transforms]
+
+
+def aggregate(
+    base: Model,
+    deltas: Sequence[Delta],
+    keys: Keys,
+    *,
+    server_lr: float,
+    dtype: str | None,
+    out: Path,
+    force: bool,
+    progress: Progress,
+) -> Aggregation:
+    """Write θ + η·Δ̄ to the model directory ``out``.
+
+    Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
+    published, or for NaN and Inf; UsageError for an η that is no rate.
+    """
+    if not math.isfinite(server_lr):
+        raise UsageError(f"--server-lr {server_lr}: must be a finite number")
+    if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
+        raise MpuError(
+            f"no delta of copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
+            "without one the noise does not cancel"
+        )
+    source = base.checkpoint
+    layout = layout_of(source.tensors, base.config, base.source)
+    shapes = {name: info.shape for name, info in source.tensors.items()}
+    for delta in deltas:
+        _check_tensors(delta, layout, shapes)
+    inverse = [1 / alpha for alpha in keys.alphas]
+    weights = torch.tensor(inverse, dtype=torch.float64) / math.fsum(inverse)
+    plan: Plan = {
+        name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
+        for name, info in source.tensors.items()
+        if name != layout.alias
+    }
+    facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
+    undoing = _Undoing(deltas, keys, layout)
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    rounding = torch.zeros(2, dtype=torch.float64)
+    digests: dict[str, list[bytes]] = {}
+    with Transaction(force=force) as transaction:
+        folder = transaction.add(out, directory=True)
+        with ExitStack() as stack:
+            writer = stack.enter_context(CheckpointWriter(folder, plan, as_metadata(facts)))
+            pool = stack.enter_context(worker_pool())
+            for name, tensor in layout.tensors.items():
+                digesting = _digest(pool, source, name)
+                if tensor.constant:
+                    writer.tensor(name).copy_(source.tensor(name))
+                else:
+                    for part, lost in _combine(pool, tensor, source, undoing, weights, server_lr, writer):
+                        gram += part
+                        rounding += lost
+                    for delta in deltas:
+                        delta.checkpoint.forget_pages(name)
+                digests[name] = [future.result() for future in digesting]
+                source.forget_pages(name)
+                writer.forget_pages(name)
+                progress(source.tensors[name].nbytes)
+            if layout.alias:
+                digests[layout.alias] = [future.result() for future in _digest(pool, source, layout.alias)]
+            if combine(source.tensors, digests) != keys.base.fingerprint:
+                raise MpuError(
+                    f"{base.source}: is not the model that was published (its fingerprint differs from the one in the "
+                    "keys); name the right one with --base"
+                )
+        write_small_files(base, folder, plan)
+        write_json(folder / MANIFEST_NAME, facts)
+    norms = gram.diagonal().sqrt()
+    norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
+    cosines = gram / (norms[:, None] * norms[None, :])
+    return Aggregation(
+        path=out,
+        norms=norms.tolist(),
+        cosines=((gram @ weights) / (norms * norm)).tolist(),
+        pairwise=float(cosines.nan_to_num(1.0).min()),
+        norm=norm,
+        rounding=float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0,
+    )
+
+
+def _digest(pool: Executor, source: Checkpoint, name: str) -> list[Future[bytes]]:
+    raw = source.raw(name)
+    return [pool.submit(piece_digest, raw, offset) for offset in pieces(source.tensors[name])]
+
+
+def _combine(
+    pool: Executor,
+    tensor: TensorLayout,
+    source: Checkpoint,
+    undoing: _Undoing,
+    weights: torch.Tensor,
+    server_lr: float,
+    writer: CheckpointWriter,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One tensor of the result. Returns by slice: the deltas' inner products (m, m), and the squares of what
+    storage lost of the update and of the update (zeros where that was not measured)."""
+    before, target = as_matrix(source.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
+    changes = [as_matrix(delta.checkpoint.tensor(tensor.name)) for delta in undoing.deltas]
+    maps = undoing.maps(tensor)
+    dtype = compute_dtype(*(NAME[t.dtype] for t in (before, target, *changes)))
+    slices = row_slices(maps, *before.shape)
+    stride = max(1, len(slices) // MEASURED_SLICES)
+
+    def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        undone = torch.stack(
+            [m.backward(m.take(y, start, stop).to(dtype), start) for m, y in zip(maps, changes, strict=True)]
+        ).view(len(maps), -1)
+        gram = (undone @ undone.T).double()
+        for k, delta in enumerate(undoing.deltas):
+            _check_finite(undone[k], float(gram[k, k]), delta, tensor.name)
+        clean = before[start:stop].to(dtype)
+        update = (weights.to(dtype) @ undone).mul_(server_lr).view(clean.shape)
+        stored = (clean + update).to(target.dtype)
+        target[start:stop] = stored
+        if not measured:
+            return gram, torch.zeros(2, dtype=torch.float64)
+        lost = stored.to(dtype) - clean - update
+        return gram, torch.stack([lost.double().square().sum(), update.double().square().sum()])
+
+    futures = [pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
+    return [future.result() for future in futures]
+
+
+def invert(
+    base: Model, delta: Delta, keys: Keys, *, target: Path, transaction: Transaction, progress: Progress
+) -> None:
+    """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``.
+
+    Raises MpuError if it is inverted already, does not fit the base, or holds NaN or Inf.
+    """
+    if delta.manifest.inverted:
+        raise MpuError(f"{delta.path}: is inverted already; aggregate takes it as it is")
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    _check_tensors(delta, layout, {name: info.shape for name, info in base.checkpoint.tensors.items()})
+    undoing = _Undoing([delta], keys, layout)
+    plan: Plan = {name: (info.dtype, info.shape) for name, info in delta.checkpoint.tensors.items()}
+    output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
+    metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
+    with CheckpointWriter(output, plan, metadata) as writer, worker_pool() as pool:
+        for tensor in layout.parameters:
+            _invert_tensor(pool, tensor, delta, undoing.maps(tensor)[0], writer)
+            delta.checkpoint.forget_pages(tensor.name)
+            writer.forget_pages(tensor.name)
+            progress(delta.checkpoint.tensors[tensor.name].nbytes)
+
+
+def _invert_tensor(
+    pool: Executor, tensor: TensorLayout, delta: Delta, mapping: TensorMap, writer: CheckpointWriter
+) -> None:
+    change, target = as_matrix(delta.checkpoint.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
+    dtype = compute_dtype(delta.checkpoint.tensors[tensor.name].dtype)
+
+    def work(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        undone = mapping.backward(mapping.take(change, start, stop).to(dtype), start)
+        _check_finite(undone, float(undone.square().sum()), delta, tensor.name)
+        target[start:stop] = undone.to(target.dtype)
+
+    list(pool.map(work, row_slices([mapping], *change.shape)))

@@ -1,0 +1,168 @@
+"""The key file: what undoes a publication, sealed with age (age-encryption.org/v1)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyrage
+
+from mpu_cli.errors import MpuError
+
+FORMAT, VERSION = "mpu-keys", 1
+MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """Which model was published: where it was, its fingerprint, and the config that describes it."""
+
+    path: str
+    config: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Everything needed to undo one publication."""
+
+    run: str
+    round: int
+    seed: str  # 32 bytes in hexadecimal
+    seed_is_secret: bool
+    alphas: tuple[float, ...]
+    kappa: float
+    symmetries: str
+    sigma: dict[str, float]  # block → σ_ℓ before α
+    copy_ids: tuple[str, ...]
+    base: BaseIdentity
+    reference: str | None
+    dtype: str | None
+
+    @property
+    def copies(self) -> int:
+        return len(self.alphas)
+
+
+def default_identity_path() -> Path:
+    """``mpu/identity.txt`` in the user's configuration directory."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpu" / "identity.txt"
+
+
+def make_identity(path: Path) -> str:
+    """A new age identity in ``path``, mode 0600, never replacing one; returns its public recipient."""
+    identity = pyrage.x25519.Identity.generate()
+    recipient = str(identity.to_public())
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise MpuError(f"{path}: exists already; an identity is never replaced, choose another name") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"# public key: {recipient}\n{identity}\n")
+    return recipient
+
+
+def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
+    """The identities of an age identity file (one a line, ``#`` begins a comment)."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise MpuError(
+            f"{path}: the identity file cannot be read: {error.strerror}; name yours with --identity"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise MpuError(f"{path}: is not an age identity file") from error
+    try:
+        found = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
+    except pyrage.IdentityError as error:
+        raise MpuError(f"{path}: is not an age identity file (a line of it is no AGE-SECRET-KEY)") from error
+    if not found:
+        raise MpuError(f"{path}: holds no identity")
+    return found
+
+
+def parse_recipients(texts: Sequence[str]) -> list[pyrage.x25519.Recipient]:
+    recipients = []
+    for text in texts:
+        try:
+            recipients.append(pyrage.x25519.Recipient.from_str(text))
+        except pyrage.RecipientError as error:
+            raise MpuError(f"--recipient {text!r}: is not an age public key (age1…)") from error
+    return recipients
+
+
+def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
+    """The key file's bytes: for ``recipients``, or for whoever knows ``passphrase``."""
+    document = json.dumps({"format": FORMAT, "version": VERSION, **asdict(keys)}).encode()
+    if passphrase is not None:
+        return pyrage.passphrase.encrypt(document, passphrase)
+    return pyrage.encrypt(document, list(recipients))
+
+
+def needs_passphrase(path: Path) -> bool:
+    """Whether the key file is sealed with a passphrase (else with an identity)."""
+    return b"\n-> scrypt " in _read(path)[:200]
+
+
+def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passphrase: str | None = None) -> Keys:
+    """Open a key file. Raises MpuError for a wrong identity or passphrase, damage, or a newer version."""
+    sealed = _read(path)
+    try:
+        if passphrase is not None:
+            document = pyrage.passphrase.decrypt(sealed, passphrase)
+        else:
+            document = pyrage.decrypt(sealed, list(identities))
+    except pyrage.DecryptError as error:
+        reason = str(error).lower()
+        if "no matching keys" in reason:
+            raise MpuError(
+                f"{path}: sealed for another identity (or damaged); name the right one with --identity"
+            ) from error
+        if passphrase is not None and "decryption failed" in reason:
+            raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
+        raise MpuError(f"{path}: the key file is damaged ({error}); restore it from a backup") from error
+    return _parse(document, path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_KEYS_FILE:
+            raise MpuError(f"{path}: too large for a key file")
+        sealed = path.read_bytes()
+    except OSError as error:
+        raise MpuError(f"{path}: the key file cannot be read: {error.strerror}") from error
+    if not sealed.startswith(b"age-encryption.org/v1\n"):
+        raise MpuError(f"{path}: is not a key file of mpu (no age header)")
+    return sealed
+
+
+def _parse(document: bytes, path: Path) -> Keys:
+    try:
+        table = json.loads(document)
+    except ValueError as error:
+        raise MpuError(f"{path}: opened, but it holds no mpu keys") from error
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
+        raise MpuError(f"{path}: opened, but it holds no mpu keys")
+    version = table.pop("version", None)
+    if version != VERSION:
+        raise MpuError(f"{path}: made by another mpu (keys version {version}, this one reads {VERSION}); update mpu")
+    try:
+        table["alphas"] = tuple(table["alphas"])
+        table["copy_ids"] = tuple(table["copy_ids"])
+        table["base"] = BaseIdentity(**table["base"])
+        keys = Keys(**table)
+        sound = (
+            len(keys.alphas) == len(keys.copy_ids) >= 2
+            and all(math.isfinite(alpha) and alpha > 0 for alpha in keys.alphas)
+            and len(bytes.fromhex(keys.seed)) == 32
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MpuError(f"{path}: opened, but its keys are not whole") from error
+    if not sound:
+        raise MpuError(f"{path}: opened, but its keys are not whole")
+    return keys

@@ -1,0 +1,64 @@
+"""Zero-sum noise for the copies of one publication (paper section 3, appendix A.1).
+
+ε⁰ = √(m/(m−1))·Hᵀg with H the (m−1)×m Helmert matrix, whose rows are orthonormal and orthogonal to 1, and g
+of m−1 independent N(0, σ²): then Σ_k ε⁰_k = 0, every ε⁰_k is N(0, σ²), and the covariance between copies is
+−σ²/(m−1). Copy k gets ε_k = α_k ε⁰_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mpu_cli.errors import UsageError
+from mpu_cli.server.randomness import Randomness, standard_normals
+
+
+def default_alphas(copies: int) -> tuple[float, ...]:
+    """α_k = 1 + (k−1)/(m−1), from 1 to 2 (the paper's)."""
+    return tuple(1 + k / (copies - 1) for k in range(copies))
+
+
+def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
+    """``alphas`` as a tuple; UsageError unless there is one positive, finite number for each copy."""
+    if len(alphas) != copies:
+        raise UsageError(f"--alphas: {len(alphas)} numbers for {copies} copies; give one for each copy")
+    for alpha in alphas:
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise UsageError(f"--alphas: {alpha} is not a positive, finite number")
+    return tuple(map(float, alphas))
+
+
+def mixing_matrix(copies: int) -> torch.Tensor:
+    """√(m/(m−1))·Hᵀ, float64 (m, m−1): from independent draws to zero-sum noise."""
+    helmert = torch.zeros(copies - 1, copies, dtype=torch.float64)
+    for i in range(1, copies):
+        helmert[i - 1, :i] = 1 / math.sqrt(i * (i + 1))
+        helmert[i - 1, i] = -i / math.sqrt(i * (i + 1))
+    return math.sqrt(copies / (copies - 1)) * helmert.T
+
+
+class Noise:
+    """The noise of all copies of one publication, for any slice of any tensor."""
+
+    def __init__(self, randomness: Randomness, round_: int, alphas: Sequence[float]):
+        self._randomness = randomness
+        self._round = round_
+        self._weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
+
+    def keys(self, tensor: str) -> list[bytes]:
+        """The keys of the m−1 streams of one tensor."""
+        return [self._randomness.key("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
+
+    def slice(
+        self, keys: Sequence[bytes], sigma: float, start: int, stop: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``: m tensors (stop − start,)."""
+        draws = [standard_normals(key, start, stop).to(dtype) for key in keys]
+        scaled = (self._weights * sigma).tolist()
+        return [
+            sum((draw * weight for draw, weight in zip(draws[1:], row[1:], strict=True)), start=draws[0] * row[0])
+            for row in scaled
+        ]

@@ -1,0 +1,316 @@
+"""Publishing: m copies T_k(θ + ε_k) of a model, and the key file that undoes them. Streams; holds no model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.dtypes import NAME, WORD, compute_dtype
+from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, pieces
+from mpu_cli.checkpoint.header import ITEM_SIZE
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.checkpoint.source import Model
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter, Plan
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
+from mpu_cli.server.keys import BaseIdentity, Keys
+from mpu_cli.server.noise import Noise
+from mpu_cli.server.randomness import Randomness, Stream
+from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
+
+MEASURED_SLICES = 8  # of a tensor; enough weights for what they are measured for, at a small part of the time
+_SUM = 1 << 16  # elements summed in the compute dtype before the sum goes on in double
+
+Progress = Callable[[int], None]  # told the bytes of base weights that are done
+
+
+@dataclass(frozen=True)
+class CopySurvival:
+    """What storage leaves of the noise of one block in one copy (root mean squares, and a share of weights)."""
+
+    asked: float
+    survived: float
+    unchanged: float
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block: how many weights, RMS of its task vector, and what each copy's noise became."""
+
+    block: str
+    weights: int
+    rms: float
+    copies: tuple[CopySurvival, ...]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What ``publish`` made."""
+
+    copies: list[Path]
+    keys_path: Path
+    keys: Keys
+    blocks: list[BlockReport]
+
+
+def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layout, symmetries: str) -> Transform:
+    """T_k of a publication: the transform of copy k (counted from 1) in round ``round_``."""
+
+    def draws(symmetry: str, layer: int) -> Stream:
+        return randomness.stream("symmetry", round_, copy, symmetry, layer)
+
+    return Transform(layout, layout.symmetries(symmetries), draws)
+
+
+def publish(
+    base: Model,
+    reference: Model | None,
+    *,
+    alphas: Sequence[float],
+    kappa: float,
+    symmetries: str,
+    dtype: str | None,
+    seed: bytes,
+    seed_is_secret: bool,
+    run: str | None,
+    round_: int,
+    out: Path,
+    keys_path: Path,
+    seal: Callable[[Keys], bytes],
+    force: bool,
+    progress: Progress,
+) -> Publication:
+    """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
+
+    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN §3).
+    ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own.
+
+    Raises MpuError if the base or the reference does not fit, holds NaN, or an output exists; UsageError for a
+    κ that is no scale.
+    """
+    if not (math.isfinite(kappa) and kappa >= 0):
+        raise UsageError(f"--kappa {kappa}: must be a finite number, 0 or more")
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    _check_alias(base, layout)
+    randomness = Randomness(seed)
+    run = run or randomness.key("run").hex()[:32]
+    manifests = [
+        CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", run, round_, k).hex()[:32])
+        for k in range(1, len(alphas) + 1)
+    ]
+    plan: Plan = {
+        name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
+        for name, info in base.checkpoint.tensors.items()
+        if name != layout.alias
+    }
+    with Transaction(force=force) as transaction:
+        keys_output = transaction.add(keys_path)  # renamed first: copies whose keys are lost would be wasted work
+        targets = [out / f"copy_{manifest.copy}" for manifest in manifests]
+        folders = [transaction.add(target, directory=True) for target in targets]
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(CheckpointWriter(folder, plan, as_metadata(copy_facts(manifest))))
+                for folder, manifest in zip(folders, manifests, strict=True)
+            ]
+            writing = _Writing(
+                base=base.checkpoint,
+                layout=layout,
+                reference=_matching(base, layout, reference),
+                kappa=kappa,
+                noise=Noise(randomness, round_, alphas),
+                transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in manifests],
+                writers=writers,
+                pool=stack.enter_context(worker_pool()),
+                progress=progress,
+            )
+            reports = [writing.block(block, tensors, alphas) for block, tensors in layout.blocks.items()]
+            fingerprint = writing.fingerprint()
+        for folder, manifest in zip(folders, manifests, strict=True):
+            write_small_files(base, folder, plan)
+            write_json(folder / MANIFEST_NAME, copy_facts(manifest))
+        keys = Keys(
+            run=run,
+            round=round_,
+            seed=seed.hex(),
+            seed_is_secret=seed_is_secret,
+            alphas=tuple(alphas),
+            kappa=kappa,
+            symmetries=symmetries,
+            sigma=writing.sigma,
+            copy_ids=tuple(m.copy_id for m in manifests),
+            base=BaseIdentity(base.address, str(base.config_path.resolve()), fingerprint),
+            reference=reference.address if reference else None,
+            dtype=dtype,
+        )
+        with open(keys_output, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(seal(keys))
+    return Publication(targets, keys_path, keys, reports)
+
+
+@dataclass
+class _Writing:
+    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out."""
+
+    base: Checkpoint
+    layout: Layout
+    reference: Mapping[str, torch.Tensor] | None
+    kappa: float
+    noise: Noise
+    transforms: Sequence[Transform]
+    writers: Sequence[CheckpointWriter]
+    pool: Executor
+    progress: Progress
+    sigma: dict[str, float] = field(default_factory=dict)
+    _digests: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def block(self, block: str, tensors: list[TensorLayout], alphas: Sequence[float]) -> BlockReport:
+        squares = math.fsum(self._square(tensor) for tensor in tensors)
+        weights = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
+        if any(tensor.constant for tensor in tensors):
+            for tensor in tensors:
+                for writer in self.writers:
+                    writer.tensor(tensor.name).copy_(self.base.tensor(tensor.name))
+            return BlockReport(block, weights, 0.0, ())
+        if not math.isfinite(squares):
+            raise MpuError(f"{self.base.path}: block {block} holds NaN or Inf; there is nothing sound to publish")
+        rms = math.sqrt(squares / weights)
+        sigma = self.sigma[block] = self.kappa * rms
+        measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
+        count = 0
+        for tensor in tensors:
+            for part, n in self._write(tensor, sigma):
+                measured += part
+                count += n
+            for writer in self.writers:
+                writer.forget_pages(tensor.name)
+            self.base.forget_pages(tensor.name)
+            self.progress(self.base.tensors[tensor.name].nbytes)
+        return BlockReport(
+            block,
+            weights,
+            rms,
+            tuple(
+                CopySurvival(alpha * sigma, math.sqrt(squared / count), unchanged / count)
+                for alpha, (squared, unchanged) in zip(alphas, measured.tolist(), strict=True)
+            ),
+        )
+
+    def fingerprint(self) -> str:
+        """The base's, from the digests that the blocks left; the alias, which no block has, is added."""
+        if self.layout.alias:
+            raw = self.base.raw(self.layout.alias)
+            self._digests[self.layout.alias] = [
+                piece_digest(raw, o) for o in pieces(self.base.tensors[self.layout.alias])
+            ]
+        return combine(self.base.tensors, self._digests)
+
+    def _square(self, tensor: TensorLayout) -> float:
+        """Σ v² over one tensor; its pieces are digested on the way, while they are in the cache."""
+        info = self.base.tensors[tensor.name]
+        raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
+        other = self.reference[tensor.name].view(-1) if self.reference and not tensor.constant else None
+        dtype = compute_dtype(info.dtype)
+
+        def piece(offset: int) -> tuple[bytes, float]:
+            digest = piece_digest(raw, offset)
+            if tensor.constant:
+                return digest, 0.0
+            part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
+            v = weights[part].to(dtype)
+            if other is not None:
+                v = v - other[part].to(dtype)
+            return digest, math.fsum(float(torch.dot(p, p)) for p in v.split(_SUM))
+
+        results = list(self.pool.map(piece, pieces(info)))
+        self._digests[tensor.name] = [digest for digest, _ in results]
+        return math.fsum(square for _, square in results)
+
+    def _write(self, tensor: TensorLayout, sigma: float) -> list[tuple[torch.Tensor, int]]:
+        """Write one tensor of every copy; returns sums of what ``CopySurvival`` tells, and over how many weights."""
+        weights = as_matrix(self.base.tensor(tensor.name))
+        rows, columns = weights.shape
+        targets = [as_matrix(writer.tensor(tensor.name)) for writer in self.writers]
+        maps = [transform.of(tensor) for transform in self.transforms]
+        keys = self.noise.keys(tensor.name) if sigma else []
+        stored = targets[0].dtype
+        dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
+
+        def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
+            clean = weights[start:stop].to(dtype)
+            noise = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype) if sigma else None
+            sums = torch.zeros(len(maps), 2, dtype=torch.float64)
+            for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
+                noisy = clean if noise is None else noise[k].view(clean.shape).add_(clean)
+                written = mapping.forward(noisy, start).to(stored)
+                mapping.put(target, written, start)
+                if measured:
+                    without = mapping.forward(clean, start)
+                    sums[k, 0] = (written.to(dtype) - without).double().square().sum()
+                    sums[k, 1] = (written == without.to(stored)).sum()
+            return (sums, clean.numel()) if measured else None
+
+        slices = row_slices(maps, rows, columns)
+        stride = max(1, len(slices) // MEASURED_SLICES)
+        futures = [self.pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
+        results = [future.result() for future in futures]
+        return [result for result in results if result is not None]
+
+
+def _check_alias(base: Model, layout: Layout) -> None:
+    """A head that is stored beside the embedding it is tied to must be the same, or one of them would be lost."""
+    if layout.alias is None:
+        return
+    embedding = next(t.name for t in layout.parameters if t.axes[0] == ("vocab",))
+    if not torch.equal(base.checkpoint.tensor(layout.alias), base.checkpoint.tensor(embedding)):
+        raise MpuError(
+            f"{base.source}: its config.json ties the head to the embedding, but {layout.alias!r} differs from "
+            f"{embedding!r}; set tie_word_embeddings to false, or drop the one that is not used"
+        )
+
+
+def _matching(base: Model, layout: Layout, reference: Model | None) -> dict[str, torch.Tensor] | None:
+    """The reference's tensors by the base's names; MpuError if it is not the same architecture."""
+    if reference is None:
+        return None
+    other = layout_of(reference.checkpoint.tensors, reference.config, reference.source)
+    names, others = [t.name for t in layout.parameters], [t.name for t in other.parameters]
+    if layout.family is not other.family or len(names) != len(others):
+        raise MpuError(
+            f"{reference.source}: is of another architecture than {base.source}; a reference must have its tensors"
+        )
+    for name, match in zip(names, others, strict=True):
+        shapes = base.checkpoint.tensors[name].shape, reference.checkpoint.tensors[match].shape
+        if shapes[0] != shapes[1]:
+            raise MpuError(
+                f"{reference.source}: {match!r} has shape {list(shapes[1])}, the base's {list(shapes[0])}; "
+                "a reference must have the base's shapes"
+            )
+    return {name: reference.checkpoint.tensor(match) for name, match in zip(names, others, strict=True)}
+
+
+def write_small_files(model: Model, folder: Path, plan: Plan) -> None:
+    """Put the config, with the dtype of ``plan``, and the tokenizer files of ``model`` into ``folder``."""
+    dtypes = Counter(dtype for dtype, _ in plan.values())
+    word = WORD[max((d for d in dtypes if d in WORD), key=dtypes.__getitem__)]
+    # Where the model lay on the server, and what code to run for it, are nobody's business.
+    config = {k: v for k, v in model.config.items() if k not in ("_name_or_path", "auto_map")}
+    write_json(folder / "config.json", {**config, "dtype": word, "torch_dtype": word})
+    for path in model.side_files:
+        shutil.copyfile(path, folder / path.name)
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,100 @@
+"""All secret randomness, from one master seed: HKDF to a key for each purpose, AES-256 in counter mode from there.
+
+A stream is seekable and the same on every machine. Keys: RFC 5869 (HKDF-SHA256); stream: NIST SP 800-38A (CTR).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+SEED_BYTES = 32
+CELL = 1024  # normals made together; part of the definition of the noise
+
+_BLOCK = 16  # bytes of an AES block
+
+
+def new_seed() -> bytes:
+    """A master seed from the operating system."""
+    return secrets.token_bytes(SEED_BYTES)
+
+
+def seed_from_number(number: int) -> bytes:
+    """A master seed for experiments that must be repeatable. It is as secret as the number, that is: not at all."""
+    return _hkdf(number.to_bytes(32, "little"), "mpu seed from number")
+
+
+def _hkdf(key: bytes, info: str) -> bytes:
+    return HKDF(SHA256(), length=SEED_BYTES, salt=None, info=info.encode()).derive(key)
+
+
+class Stream:
+    """The keystream of one purpose. Each draw goes on where the one before ended."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+        self._used = 0  # blocks
+
+    def permutation(self, n: int) -> torch.Tensor:
+        # Sorting random 64-bit keys: ties, the only bias, have a chance of n²/2⁶⁵.
+        return torch.from_numpy(np.argsort(self._words(n), kind="stable"))
+
+    def uniform(self, n: int) -> torch.Tensor:
+        return torch.from_numpy((self._words(n) >> np.uint64(11)) * 2.0**-53)
+
+    def normal(self, n: int) -> torch.Tensor:
+        u = self.uniform(2 * n).view(2, n)
+        return (-2 * (1 - u[0]).log()).sqrt() * (2 * torch.pi * u[1]).cos()
+
+    def _words(self, n: int) -> np.ndarray:
+        nbytes = -(-8 * n // _BLOCK) * _BLOCK
+        words = np.frombuffer(keystream(self._key, self._used * _BLOCK, nbytes), np.dtype("<u8"))[:n]
+        self._used += nbytes // _BLOCK
+        return words
+
+
+class Randomness:
+    """The tree of keys below one master seed (32 bytes)."""
+
+    def __init__(self, seed: bytes):
+        self._seed = seed
+
+    def key(self, *purpose: str | int) -> bytes:
+        """The 32-byte key for ``purpose``; different purposes give unrelated keys."""
+        return _hkdf(self._seed, "mpu v1 " + json.dumps(purpose))
+
+    def stream(self, *purpose: str | int) -> Stream:
+        return Stream(self.key(*purpose))
+
+
+def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
+    """``nbytes`` of the AES-256-CTR keystream from byte ``offset``, a multiple of 16."""
+    counter = (offset // _BLOCK).to_bytes(_BLOCK, "big")
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor()
+    out = bytearray(nbytes + _BLOCK - 1)
+    encryptor.update_into(bytes(nbytes), out)
+    return memoryview(out)[:nbytes]
+
+
+def standard_normals(key: bytes, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start … stop`` of an endless float32 sequence of independent N(0, 1), fixed by ``key``.
+
+    Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and these
+    the elements i and i + 512. Any slice is found by seeking. Radii reach 6.6, as 31 bits allow.
+    """
+    first, last = start // CELL, -(-stop // CELL)
+    words = (last - first) * CELL
+    bits = torch.frombuffer(keystream(key, first * CELL * 4, words * 4), dtype=torch.int32)
+    bits = bits.view(-1, 2, CELL // 2)
+    radius = (bits[:, 0] & 0x7FFFFFFF).float().add_(1).mul_(2.0**-31).log_().mul_(-2).sqrt_()
+    angle = bits[:, 1].float().mul_(torch.pi * 2.0**-31)
+    out = torch.empty(bits.shape)
+    torch.cos(angle, out=out[:, 0]).mul_(radius)
+    torch.sin(angle, out=out[:, 1]).mul_(radius)
+    return out.view(-1)[start - first * CELL : stop - first * CELL]

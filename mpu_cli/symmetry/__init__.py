@@ -1,0 +1,1 @@
+"""Secret, function-preserving changes of coordinates: drawing, applying and inverting them."""

@@ -1,0 +1,77 @@
+"""What a transform does to one axis of a tensor: turn whole heads, then put the coordinates in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """The orthogonal map y[i] = (R x)[order[i]] on an axis of n coordinates.
+
+    ``order``: permutation, int64 (n,). ``rotation``: None, or float64 (n/d, d, d), the orthogonal matrix of each head
+    of d consecutive coordinates. ``order`` moves heads whole wherever there is a rotation.
+    """
+
+    order: torch.Tensor
+    rotation: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def unit(self) -> int:
+        """Coordinates that belong together: a slice of rows must begin and end at a multiple of it."""
+        return 1 if self.rotation is None else self.rotation.shape[-1]
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Where each coordinate goes: y[places[j]] = (R x)[j]."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self.order))
+        return places
+
+
+def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = False) -> torch.Tensor:
+    """R x (or Rᵀ x) on the rows ``start …`` of a matrix, given as x of shape (rows, columns)."""
+    if axis.rotation is None:
+        return x
+    d = axis.unit
+    heads = axis.rotation[start // d : (start + len(x)) // d].to(x.dtype)
+    matrices = heads.mT if inverse else heads
+    return torch.bmm(matrices, x.reshape(-1, d, x.shape[1])).view(x.shape)
+
+
+def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> torch.Tensor:
+    """The whole map (or its inverse) on the columns of x, shape (rows, n)."""
+    if inverse:
+        return _turn_columns(x.index_select(1, axis.places), axis, inverse=True)
+    return _turn_columns(x, axis, inverse=False).index_select(1, axis.order)
+
+
+def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Tensor:
+    if axis.rotation is None:
+        return x
+    rotation = axis.rotation.to(x.dtype)
+    heads = x.view(len(x), -1, axis.unit).transpose(0, 1)
+    turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ is R on its coordinates
+    return turned.transpose(0, 1).reshape(x.shape)
+
+
+def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int]) -> AxisMap | None:
+    """The map of a fused axis whose parts are mapped by ``parts`` (None: left alone), of the given lengths."""
+    if all(part is None for part in parts):
+        return None
+    unit = max(part.unit for part in parts if part is not None)
+    orders, rotations, offset = [], [], 0
+    for part, length in zip(parts, lengths, strict=True):
+        orders.append(offset + (torch.arange(length) if part is None else part.order))
+        if part is None or part.rotation is None:
+            rotations.append(torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit))
+        else:
+            rotations.append(part.rotation)
+        offset += length
+    return AxisMap(torch.cat(orders), torch.cat(rotations) if unit > 1 else None)

@@ -1,0 +1,94 @@
+"""One secret choice of symmetries for a whole model, and what it does to slices of its tensors.
+
+Everything works on slices of rows, so that no tensor is ever held whole: ``forward`` says where the rows of a
+slice go, ``inverse`` which rows it has to gather. A vector counts as a matrix of one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+import torch
+
+from mpu_cli.architectures.family import LAYER_AXES, Permutation, Symmetry
+from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
+from mpu_cli.symmetry.axis import AxisMap, joined, map_columns, turn_rows
+from mpu_cli.symmetry.sampling import Draws, sample
+
+CHUNK = 131_072  # weights in a slice: its buffers stay in a core's second-level cache
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(len(tensor), -1)
+
+
+def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple[int, int]]:
+    """Bounds of slices of about CHUNK weights that keep the heads of every map whole."""
+    unit = max(mapping.unit for mapping in maps)
+    step = max(unit, CHUNK // max(columns, 1) // unit * unit)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+class TensorMap:
+    """What a transform does to one tensor: a map of its rows and one of its columns, either may be None."""
+
+    def __init__(self, rows: AxisMap | None, columns: AxisMap | None):
+        self._rows, self._columns = rows, columns
+        self._places = None if rows is None else rows.places
+
+    @property
+    def unit(self) -> int:
+        """Rows that belong together: the bounds of a slice must be multiples of it."""
+        return 1 if self._rows is None else self._rows.unit
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """The rows ``start …`` of a base tensor, (rows, columns), in the copy's coordinates but not yet moved."""
+        if self._rows is not None:
+            x = turn_rows(x, self._rows, start)
+        return x if self._columns is None else map_columns(x, self._columns)
+
+    def put(self, target: torch.Tensor, x: torch.Tensor, start: int) -> None:
+        """Write the result of ``forward`` to its rows of the copy's whole tensor."""
+        if self._places is None:
+            target[start : start + len(x)] = x
+        else:
+            target.index_copy_(0, self._places[start : start + len(x)], x)
+
+    def take(self, source: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The rows of a copy's whole tensor that come from the base's rows ``start … stop``."""
+        return source[start:stop] if self._places is None else source.index_select(0, self._places[start:stop])
+
+    def backward(self, y: torch.Tensor, start: int) -> torch.Tensor:
+        """The inverse of ``forward`` on what ``take`` gave: back in the base's coordinates."""
+        if self._columns is not None:
+            y = map_columns(y, self._columns, inverse=True)
+        return y if self._rows is None else turn_rows(y, self._rows, start, inverse=True)
+
+
+class Transform:
+    """One secret T. ``draws(symmetry, layer)`` gives the randomness of a symmetry; layer is −1 for the whole model."""
+
+    def __init__(self, layout: Layout, symmetries: Iterable[Symmetry], draws: Callable[[str, int], Draws]):
+        self._layout = layout
+        symmetries = tuple(symmetries)
+        shared = [s for s in symmetries if isinstance(s, Permutation) and s.axis not in LAYER_AXES]
+        per_layer = [s for s in symmetries if s not in shared]
+        self._shared = sample(shared, layout.sizes, lambda name: draws(name, -1))
+
+        @lru_cache(maxsize=2)  # tensors come layer by layer; holding every layer's matrices would grow with the model
+        def layer_maps(layer: int) -> dict[str, AxisMap]:
+            return sample(per_layer, layout.sizes, lambda name: draws(name, layer))
+
+        self._layer_maps = layer_maps
+
+    def of(self, tensor: TensorLayout) -> TensorMap:
+        """What this transform does to ``tensor``."""
+        maps = dict(self._shared)
+        if tensor.layer is not None:
+            maps |= self._layer_maps(tensor.layer)
+        axes = [
+            joined([maps.get(axis) for axis in group], [axis_length(self._layout.sizes, axis) for axis in group])
+            for group in tensor.axes
+        ]
+        return TensorMap(*axes, *[None] * (2 - len(axes)))
