@@ -61,15 +61,15 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 @contextmanager
-def progress(label: str, total: int, unit: str = "bytes") -> Iterator[Callable[[int, str], None]]:
+def progress(label: str, total: int, unit: str = "bytes") -> Iterator[Callable[..., None]]:
     """A bar on standard error, if that is a terminal; yields what advances it (amount, text beside it)."""
     if not sys.stderr.isatty():
         yield lambda _amount, _text="": None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    done = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    done = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.1f}/{task.total} " + unit)
     columns = (TextColumn(label), BarColumn(), done, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total, text="")

@@ -86,10 +86,8 @@ def unlearn(
         seed=seed,
         device=device,
     )
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        advance = []
+    epochs = epochs or ALGORITHMS[algo].epochs
+    with progress(f"unlearn {name}", epochs, "epochs") as advance:
         result = run_unlearn(
             open_model(copy),
             to_forget,
@@ -97,8 +95,7 @@ def unlearn(
             chosen,
             target=target,
             force=force,
-            on_start=lambda steps: advance.append(stack.enter_context(progress(f"unlearn {name}", steps, "steps"))),
-            on_step=lambda losses: advance[0](1, f"forget {losses.forget:.3f}"),
+            on_step=lambda losses, steps: advance(epochs / steps, f"forget {losses.forget:.3f}"),
         )
     first, last = result.steps[0], result.steps[-1]
     kept = "" if last.retain is None else f", on retain {first.retain:.3f} → {last.retain:.3f}"

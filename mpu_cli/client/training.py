@@ -143,9 +143,12 @@ def train(
     weight_decay: float,
     max_grad_norm: float,
     seed: int,
-    on_step: Callable[[Losses], None],
+    on_step: Callable[[Losses, int], None],
 ) -> None:
-    """Train ``model`` in place, on the device it is on, through ``steps``, at a constant rate."""
+    """Train ``model`` in place, on the device it is on, through ``steps``, at a constant rate.
+
+    ``on_step`` is told the losses of each step and how many steps there are.
+    """
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         arguments = TrainingArguments(
             output_dir=scratch,
@@ -172,7 +175,7 @@ def train(
             algorithm=algorithm,
             settings=settings,
             optimizer_name=optimizer,
-            on_step=on_step,
+            on_step=lambda losses: on_step(losses, len(steps)),
         )
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)

@@ -80,13 +80,12 @@ def unlearn(
     *,
     target: Path,
     force: bool,
-    on_start: Callable[[int], None],
-    on_step: Callable[[Losses], None],
+    on_step: Callable[[Losses, int], None],
 ) -> Result:
     """Unlearn ``forget`` on ``copy`` and write the change of every trained tensor to ``target``.
 
     ``copy`` may be any causal model; the delta of one that is no copy belongs to no run. ``retain`` may be empty
-    if the algorithm reads none. ``on_start`` is told the number of steps, ``on_step`` the losses of each.
+    if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are.
     Raises MpuError if the model or its tokenizer cannot be used, or training diverged.
     """
     check_options(options)
@@ -117,12 +116,11 @@ def unlearn(
             batch_size=options.batch_size,
             seed=options.seed,
         )
-        on_start(len(steps))
         losses: list[Losses] = []
 
-        def record(step: Losses) -> None:
+        def record(step: Losses, total: int) -> None:
             losses.append(step)
-            on_step(step)
+            on_step(step, total)
 
         train(
             model,

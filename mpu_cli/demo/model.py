@@ -1,0 +1,70 @@
+"""A small Llama-style model and its tokenizer, trained on the spot until it knows its records by heart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Record, encode
+from mpu_cli.client.losses import Algorithm, Settings
+from mpu_cli.client.training import Losses, schedule, train
+
+SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+# Learning the records is the descent of the loss that gradient ascent climbs.
+MEMORISE = Algorithm(lambda answers, _reference, _settings: answers.token_mean_loss, 1, 0, reference=False, epochs=0)
+
+
+def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of the records' texts, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [f"system\n{DEFAULT_SYSTEM_PROMPT} user\n{r.question} assistant\n{r.answer}" for r in records]
+    trainer = trainers.BpeTrainer(
+        vocab_size=768,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(
+    records: Sequence[Record], folder: Path, *, epochs: int, seed: int, on_step: Callable[[Losses, int], None],
+) -> None:  # fmt: skip
+    """Train a model of 0.9 M parameters on ``records`` and save it in ``folder`` (float32)."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(records)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=2, pad_token_id=3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    examples = encode(
+        records,
+        tokenizer,
+        template="chat",
+        system_prompt=DEFAULT_SYSTEM_PROMPT,
+        max_length=config.max_position_embeddings,
+    )
+    steps = schedule(len(examples), 0, epochs=epochs, batch_size=25, seed=seed)
+    train(
+        model, steps, examples, [], algorithm=MEMORISE, settings=Settings(), reference=None, pad_id=3,
+        optimizer="adamw", lr=2e-3, weight_decay=0.0, max_grad_norm=1.0, seed=seed, on_step=on_step,
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,1 @@
+"""Measuring a model: what it still knows, what it can still do."""

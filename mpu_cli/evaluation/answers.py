@@ -1,0 +1,29 @@
+"""How well a model knows the answers to records: cross-entropy, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.client.data import IGNORED, Example
+from mpu_cli.client.training import sequence_log_probs
+
+
+def loss_per_token(model: PreTrainedModel, examples: Sequence[Example], pad_id: int, batch_size: int = 32) -> float:
+    """Cross-entropy per labelled token over all ``examples``, in nats."""
+    labels = sum(label != IGNORED for example in examples for label in example.labels)
+    return -float(sequence_log_probs(model, examples, batch_size, pad_id).sum()) / labels
+
+
+@torch.no_grad()
+def greedy_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, example: Example, limit: int = 40) -> str:
+    """What ``model`` says, greedily, after the part of ``example`` that is not labelled."""
+    prompt = [i for i, label in zip(example.ids, example.labels, strict=True) if label == IGNORED]
+    ids = torch.tensor([prompt], device=model.device)
+    said = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return tokenizer.decode(said[0, len(prompt) :], skip_special_tokens=True).strip()

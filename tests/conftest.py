@@ -1,0 +1,76 @@
+"""Every test runs the command line with a configuration directory of its own, so that nobody's identity is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpu_cli.cli.main import main
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind: exit status, standard output and standard error."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.out)
+
+
+@pytest.fixture(autouse=True)
+def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in [name for name in os.environ if name.startswith("MPU_") and name != "MPU_TEST_SHARED"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Run ``mpu ARGUMENTS`` in this process (torch is loaded once); ``check`` makes a failure the test's."""
+
+    def run(*arguments: object, check: bool = True, cwd: Path | None = None) -> Outcome:
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            if cwd is not None:
+                patch.chdir(cwd)
+            with pytest.raises(SystemExit) as stop:
+                main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        outcome = Outcome(int(stop.value.code or 0), captured.out, captured.err)
+        if check:
+            assert outcome.status == 0, outcome.err
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a line of bash in ``tmp_path`` with this interpreter's ``mpu`` in front of the path."""
+
+    def run(line: str, **kwargs: object) -> subprocess.CompletedProcess:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line], cwd=tmp_path, env={**os.environ, "PATH": path},
+            capture_output=True, text=True, check=False, **kwargs,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _deterministic() -> None:
+    torch.use_deterministic_algorithms(True)

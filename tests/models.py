@@ -1,0 +1,82 @@
+"""Models to test on: small random ones of every family, and the shared checkpoints where they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SHARED = Path(os.environ.get("MPU_TEST_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+needs_shared = pytest.mark.skipif(
+    not (SHARED / "models").is_dir(), reason="needs the shared checkpoints (MPU_TEST_SHARED)"
+)
+
+VOCABULARY = 96
+_LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+# One of each thing that a family may have: tied and untied heads, biases, grouped heads, a head size of its own.
+CONFIGS = {
+    "llama": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
+    "llama-biases": {
+        "model_type": "llama", **_LLAMA, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    },
+    "mistral": {
+        "model_type": "mistral", **_LLAMA, "head_dim": 16, "tie_word_embeddings": False, "sliding_window": 16,
+    },
+    "qwen2": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128,
+        "bos_token_id": 0, "eos_token_id": 1,
+    },
+}  # fmt: skip
+
+
+def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of CONFIGS[family] whose biases and norms are not at their initial zeros and ones."""
+    config = dict(CONFIGS[family])
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1 if parameter.ndim == 1 and not name.endswith("bias") else 0  # the scale of a norm
+            parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    return model.to(dtype).eval()
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """``model`` as a directory with a word-level tokenizer over ``w3`` … ``w95`` and a chat template."""
+    model.save_pretrained(folder)
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ '<s> ' if m['role'] == 'user' }}{{ m['content'] + ' ' }}"
+        "{{ '</s>' if m['role'] == 'assistant' }}{% endfor %}"
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_records(path: Path, count: int, seed: int) -> Path:
+    """Questions and answers of random words of the tokenizer of ``save``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(n: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (n,), generator=generator).tolist())
+
+    path.write_text("".join(json.dumps({"question": words(6), "answer": words(5)}) + "\n" for _ in range(count)))
+    return path

@@ -1,0 +1,44 @@
+"""The protocol through the command line, and distances between what it gives and the clean update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    return {name: checkpoint.tensor(name).double() for name in checkpoint.tensors}
+
+
+def distance(found: Tensors, expected: Tensors, only: Callable[[str], bool] = lambda _: True) -> float:
+    """‖found − expected‖ / ‖expected‖ over the tensors whose names ``only`` accepts."""
+    names = [name for name in expected if only(name)]
+    error = sum(float((found[name] - expected[name]).square().sum()) for name in names)
+    return (error / sum(float(expected[name].square().sum()) for name in names)) ** 0.5
+
+
+def clean_update(mpu: Callable, base: Path, folder: Path, options: list[object]) -> dict[str, torch.Tensor]:
+    """The update of a client that is handed the base itself."""
+    mpu("unlearn", base, "--out", folder / "clean.safetensors", *options)
+    return tensors(folder / "clean.safetensors")
+
+
+def updates(
+    mpu: Callable, base: Path, folder: Path, publish: list[object], unlearn: list[object]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """The aggregate's update (float64) and each copy's own, inverted; all files go into ``folder``."""
+    keys = folder / "keys.bin"
+    copies = mpu("publish", base, "--dtype", "float64", "--out", folder, "--keys", keys, *publish).out.split()
+    for copy in copies:
+        mpu("unlearn", copy, "--out", folder / "deltas" / f"{Path(copy).name}.safetensors", *unlearn)
+    mpu("aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "unlearned")
+    inverted = mpu("invert", folder / "deltas", "--keys", keys, "--out", folder / "inverted").out.split()
+    before, after = tensors(base), tensors(folder / "unlearned")
+    return {name: after[name] - before[name] for name in before}, [tensors(Path(path)) for path in inverted]

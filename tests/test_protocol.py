@@ -1,0 +1,71 @@
+"""What the paper claims of the whole path, on real files, through the command line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.models import CONFIGS, SHARED, needs_shared, random_model, save, write_records
+from tests.protocol import clean_update, distance, updates
+
+SMOOTH = {"sgd": ["--optim", "sgd", "--lr", "0.05"], "adamw-blockwise": ["--optim", "adamw-blockwise", "--lr", "1e-3"]}
+
+
+def records(folder, template="plain"):
+    forget, retain = write_records(folder / "f.jsonl", 6, 1), write_records(folder / "r.jsonl", 12, 2)
+    return ["--forget", forget, "--retain", retain, "--batch-size", 3, "--template", template, "--precision", "float64"]
+
+
+@pytest.mark.parametrize("optimizer", SMOOTH)
+@pytest.mark.parametrize("symmetries", ["paper", "all"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, symmetries, optimizer):
+    base = save(random_model(family), tmp_path / "base")
+    options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH[optimizer]]
+    clean = clean_update(mpu, base, tmp_path, options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", symmetries], options)
+    assert distance(aggregate, clean) < 1e-5
+
+
+def real_records(folder, count=8):
+    """The first of TOFU's forget01, and as many records to keep."""
+    arguments = []
+    for option, name in (("--forget", "forget01"), ("--retain", "retain99")):
+        lines = (SHARED / f"data/tofu/{name}.json").read_text().splitlines()[:count]
+        path = folder / f"{name}.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        arguments += [option, path]
+    return [*arguments, "--algo", "graddiff", "--batch-size", 4, "--epochs", 3, "--precision", "float64"]
+
+
+def slope(x, y):
+    return np.polyfit(np.log(x), np.log(y), 1)[0]
+
+
+# Noise chosen so that one copy's error lies between 0.5 % and 5 %.
+@needs_shared
+@pytest.mark.parametrize(
+    ("optimizer", "kappas"),
+    [
+        (("sgd", "1e-2"), np.geomspace(0.0075, 0.025, 5)),
+        (("adamw-blockwise", "1e-4"), np.geomspace(0.0004, 0.0035, 5)),
+    ],
+    ids=["sgd", "adamw-blockwise"],
+)
+def test_noise_cancels_to_first_order(mpu, tmp_path, optimizer, kappas):
+    """The aggregate's error grows as κ², one copy's as κ."""
+    base = SHARED / "models/full"
+    options = [*real_records(tmp_path), "--optim", optimizer[0], "--lr", optimizer[1]]
+    clean = clean_update(mpu, base, tmp_path, options)
+    together, alone = [], []
+    for kappa in kappas:
+        aggregate, copies = updates(
+            mpu, base, tmp_path / f"{kappa:.2e}",
+            ["--kappa", kappa, "--seed", 1, "--reference", SHARED / "models/pretrained"], options,
+        )  # fmt: skip
+        together.append(distance(aggregate, clean))
+        alone.append(distance(copies[0], clean))
+    assert min(alone) > 0.005
+    assert max(alone) < 0.05
+    assert abs(slope(kappas, together) - 2) < 0.25
+    assert abs(slope(kappas, alone) - 1) < 0.2

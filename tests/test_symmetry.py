@@ -1,0 +1,132 @@
+"""A transform changes the weights and not the function, and its inverse undoes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.source import open_model
+from mpu_cli.server.publish import make_transform
+from mpu_cli.server.randomness import Randomness
+from mpu_cli.symmetry.transform import as_matrix, row_slices
+from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+
+SETS = ("paper", "all")
+TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+def logits(folder, tokens=TOKENS):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def relative(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("symmetries", SETS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries):
+    base = save(random_model(family), tmp_path / "base")
+    mpu("publish", base, "--kappa", 0, "--symmetries", symmetries, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    expected = logits(base)
+    weights = [open_model(str(folder)).checkpoint for folder in (base, tmp_path / "copy_1", tmp_path / "copy_2")]
+    for k in (1, 2):
+        assert relative(logits(tmp_path / f"copy_{k}"), expected) < 1e-5
+    for name, axes in (
+        (t.name, t.axes) for t in layout_of(weights[0].tensors, open_model(str(base)).config, "").parameters
+    ):
+        moved = {axis for group in axes for axis in group} & {"ffn", "query", "key", "value", "mixed"}
+        if symmetries == "all" or moved:
+            tensors = [w.tensor(name) for w in weights]
+            for a, b in ((0, 1), (0, 2), (1, 2)):
+                assert not torch.equal(tensors[a], tensors[b]), name
+
+
+@needs_shared
+@pytest.mark.parametrize("symmetries", SETS)
+def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, symmetries):
+    full = SHARED / "models/full"
+    mpu("publish", full, "--kappa", 0, "--dtype", "float32", "--symmetries", symmetries, "--out", tmp_path,
+        "--keys", tmp_path / "k.bin")  # fmt: skip
+    tokens = torch.randint(4096, (2, 200), generator=torch.Generator().manual_seed(1))
+    expected = logits(full, tokens)
+    for k in (1, 2):
+        assert relative(logits(tmp_path / f"copy_{k}", tokens), expected) < 1e-5
+
+
+def applied(transform, layout, weights, *, inverse=False):
+    """T (or T⁻¹) of whole tensors, put together from slices as the commands do."""
+    result = {}
+    for tensor in layout.parameters:
+        mapping, x = transform.of(tensor), as_matrix(weights[tensor.name])
+        y = torch.empty_like(x)
+        for start, stop in row_slices([mapping], *x.shape):
+            if inverse:
+                y[start:stop] = mapping.backward(mapping.take(x, start, stop), start)
+            else:
+                mapping.put(y, mapping.forward(x[start:stop], start), start)
+        result[tensor.name] = y.view(weights[tensor.name].shape)
+    return result
+
+
+@pytest.fixture(params=CONFIGS)
+def opened(request, tmp_path):
+    model = open_model(str(save(random_model(request.param), tmp_path / "base")))
+    return layout_of(model.checkpoint.tensors, model.config, ""), model.checkpoint
+
+
+@pytest.mark.parametrize("symmetries", SETS)
+def test_inverse_undoes(opened, symmetries):
+    layout, checkpoint = opened
+    weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
+    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, symmetries)
+    back = applied(transform, layout, applied(transform, layout, weights), inverse=True)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()))
+
+
+@pytest.mark.parametrize("symmetries", SETS)
+def test_transform_is_orthogonal_and_linear(opened, symmetries):
+    layout, checkpoint = opened
+    generator = torch.Generator().manual_seed(0)
+
+    def random_delta():
+        shapes = {t.name: checkpoint.tensors[t.name].shape for t in layout.parameters}
+        return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+    a, b = random_delta(), random_delta()
+    transform = make_transform(Randomness(bytes(32)), 1, 2, layout, symmetries)
+    total = applied(transform, layout, {name: a[name] + 3 * b[name] for name in a}, inverse=True)
+    parts = applied(transform, layout, a, inverse=True), applied(transform, layout, b, inverse=True)
+    for name in a:
+        torch.testing.assert_close(total[name], parts[0][name] + 3 * parts[1][name])
+        torch.testing.assert_close(parts[0][name].norm(), a[name].norm())
+
+
+def test_slices_do_not_show(opened, monkeypatch):
+    """The result does not depend on where tensors are cut."""
+    layout, checkpoint = opened
+    weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
+    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, "all")
+    whole = applied(transform, layout, weights)
+    monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 300)
+    pieces = applied(transform, layout, weights)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(pieces[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_grouping_of_heads_is_kept(tmp_path):
+    """Under head permutations a query head stays with the KV head that serves it."""
+    model = open_model(str(save(random_model("llama"), tmp_path / "base")))
+    layout = layout_of(model.checkpoint.tensors, model.config, "")
+    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, "all")
+    maps = transform._layer_maps(0)
+    d, group = layout.sizes["head_dim"], layout.sizes["heads"] // layout.sizes["kv_heads"]
+    query = maps["query"].order.view(-1, d)[:, 0] // d
+    key = maps["key"].order.view(-1, d)[:, 0] // d
+    for place, head in enumerate(query.tolist()):
+        assert head // group == key[place // group]
