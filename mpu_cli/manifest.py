@@ -53,20 +53,17 @@ def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
 
 
 def as_metadata(facts: Mapping[str, object]) -> dict[str, str]:
-    """Facts as safetensors metadata, which maps texts to texts: names with ``mpu.`` before, values as JSON."""
-    return {f"mpu.{name}": value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+    """Facts as safetensors metadata, which maps texts to texts: one entry, ``mpu``, of JSON."""
+    return {"mpu": json.dumps(facts)}
 
 
 def facts_of(metadata: Mapping[str, str]) -> dict[str, object]:
     """The inverse of ``as_metadata``; empty where the metadata is none of mpu's."""
-    facts: dict[str, object] = {}
-    for name, text in metadata.items():
-        if name.startswith("mpu."):
-            try:
-                facts[name[4:]] = json.loads(text)
-            except (ValueError, RecursionError):
-                facts[name[4:]] = text
-    return facts
+    try:
+        facts = json.loads(metadata.get("mpu", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def read_copy_manifest(folder: Path) -> CopyManifest | None:

@@ -44,9 +44,10 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of CONFIGS[family] whose biases and norms are not at their initial zeros and ones."""
-    config = dict(CONFIGS[family])
+def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **entries: object) -> PreTrainedModel:
+    """A model of CONFIGS[family], with other ``entries`` in its config, whose biases and norms are not at their
+    initial zeros and ones."""
+    config = CONFIGS[family] | entries
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():

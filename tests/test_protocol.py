@@ -69,3 +69,20 @@ def test_noise_cancels_to_first_order(mpu, tmp_path, optimizer, kappas):
     assert max(alone) < 0.05
     assert abs(slope(kappas, together) - 2) < 0.25
     assert abs(slope(kappas, alone) - 1) < 0.2
+
+
+@needs_shared
+def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path):
+    """No mistake but a property: AdamW scales every coordinate on its own, so turned coordinates take another path.
+
+    Permuted coordinates take their scales along. DESIGN §3 has the table; --optim adamw-blockwise does not do this.
+    """
+    base = SHARED / "models/full"
+    options = [*real_records(tmp_path), "--optim", "adamw", "--lr", "1e-4"]
+    clean = clean_update(mpu, base, tmp_path, options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0], options)
+    attention = distance(aggregate, clean, lambda name: "self_attn" in name)
+    permuted = distance(aggregate, clean, lambda name: "mlp" in name)
+    assert attention > 0.1
+    assert permuted < 0.1
+    assert attention > 4 * permuted

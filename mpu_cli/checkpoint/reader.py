@@ -125,7 +125,7 @@ def _open_shards(index: Path) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     for shard in sorted(set(weight_map.values())):
-        if not shard or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+        if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or "\0" in shard:
             raise MpuError(f"{index}: names the shard {shard!r}, which lies outside its folder; refused")
         if not (index.parent / shard).is_file():
             raise MpuError(f"{index}: the shard {shard} is missing; fetch it")

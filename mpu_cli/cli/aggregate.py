@@ -39,8 +39,9 @@ def aggregate(
     from mpu_cli.server.aggregate import aggregate as run_aggregate
     from mpu_cli.server.aggregate import open_deltas, published_base
 
+    paths = paths_from(deltas)  # first: at the end of a pipe, what makes the keys may still be at work
     opened = open_keys(keys, identity, passphrase_file)
-    found = open_deltas(paths_from(deltas), opened)
+    found = open_deltas(paths, opened)
     model = published_base(opened, base, config)
     with progress("aggregate", model.checkpoint.nbytes) as advance:
         result = run_aggregate(

@@ -31,8 +31,9 @@ def invert(
     from mpu_cli.server.aggregate import invert as run_invert
     from mpu_cli.server.aggregate import open_deltas, published_base
 
+    paths = paths_from(deltas)  # first: at the end of a pipe, what makes the keys may still be at work
     opened = open_keys(keys, identity, passphrase_file)
-    found = open_deltas(paths_from(deltas), opened)
+    found = open_deltas(paths, opened)
     model = published_base(opened, base, config)
     targets = [out / delta.path.name for delta in found]
     total = sum(delta.checkpoint.nbytes for delta in found)

@@ -47,10 +47,18 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP, raised so that what is unfinished is removed on the way out."""
 
 
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mpu {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,  # noqa: ARG001
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
 ) -> None:
     """Unlearning without showing each other anything: the server publishes disguised copies of its model, the
     client unlearns on them and returns weight changes, the server undoes the disguise and combines them.
@@ -58,9 +66,6 @@ def options(
     Results go to standard output, everything else to standard error. Every option can be set by an environment
     variable: MPU_PUBLISH_KAPPA=0.01 for `publish --kappa 0.01`.
     """
-    if version:
-        print(f"mpu {__version__}")
-        raise typer.Exit
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,13 +102,13 @@ def main(arguments: list[str] | None = None) -> None:
         _fail("out of memory", debug)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-        _fail("interrupted; nothing was left half-written", debug)
     except Terminated:
         status = TERMINATED
-        _fail("terminated; nothing was left half-written", debug)
     except Exception as error:
         status = 1
         _fail(f"unexpected {type(error).__name__}: {error}; please report it with the output of --debug", debug)
+    if status in (INTERRUPTED, TERMINATED):  # typer makes the first of an interrupt itself
+        _fail("stopped; nothing was left half-written", debug)
     sys.exit(status)
 
 

@@ -14,6 +14,7 @@ import transformers
 
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.client.data import Record, encode, read_records
+from mpu_cli.client.losses import Settings
 from mpu_cli.client.unlearn import Options, load, unlearn
 from mpu_cli.demo.model import make_model
 from mpu_cli.demo.people import make_people
@@ -28,7 +29,9 @@ from mpu_cli.server.randomness import new_seed
 PEOPLE, FORGOTTEN = 40, 4
 EPOCHS = 60  # of training; the model then knows its records by heart
 COPIES, KAPPA = 2, 0.01
-OPTIONS = Options(algorithm="npo", epochs=10, lr=3e-4, batch_size=10, optimizer="adamw-blockwise")
+OPTIONS = Options(
+    algorithm="npo", epochs=20, lr=3e-4, batch_size=10, optimizer="adamw-blockwise", settings=Settings(beta=0.5)
+)
 
 # (label, total) → what advances a bar of that length; the command line draws it
 Bar = Callable[[str, int], AbstractContextManager[Callable[..., None]]]

@@ -201,9 +201,9 @@ def aggregate(
                 if tensor.constant:
                     writer.tensor(name).copy_(source.tensor(name))
                 else:
-                    for part, lost in _combine(pool, tensor, source, undoing, weights, server_lr, writer):
-                        gram += part
-                        rounding += lost
+                    products, lost = _combine(pool, tensor, source, undoing, weights, server_lr, writer)
+                    gram += products
+                    rounding += lost
                     for delta in deltas:
                         delta.checkpoint.forget_pages(name)
                 digests[name] = [future.result() for future in digesting]
@@ -245,9 +245,9 @@ def _combine(
     weights: torch.Tensor,
     server_lr: float,
     writer: CheckpointWriter,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One tensor of the result. Returns by slice: the deltas' inner products (m, m), and the squares of what
-    storage lost of the update and of the update (zeros where that was not measured)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tensor of the result. Returns the deltas' inner products (m, m) over it, and the squares of what storage
+    lost of the update and of the update, over the slices where that was measured (2,)."""
     before, target = as_matrix(source.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
     changes = [as_matrix(delta.checkpoint.tensor(tensor.name)) for delta in undoing.deltas]
     maps = undoing.maps(tensor)
@@ -255,7 +255,7 @@ def _combine(
     slices = row_slices(maps, *before.shape)
     stride = max(1, len(slices) // MEASURED_SLICES)
 
-    def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(start: int, stop: int, measured: bool) -> tuple[list[list[float]], list[float]]:
         undone = torch.stack(
             [m.backward(m.take(y, start, stop).to(dtype), start) for m, y in zip(maps, changes, strict=True)]
         ).view(len(maps), -1)
@@ -267,12 +267,14 @@ def _combine(
         stored = (clean + update).to(target.dtype)
         target[start:stop] = stored
         if not measured:
-            return gram, torch.zeros(2, dtype=torch.float64)
+            return gram.tolist(), [0.0, 0.0]
         lost = stored.to(dtype) - clean - update
-        return gram, torch.stack([lost.double().square().sum(), update.double().square().sum()])
+        return gram.tolist(), [float(lost.double().square().sum()), float(update.double().square().sum())]
 
+    # Lists, not tensors: small tensors that live on between large buffers keep the heap from being used again.
     futures = [pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
-    return [future.result() for future in futures]
+    results = [future.result() for future in futures]
+    return tuple(torch.tensor(part, dtype=torch.float64).sum(0) for part in zip(*results, strict=True))
 
 
 def invert(

@@ -83,7 +83,7 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
 
 
 def standard_normals(key: bytes, start: int, stop: int) -> torch.Tensor:
-    """Elements ``start … stop`` of an endless float32 sequence of independent N(0, 1), fixed by ``key``.
+    """Elements ``start … stop`` (at least one) of an endless float32 sequence of independent N(0, 1), fixed by ``key``.
 
     Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and these
     the elements i and i + 512. Any slice is found by seeking. Radii reach 6.6, as 31 bits allow.

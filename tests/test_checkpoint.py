@@ -1,0 +1,278 @@
+"""Safetensors in and out, against the safetensors library; damage; all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mpu_cli.checkpoint.dtypes import TORCH
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.header import ITEM_SIZE
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter
+from mpu_cli.errors import MpuError
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).view(3, 4).to(torch.bfloat16),
+    "b": torch.tensor([1.5, -2.5], dtype=torch.float64),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "mask": torch.tensor([True, False, True]),
+    "naïve \"name\"": torch.full((1, 2, 3), 7, dtype=torch.uint8),
+}  # fmt: skip
+
+
+def write(path, tensors, metadata=None, **kwargs):
+    names = {dtype: name for name, dtype in TORCH.items()}
+    plan = {name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with CheckpointWriter(path, plan, metadata or {}, **kwargs) as writer:
+        for name in reversed(plan):  # any order will do
+            writer.tensor(name).copy_(tensors[name])
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(
+        found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in expected.items()
+    )
+
+
+def test_safetensors_reads_what_is_written(tmp_path):
+    write(tmp_path / "x.safetensors", TENSORS, {"note": "ünïcode"})
+    assert equal(load_file(tmp_path / "x.safetensors"), TENSORS)
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "ünïcode"}
+
+
+def test_reads_what_safetensors_writes(tmp_path):
+    save_file(TENSORS, tmp_path / "x.safetensors", {"k": "v"})
+    checkpoint = open_checkpoint(tmp_path / "x.safetensors")
+    assert equal({name: checkpoint.tensor(name) for name in checkpoint.tensors}, TENSORS)
+    assert checkpoint.metadata == {"k": "v"}
+
+
+def test_a_slice_of_rows_reads_no_more(tmp_path):
+    """A hole of 64 GB stays a hole: only the pages of the slice come into memory."""
+    rows = 1 << 24
+    write(tmp_path / "x.safetensors", {"x": torch.zeros(2, 1024)})
+    header = {"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}
+    raw = json.dumps(header).encode()
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + rows * 4096)
+        file.seek(8 + len(raw) + 12345 * 4096)
+        file.write(np.arange(1024, dtype="<f4").tobytes())
+    checkpoint = open_checkpoint(tmp_path / "x.safetensors")
+    assert torch.equal(checkpoint.tensor("x")[12345:12346][0], torch.arange(1024.0))
+
+
+@relaxed
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "U8"]), st.lists(st.integers(0, 5), max_size=3)),
+        min_size=1, max_size=6,
+    ),
+    st.integers(1, 200),
+)  # fmt: skip
+def test_any_plan_survives_the_round_trip(tmp_path_factory, plan, max_shard):
+    folder = tmp_path_factory.mktemp("x")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randint(0, 2, shape, generator=generator).to(TORCH[dtype]) for name, (dtype, shape) in plan.items()
+    }
+    write(folder, tensors, max_shard=max_shard)
+    checkpoint = open_checkpoint(folder)
+    assert equal({name: checkpoint.tensor(name) for name in checkpoint.tensors}, tensors)
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        assert equal(held, {name: tensors[name] for name in held})
+        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= max_shard
+
+
+def test_fingerprint_is_of_the_model_not_of_its_files(tmp_path):
+    tensors = {f"t{i}": torch.randn(300, 1024) for i in range(12)}
+    (tmp_path / "sharded").mkdir()
+    save_file(tensors, tmp_path / "one.safetensors")
+    write(tmp_path / "sharded", dict(reversed(tensors.items())), {"x": "y"}, max_shard=3_000_000)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    with worker_pool() as pool:
+        one, sharded = (fingerprint(open_checkpoint(tmp_path / name), pool) for name in ("one.safetensors", "sharded"))
+        tensors["t3"][299, 1023] += 1
+        save_file(tensors, tmp_path / "other.safetensors")
+        other = fingerprint(open_checkpoint(tmp_path / "other.safetensors"), pool)
+    assert one == sharded != other
+
+
+def file_of(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(begin: int, end: int, shape: list | None = None, dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+DAMAGED = {
+    "empty": b"",
+    "seven bytes": b"1234567",
+    "header longer than the file": file_of(b"{}", length=50),
+    "header of 100 GB": file_of(b"{}", length=100 << 30),
+    "not JSON": file_of(b"{nonsense"),
+    "not an object": file_of(b"[1, 2]"),
+    "not UTF-8": file_of(b'{"\xff": 1}'),
+    "deep nesting": file_of(b"[" * 100_000),
+    "a name twice": file_of(b'{"a": %s, "a": %s}' % ((json.dumps(entry(0, 4)).encode(),) * 2), bytes(4)),
+    "overlap": file_of({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+    "gap": file_of({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)),
+    "data too short": file_of({"a": entry(0, 8)}, bytes(4)),
+    "data too long": file_of({"a": entry(0, 8)}, bytes(12)),
+    "shape and bytes differ": file_of({"a": entry(0, 8, [3])}, bytes(8)),
+    "negative shape": file_of({"a": entry(0, 8, [-2])}, bytes(8)),
+    "boolean shape": file_of({"a": entry(0, 4, [True])}, bytes(4)),
+    "backwards": file_of({"a": {"dtype": "F32", "shape": [0], "data_offsets": [8, 4]}}, bytes(8)),
+    "unknown dtype": file_of({"a": entry(0, 8, [2], "F31")}, bytes(8)),
+    "dtype is a list": file_of({"a": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}, bytes(4)),
+    "entry is no object": file_of({"a": 3}),
+    "metadata of numbers": file_of({"__metadata__": {"a": 1}}),
+    "huge shape": file_of({"a": entry(0, 4, [2**70, 2**70])}, bytes(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damage_is_refused_in_one_line(tmp_path, what):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(DAMAGED[what])
+    with pytest.raises(MpuError) as refused:
+        open_checkpoint(path)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@relaxed
+@given(st.binary(max_size=300), st.integers(0, 120))
+@example(b"\xff" * 8, 0)
+def test_no_bytes_break_the_reader(tmp_path, noise, at):
+    """Random bytes, alone and over the head of a sound file, are read or refused, nothing else."""
+    sound = tmp_path / "sound.safetensors"
+    if not sound.exists():
+        save_file(TENSORS, sound)
+    good = sound.read_bytes()
+    for raw in (noise, good[:at] + noise[:9] + good[at + len(noise[:9]) :], good[: len(good) - at]):
+        (tmp_path / "x.safetensors").write_bytes(raw)
+        try:
+            checkpoint = open_checkpoint(tmp_path / "x.safetensors")
+        except MpuError:
+            continue
+        for name, info in checkpoint.tensors.items():
+            assert checkpoint.tensor(name).nbytes == info.elements * ITEM_SIZE[info.dtype]
+
+
+@relaxed
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)))
+def test_no_json_breaks_the_header(tmp_path, value):
+    (tmp_path / "x.safetensors").write_bytes(file_of({"a": value, "__metadata__": {}}))
+    with pytest.raises(MpuError):
+        open_checkpoint(tmp_path / "x.safetensors")
+
+
+def index_of(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "complaint"),
+    [
+        ({"a": "gone.safetensors"}, "missing"),
+        ({"a": "../x.safetensors"}, "outside"),
+        ({"a": "/etc/passwd"}, "outside"),
+        ({"a": ".."}, "outside"),
+        ({"a": "x.safetensors", "b": "x.safetensors"}, "'b' is not in x.safetensors"),
+        ({"b": "x.safetensors"}, "holds tensor 'a'"),
+        ({}, "weight_map"),
+        ({"a": 3}, "weight_map"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, weight_map, complaint):
+    (tmp_path / "m").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "m/x.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    index_of(tmp_path / "m", weight_map)
+    with pytest.raises(MpuError, match=complaint):
+        open_checkpoint(tmp_path / "m")
+
+
+def test_a_pickle_is_never_read(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    (tmp_path / "m").mkdir()
+    torch.save({"a": Attack()}, tmp_path / "m/pytorch_model.bin")
+    with pytest.raises(MpuError, match="pickle"):
+        open_checkpoint(tmp_path / "m")
+    with pytest.raises(MpuError, match="no pickle"):
+        open_checkpoint(tmp_path / "m/pytorch_model.bin")
+    assert not (tmp_path / "owned").exists()
+
+
+class TestTransaction:
+    def test_nothing_stays_of_a_failure(self, tmp_path):
+        with pytest.raises(KeyboardInterrupt), Transaction() as transaction:  # noqa: PT012
+            (transaction.add(tmp_path / "deep/er/a")).write_text("new")
+            (transaction.add(tmp_path / "d", directory=True) / "x").write_text("new")
+            raise KeyboardInterrupt
+        assert list(tmp_path.iterdir()) == []
+
+    def test_all_appear_together(self, tmp_path):
+        with Transaction() as transaction:
+            (transaction.add(tmp_path / "a")).write_text("new")
+            (transaction.add(tmp_path / "d", directory=True) / "x").write_text("new")
+            assert not (tmp_path / "a").exists()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "d"]
+        assert (tmp_path / "d/x").read_text() == "new"
+
+    def test_what_exists_stays_without_force(self, tmp_path):
+        (tmp_path / "a").write_text("old")
+        with pytest.raises(MpuError, match="--force"), Transaction() as transaction:
+            transaction.add(tmp_path / "a")
+        assert (tmp_path / "a").read_text() == "old"
+
+    def test_a_rival_that_came_first_wins(self, tmp_path):
+        with pytest.raises(MpuError, match="--force"), Transaction() as transaction:  # noqa: PT012
+            transaction.add(tmp_path / "a").write_text("new")
+            transaction.add(tmp_path / "b").write_text("new")
+            (tmp_path / "b").write_text("rival")
+        assert (tmp_path / "b").read_text() == "rival"
+        assert not (tmp_path / "a").exists()
+
+    def test_force_replaces_and_cleans_up(self, tmp_path):
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d/old").write_text("old")
+        (tmp_path / "a").write_text("old")
+        with Transaction(force=True) as transaction:
+            (transaction.add(tmp_path / "d", directory=True) / "new").write_text("new")
+            transaction.add(tmp_path / "a").write_text("new")
+        assert (tmp_path / "a").read_text() == "new"
+        assert [p.name for p in (tmp_path / "d").iterdir()] == ["new"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "d"]
+
+    def test_force_loses_nothing_when_the_commit_fails(self, tmp_path):
+        (tmp_path / "a").write_text("old")
+        with pytest.raises(FileNotFoundError), Transaction(force=True) as transaction:  # noqa: PT012
+            transaction.add(tmp_path / "a").write_text("new")
+            transaction.add(tmp_path / "b")  # promised and never made
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+        assert (tmp_path / "a").read_text() == "old"

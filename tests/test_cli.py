@@ -1,0 +1,368 @@
+"""The command line as a user meets it: the flow of the README, pipes, errors, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.checkpoint.dtypes import OPTION
+from mpu_cli.cli.options import StoredDtype
+from mpu_cli.cli.publish import publish
+from mpu_cli.cli.unlearn import unlearn
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES, encode, read_records
+from mpu_cli.client.losses import ALGORITHMS
+from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.client.unlearn import PRECISIONS, load
+from mpu_cli.evaluation.answers import loss_per_token
+from tests.benchmarks.shapes import make
+from tests.models import SHARED, needs_shared, random_model, save, write_records
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """What the README's first example needs, made from the shared checkpoint and TOFU."""
+    model = SHARED / "models/full"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / name)
+    shutil.copy(model / "model.safetensors", tmp_path / "base.safetensors")
+    for target, source, lines in (("forget", "forget01", 40), ("retain", "retain99", 80)):
+        text = (SHARED / f"data/tofu/{source}.json").read_text().splitlines()[:lines]
+        (tmp_path / f"{target}.jsonl").write_text("\n".join(text) + "\n")
+    return tmp_path
+
+
+def forget_loss(model, folder):
+    network, tokenizer = load(model, torch.float32, "cpu")
+    records = read_records(folder / "forget.jsonl")
+    examples = encode(records, tokenizer, template="chat", system_prompt=DEFAULT_SYSTEM_PROMPT, max_length=None)
+    return loss_per_token(network, examples, tokenizer.pad_token_id)
+
+
+@needs_shared
+def test_the_four_commands(workplace, shell):
+    """Exactly the commands of the README, with their defaults."""
+    for line in (
+        "mpu publish base.safetensors --copies 2 --kappa 0.01",
+        "mpu unlearn copy_1 --algo npo",
+        "mpu unlearn copy_2 --algo npo",
+        "mpu aggregate deltas/ --keys keys.bin",
+    ):
+        done = shell(line)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "unlearned\n"
+    before, after = (forget_loss(folder, workplace) for folder in (SHARED / "models/full", workplace / "unlearned"))
+    assert after > before
+    assert AutoModelForCausalLM.from_pretrained(workplace / "unlearned").dtype == torch.bfloat16
+
+
+@needs_shared
+def test_the_pipeline(workplace, shell):
+    """The pipeline of DESIGN §6; a few steps at a higher rate instead of five epochs."""
+    done = shell(
+        "mpu publish base.safetensors --copies 2 --kappa 0.01 "
+        "| MPU_UNLEARN_EPOCHS=1 MPU_UNLEARN_LR=1e-4 xargs -n1 mpu unlearn --algo npo "
+        "| mpu aggregate - --keys keys.bin"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "unlearned\n"
+    model = SHARED / "models/full"
+    assert forget_loss(workplace / "unlearned", workplace) > forget_loss(model, workplace)
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    program = (
+        "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"
+        "finally: print(sys.modules.keys() & {'torch', 'transformers', 'numpy', 'pyrage'}, file=sys.stderr)"
+    )
+    for arguments in ("--help", "publish --help", "unlearn --help", "--version"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments.split()], capture_output=True, text=True, check=True
+        )
+        assert done.stderr.strip() == "set()"
+
+
+def test_choices_are_those_of_the_tables():
+    """The command line names its choices without loading what is behind them; they must not drift apart."""
+
+    def choices(command, option):
+        return set(get_args(get_type_hints(command)[option]))
+
+    assert choices(unlearn, "algo") == set(ALGORITHMS)
+    assert choices(unlearn, "optim") == set(OPTIMIZERS)
+    assert choices(unlearn, "precision") == set(PRECISIONS)
+    assert choices(unlearn, "template") == set(TEMPLATES)
+    assert set(get_args(StoredDtype)) == set(OPTION)
+    for family in FAMILIES.values():
+        assert choices(publish, "symmetries") == set(family.symmetries)
+
+
+def test_standard_output_carries_paths_only(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    assert mpu("publish", base, cwd=tmp_path).out == "copy_1\ncopy_2\n"
+    for k in (1, 2):
+        told = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
+        assert told.out == f"deltas/copy_{k}.safetensors\n"
+    assert mpu("invert", "deltas", cwd=tmp_path).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
+    assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
+
+
+def test_json_is_one_document(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    assert mpu("publish", base, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
+    for k in (1, 2):
+        mpu("unlearn", f"copy_{k}", "--epochs", 1, "--json", cwd=tmp_path)
+    told = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
+    assert [c["copy"] for c in told["copies"]] == [1, 2]
+    assert mpu("verify", "copy_1", "--json", cwd=tmp_path).json["ok"]
+    kinds = {path: mpu("inspect", path, "--json", cwd=tmp_path).json["kind"] for path in
+             ("copy_1", "deltas/copy_1.safetensors", "keys.bin", "unlearned", "base")}  # fmt: skip
+    assert len(set(kinds.values())) == 5
+    assert len(mpu("inspect", "base", "--tensors", "--json", cwd=tmp_path).json["list"]) == 20
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_leaves_nothing(tmp_path, name):
+    """Stopped in the middle of writing 200 MB: only what was there before is there after."""
+    base = make("0.1b", tmp_path / "base")
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpu_cli", "publish", str(base), "--out", str(tmp_path / "out"), "--keys",
+         str(tmp_path / "keys.bin")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/.copy_2.*/model.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + getattr(signal, name)
+    assert out == ""
+    assert "nothing was left half-written" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "config"}
+
+
+def test_a_disk_that_is_too_small(shell, tmp_path):
+    """A limit on the size of files stands in for the end of the disk: refused before anything is written."""
+    save(random_model("llama"), tmp_path / "base")
+    done = shell("ulimit -f 60; mpu publish base")
+    assert done.returncode == 1
+    assert "cannot reserve" in done.stderr.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+
+def spoiled(change):
+    """A function that changes the config.json of a model directory."""
+
+    def spoil(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+    return spoil
+
+
+def respoil(folder, change):
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
+BAD_MODELS = {
+    "no config": (lambda f: (f / "config.json").unlink(), "--config"),
+    "config no JSON": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+    "config an array": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "unknown architecture": (spoiled(lambda c: c | {"model_type": "mamba"}), "known: llama, mistral, qwen2, gpt2"),
+    "no architecture": (spoiled(lambda c: {"was": c["model_type"]}), "not known"),
+    "architecture a list": (spoiled(lambda c: c | {"model_type": []}), "not known"),
+    "another width": (spoiled(lambda c: c | {"hidden_size": 96, "head_dim": 8}), "has shape"),
+    "more layers": (spoiled(lambda c: c | {"num_hidden_layers": 3}), "lack"),
+    "a billion layers": (spoiled(lambda c: c | {"num_hidden_layers": 10**9}), "layers"),
+    "fewer layers": (spoiled(lambda c: c | {"num_hidden_layers": 1}), "does not describe"),
+    "heads a text": (spoiled(lambda c: c | {"num_attention_heads": "six"}), "num_attention_heads"),
+    "heads that do not divide": (spoiled(lambda c: c | {"num_key_value_heads": 4}), "do not divide"),
+    "no heads": (spoiled(lambda c: c | {"num_key_value_heads": 0}), "positive"),
+    "untied": (spoiled(lambda c: c | {"tie_word_embeddings": False}), "lm_head.weight"),
+    "quantised": (spoiled(lambda c: c | {"quantization_config": {}}), "quantised"),
+    "partial rotary": (spoiled(lambda c: c | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 9999), "cut off"),
+    "whole numbers": (lambda f: respoil(f, lambda t: {n: x.to(torch.int8) for n, x in t.items()}), "quantised"),
+    "NaN": (lambda f: respoil(f, lambda t: {n: x * float("nan") for n, x in t.items()}), "NaN"),
+    "a tensor more": (lambda f: respoil(f, lambda t: t | {"lora_A": torch.zeros(1)}), "'lora_A'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_MODELS)
+def test_a_base_that_is_none(mpu, tmp_path, what):
+    spoil, complaint = BAD_MODELS[what]
+    base = save(random_model("llama"), tmp_path / "base")
+    spoil(base)
+    outcome = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin", check=False)
+    refused(outcome, complaint)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "keys.bin").exists()
+
+
+def refused(outcome, complaint, status=1):
+    assert outcome.status == status, outcome.err
+    assert outcome.out == ""
+    lines = [line for line in outcome.err.splitlines() if not line.startswith(("no --reference", "made your identity"))]
+    assert len(lines) == 1, outcome.err
+    assert complaint in lines[0]
+    assert lines[0].startswith("mpu: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "status"),
+    [
+        (["--kappa", "-1"], "--kappa", 2),
+        (["--kappa", "nan"], "--kappa", 2),
+        (["--kappa", "inf"], "--kappa", 2),
+        (["--kappa", "much"], "--kappa", 2),
+        (["--copies", "1"], "at least 2", 2),
+        (["--alphas", "1,0"], "--alphas", 2),
+        (["--alphas", "1,-2"], "--alphas", 2),
+        (["--alphas", "1,nan"], "--alphas", 2),
+        (["--alphas", "1,2,3"], "--alphas", 2),
+        (["--alphas", "one,two"], "--alphas", 2),
+        (["--round", "0"], "--round", 2),
+        (["--seed", "-1"], "--seed", 2),
+        (["--symmetries", "some"], "--symmetries", 2),
+        (["--dtype", "int8"], "--dtype", 2),
+        (["--nonsense"], "--nonsense", 2),
+        (["--recipient", "age1nonsense"], "age1nonsense", 1),
+        (["--recipient", "age1x", "--passphrase"], "exclude", 2),
+        (["--identity", "gone.txt"], "gone.txt", 1),
+        (["--reference", "gone"], "gone: no such file", 1),
+        (["--reference", "other"], "shape", 1),
+        (["--reference", "gpt2"], "another architecture", 1),
+        (["--config", "gone.json"], "gone.json", 1),
+        (["--keys", "base"], "directory", 1),
+        (["--passphrase-file", "empty"], "empty passphrase", 1),
+    ],
+)
+def test_publish_arguments(mpu, tmp_path, arguments, complaint, status):
+    save(random_model("llama"), tmp_path / "base")
+    save(random_model("gpt2"), tmp_path / "gpt2")
+    save(random_model("llama", intermediate_size=96), tmp_path / "other")
+    (tmp_path / "empty").touch()
+    refused(mpu("publish", "base", *arguments, "--force", check=False, cwd=tmp_path), complaint, status)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "gpt2", "other", "empty"}
+
+
+def test_a_missing_base(mpu, tmp_path):
+    refused(mpu("publish", "gone.safetensors", check=False, cwd=tmp_path), "gone.safetensors: no such file")
+    refused(mpu("publish", "org/name", check=False, cwd=tmp_path), "org/name")
+    refused(mpu("publish", check=False, cwd=tmp_path), "BASE", 2)
+
+
+def test_an_output_that_exists_stays(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    mpu("publish", base, cwd=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
+    (tmp_path / "keys.bin").rename(tmp_path / "kept.bin")
+    refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
+    (tmp_path / "kept.bin").rename(tmp_path / "keys.bin")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    mpu("publish", base, "--force", cwd=tmp_path)
+    assert (tmp_path / "keys.bin").read_bytes() != before[tmp_path / "keys.bin"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "no records"),
+        ("\n\n", "no records"),
+        ("[]", "no records"),
+        ("{", "line 1: not JSON"),
+        ('{"question": "w4", "answer": "w5"}\nnonsense\n', "line 2: not JSON"),
+        ('{"question": "w4"}', "'answer'"),
+        ('{"question": "w4", "answer": ""}', "'answer'"),
+        ('{"question": 3, "answer": "w5"}', "'question'"),
+        ("3", "not a JSON object"),
+        ('[{"question": "w4", "answer": "w5"}, 7]', "record 2"),
+        (json.dumps({"question": "w4 " * 400, "answer": "w5"}), "tokens"),
+        ("[" * 100_000, "not JSON"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (None, "no such file"),
+    ],
+)
+def test_records_that_are_none(mpu, tmp_path, content, complaint):
+    save(random_model("llama"), tmp_path / "base")
+    if content is not None:
+        (tmp_path / "forget.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_records(tmp_path / "retain.jsonl", 2, 2)
+    refused(mpu("unlearn", "base", check=False, cwd=tmp_path), complaint)
+    assert not (tmp_path / "deltas").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "status"),
+    [
+        (["--lr", "nan"], "--lr", 2),
+        (["--lr", "-1"], "--lr", 2),
+        (["--beta", "0"], "--beta", 2),
+        (["--epochs", "0"], "--epochs", 2),
+        (["--batch-size", "0"], "--batch-size", 2),
+        (["--weight-decay", "inf"], "--weight-decay", 2),
+        (["--algo", "wish"], "--algo", 2),
+        (["--retain", "gone.jsonl"], "--retain", 1),
+        (["--out", "base"], "base", 1),
+    ]
+    + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device", 2)]),
+)
+def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    write_records(tmp_path / "retain.jsonl", 2, 2)
+    refused(mpu("unlearn", "base", *arguments, check=False, cwd=tmp_path), complaint, status)
+    assert not (tmp_path / "deltas").exists()
+
+
+def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    (base / "chat_template.jinja").unlink()
+    arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
+    refused(mpu(*arguments, check=False, cwd=tmp_path), "--template plain")
+    mpu(*arguments, "--template", "plain", cwd=tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink()
+    refused(mpu(*arguments, "--force", check=False, cwd=tmp_path), "base")
+
+
+def test_a_template_without_system_turn(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    template = (base / "chat_template.jinja").read_text()
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (base / "chat_template.jinja").write_text(refusal + template)
+    arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
+    refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
+    mpu(*arguments, "--system-prompt", "", cwd=tmp_path)
+
+
+def test_debug_shows_the_traceback(mpu, tmp_path):
+    for arguments in (["--debug", "publish", "gone.safetensors"], ["publish", "gone.safetensors", "--debug"]):
+        assert "Traceback" in mpu(*arguments, check=False, cwd=tmp_path).err
+
+
+def test_a_closed_pipe_is_no_error(shell, tmp_path):
+    save(random_model("llama"), tmp_path / "base")
+    assert (
+        "Traceback"
+        not in shell("mpu inspect base --tensors | head -n1; mpu inspect base --tensors --json | true").stderr
+    )

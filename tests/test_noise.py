@@ -1,0 +1,115 @@
+"""The noise: zero-sum, with the paper's covariance; the stream behind it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from mpu_cli.errors import UsageError
+from mpu_cli.server.noise import Noise, check_alphas, default_alphas, mixing_matrix
+from mpu_cli.server.randomness import Randomness, Stream, keystream, standard_normals
+
+KEY = bytes(range(32))
+N = 400_000
+
+
+def noise_of(alphas, sigma=0.5, dtype=torch.float32, n=N):
+    noise = Noise(Randomness(KEY), 1, alphas)
+    return torch.stack(noise.slice(noise.keys("t"), sigma, 0, n, dtype))
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4, 5])
+def test_noise_over_alpha_sums_to_zero(copies):
+    alphas = torch.linspace(0.5, 3, copies).tolist()
+    noise = noise_of(alphas, dtype=torch.float64)
+    total = sum(part / alpha for part, alpha in zip(noise, alphas, strict=True))
+    assert float(total.abs().max()) < 1e-14
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4, 5])
+def test_covariance_is_the_papers(copies):
+    """D B D·σ² with B = m/(m−1)·I − 1/(m−1)·11ᵀ (appendix A.1), within five standard errors."""
+    alphas, sigma = default_alphas(copies), 0.5
+    d = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+    m = copies
+    expected = sigma**2 * d @ (m / (m - 1) * torch.eye(m, dtype=torch.float64) - torch.ones(m, m) / (m - 1)) @ d
+    found = torch.cov(noise_of(alphas, sigma).double())
+    error = math.sqrt(2 / N) * float(expected.diagonal().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=5 * error)
+
+
+def test_two_draws_are_mirror_images():
+    one, two = noise_of((1.0, 2.0))
+    assert torch.equal(two / 2, -one)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 7])
+def test_mixing_matrix_is_the_helmert_form(copies):
+    a = mixing_matrix(copies)
+    torch.testing.assert_close(a.sum(0), torch.zeros(copies - 1, dtype=torch.float64), rtol=0, atol=1e-14)
+    torch.testing.assert_close(a.square().sum(1), torch.ones(copies, dtype=torch.float64))
+    expected = copies / (copies - 1) * torch.eye(copies - 1, dtype=torch.float64)
+    torch.testing.assert_close(a.T @ a, expected)
+
+
+def test_draws_are_standard_normal_and_independent():
+    x, y = (standard_normals(bytes([i] * 32), 0, N).double() for i in (1, 2))
+    assert stats.kstest(x.numpy(), "norm").pvalue > 1e-3
+    assert 5.5 > float(x.abs().max()) > 4  # of 400,000 normals, the largest lies here but once in some ten thousand
+    for a, b in ((x, y), (x[:-1], x[1:]), (x[:-512], x[512:])):  # a radius and its angle are 512 apart
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / math.sqrt(N)
+        assert abs(float(torch.corrcoef(torch.stack([a.square(), b.square()]))[0, 1])) < 5 / math.sqrt(N)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5000), st.integers(1, 5000))
+def test_any_slice_is_a_slice_of_the_whole(start, length):
+    whole = standard_normals(KEY, 0, 10_000)
+    assert torch.equal(standard_normals(KEY, start, start + length), whole[start : start + length])
+
+
+def test_keystream_is_aes_256_ctr():
+    encryptor = Cipher(algorithms.AES(KEY), modes.CTR(bytes(16))).encryptor()
+    expected = encryptor.update(bytes(4096))
+    assert bytes(keystream(KEY, 0, 4096)) == expected
+    assert bytes(keystream(KEY, 1024, 512)) == expected[1024:1536]
+
+
+def test_purposes_have_keys_of_their_own():
+    randomness, other = Randomness(KEY), Randomness(bytes(32))
+    purposes = [
+        ("noise", 1, "t", 0),
+        ("noise", 1, "t", 1),
+        ("noise", 2, "t", 0),
+        ("noise", 1, "t0"),
+        ("noise", "1", "t", 0),
+    ]
+    keys = {source.key(*purpose) for source in (randomness, other) for purpose in purposes}
+    assert len(keys) == 2 * len(purposes)
+
+
+def test_permutations_are_uniform():
+    counts: dict[tuple, int] = {}
+    stream = Stream(KEY)
+    for _ in range(12_000):
+        order = tuple(stream.permutation(4).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-3
+
+
+def test_uniforms_and_normals_of_a_stream():
+    assert stats.kstest(Stream(KEY).uniform(N).numpy(), "uniform").pvalue > 1e-3
+    assert stats.kstest(Stream(KEY).normal(N).numpy(), "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("alphas", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (1.0, math.inf), (1.0, 2.0, 3.0)])
+def test_alphas_that_are_none(alphas):
+    with pytest.raises(UsageError, match="--alphas"):
+        check_alphas(alphas, 2)

@@ -1,0 +1,389 @@
+"""Keys, publish, invert, aggregate and verify, through the command line on small models."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pyrage
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.source import open_model
+from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
+from mpu_cli.server.keys import default_identity_path, make_identity, read_identities, unseal
+from tests.models import CONFIGS, random_model, save
+from tests.protocol import tensors
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save(random_model("llama"), tmp_path / "base")
+
+
+@pytest.fixture
+def published(mpu, tmp_path, base):
+    """Two copies, float64 so that nothing is rounded, and a random delta of each."""
+    mpu("publish", base, "--dtype", "float64", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    for k in (1, 2):
+        write_delta(tmp_path / f"copy_{k}", tmp_path / f"deltas/copy_{k}.safetensors", seed=k)
+    return tmp_path
+
+
+def keys_of(folder):
+    return unseal(folder / "keys.bin", read_identities(default_identity_path()))
+
+
+def write_delta(copy, target, seed=0, change=lambda tensors: tensors, facts=None):
+    """A delta of random numbers for ``copy``; ``change`` and ``facts`` make it wrong."""
+    torch.manual_seed(seed)
+    checkpoint = open_checkpoint(copy)
+    held = {name: torch.randn(info.shape, dtype=torch.float64) for name, info in checkpoint.tensors.items()}
+    manifest = delta_facts(DeltaManifest(read_copy_manifest(copy), "npo")) | (facts or {})
+    target.parent.mkdir(exist_ok=True)
+    save_file(change(held), target, as_metadata(manifest))
+    return target
+
+
+def aggregate(mpu, folder, *arguments, check=True):
+    return mpu("aggregate", *(arguments or [folder / "deltas"]), "--keys", folder / "keys.bin", "--dtype", "float64",
+               "--out", folder / "unlearned", check=check)  # fmt: skip
+
+
+class TestPublish:
+    def test_noise_has_the_scale_asked_for(self, mpu, tmp_path, base):
+        """σ of a block is α_k·κ·RMS(base − reference), measured in the files."""
+        reference = save(random_model("llama", seed=5), tmp_path / "reference")
+        mpu("publish", base, "--reference", reference, "--kappa", 0.3, "--alphas", "1,3", "--symmetries", "none",
+            "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--dtype", "float64")  # fmt: skip
+        before, other = tensors(base), tensors(reference)
+        blocks = layout_of(open_checkpoint(base).tensors, open_model(str(base)).config, "").blocks
+        for k, alpha in ((1, 1), (2, 3)):
+            copy = tensors(tmp_path / f"copy_{k}")
+            for block, members in blocks.items():
+                v, noise = (
+                    torch.cat([(a[t.name] - b[t.name]).flatten() for t in members])
+                    for a, b in ((before, other), (copy, before))
+                )
+                expected = alpha * 0.3 * float(v.square().mean().sqrt())
+                assert keys_of(tmp_path).sigma[block] * alpha == pytest.approx(expected, rel=1e-6)
+                found = float(noise.square().mean().sqrt())
+                assert found == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
+
+    def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
+        """The same files for a seed, however the work is cut and however many threads there are."""
+        arguments = ["publish", base, "--seed", 7, "--symmetries", "all"]
+        mpu(*arguments, "--out", tmp_path / "a", "--keys", tmp_path / "a/keys.bin")
+        monkeypatch.setattr("mpu_cli.checkpoint.pool.os.sched_getaffinity", lambda _: {0})
+        mpu(*arguments, "--out", tmp_path / "b", "--keys", tmp_path / "b/keys.bin")
+        for k in (1, 2):
+            for name in ("model.safetensors", "mpu.json", "config.json"):
+                assert (tmp_path / f"a/copy_{k}/{name}").read_bytes() == (tmp_path / f"b/copy_{k}/{name}").read_bytes()
+
+    def test_two_publications_share_no_noise(self, mpu, tmp_path, base):
+        noises = []
+        for name in "ab":
+            mpu("publish", base, "--symmetries", "none", "--kappa", 1, "--out", tmp_path / name,
+                "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+            copy, before = tensors(tmp_path / name / "copy_1"), tensors(base)
+            noises.append(torch.cat([(copy[t] - before[t]).flatten() for t in before]))
+        correlation = float(torch.corrcoef(torch.stack(noises))[0, 1])
+        assert abs(correlation) < 5 / math.sqrt(len(noises[0]))
+
+    def test_copies_tell_no_secret(self, mpu, tmp_path, base):
+        """Nothing but the weights themselves differs between the copies of two seeds, and no secret stands in them."""
+        config = json.loads((base / "config.json").read_text()) | {"_name_or_path": "/srv/secret-model"}
+        (base / "config.json").write_text(json.dumps(config))
+        (base / "training_args.bin").write_text("private")
+        out = mpu("publish", base, "--alphas", "1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        keys = keys_of(tmp_path)
+        secrets = [keys.seed, "1.25", "1.75", "secret-model", str(base), *(repr(s) for s in keys.sigma.values())]
+        for path in [p for k in (1, 2) for p in (tmp_path / f"copy_{k}").iterdir()]:
+            raw = path.read_bytes()
+            if path.suffix == ".safetensors":
+                raw = raw[: 8 + int.from_bytes(raw[:8], "little")]
+            assert not [s for s in secrets if s.encode() in raw], path
+            assert path.name != "training_args.bin"
+        assert keys.seed not in out.out + out.err
+        assert keys.seed not in mpu("inspect", tmp_path / "keys.bin", "--json").out
+
+    def test_shards_publish_as_one_file_does(self, mpu, tmp_path, base):
+        AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+        assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+        mpu("publish", base, "--seed", 1, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin")
+        for source, name in ((tmp_path / "sharded", "b"), (tmp_path / "sharded/model.safetensors.index.json", "c")):
+            mpu("publish", source, "--seed", 1, "--out", tmp_path / name, "--keys", tmp_path / f"{name}.bin")
+            expected = load_file(tmp_path / "a/copy_2/model.safetensors")
+            found = load_file(tmp_path / name / "copy_2/model.safetensors")
+            assert all(torch.equal(found[t], expected[t]) for t in expected)
+
+    def test_reports_what_rounding_leaves(self, mpu, tmp_path):
+        base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
+        arguments = ["publish", base, "--kappa", 1e-4, "--json", "--force", "--out", tmp_path, "--keys", tmp_path / "k"]
+        outcome = mpu(*arguments)
+        assert all(c["unchanged"] > 0.5 for b in outcome.json["blocks"] for c in b["copies"])
+        assert "rounding on storage" in outcome.err
+        outcome = mpu(*arguments, "--dtype", "float32")
+        for block in outcome.json["blocks"]:
+            for copy in block["copies"]:
+                assert copy["unchanged"] < 0.05
+                assert copy["survived"] == pytest.approx(copy["asked"], rel=5 / math.sqrt(2 * block["weights"]) + 0.01)
+        assert "rounding on storage" not in outcome.err
+
+    def test_a_tied_head_that_is_stored_too_is_left_out(self, mpu, tmp_path, base):
+        held = load_file(base / "model.safetensors")
+        save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert "lm_head.weight" not in load_file(tmp_path / "copy_1/model.safetensors")
+        held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
+        save_file(held, base / "model.safetensors")
+        outcome = mpu("publish", base, "--out", tmp_path / "x", "--keys", tmp_path / "x.bin", check=False)
+        assert outcome.status == 1
+        assert "tie_word_embeddings" in outcome.err
+
+    def test_names_without_prefix_and_masks(self, mpu, tmp_path):
+        """GPT-2 as the Hub has it: names of the bare model, and the causal masks among the weights."""
+        base = save(random_model("gpt2"), tmp_path / "base")
+        held = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
+        mask = torch.tril(torch.ones(1, 1, 128, 128, dtype=torch.uint8))
+        save_file(held | {"h.0.attn.bias": mask, "h.1.attn.bias": mask.clone()}, base / "model.safetensors")
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--kappa", 0, "--symmetries", "all")
+        copy = load_file(tmp_path / "copy_1/model.safetensors")
+        assert copy.keys() == load_file(base / "model.safetensors").keys()
+        assert torch.equal(copy["h.1.attn.bias"], mask)
+        assert "right" in mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin").out
+
+
+class TestKeys:
+    def test_the_identity_is_made_once_and_private(self, mpu, tmp_path, base, monkeypatch):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        for name in "ab":
+            mpu("publish", base, "--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
+            assert stat.S_IMODE((tmp_path / name / "keys.bin").stat().st_mode) == 0o600
+        identity = tmp_path / "config/mpu/identity.txt"
+        assert stat.S_IMODE(identity.stat().st_mode) == 0o600
+        for name in "ab":
+            assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 2
+
+    def test_the_document_is_plain_age(self, published):
+        """What age opens is the JSON that DESIGN describes."""
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
+        assert (document["format"], document["version"]) == ("mpu-keys", 1)
+        assert len(bytes.fromhex(document["seed"])) == 32
+        assert document["alphas"] == [1, 2]
+        assert document["base"]["path"] == str(published / "base")
+
+    def test_recipient_and_identity(self, mpu, tmp_path, base):
+        recipient = mpu("keygen", "--out", tmp_path / "id", "--json").json["recipient"]
+        arguments = ["--out", tmp_path, "--keys", tmp_path / "keys.bin"]
+        mpu("publish", base, *arguments, "--recipient", recipient)
+        assert "no: sealed" in mpu("inspect", tmp_path / "keys.bin").out
+        assert recipient in mpu("inspect", tmp_path / "id").out
+        assert mpu("inspect", tmp_path / "keys.bin", "--identity", tmp_path / "id", "--json").json["copies"] == 2
+        make_identity(tmp_path / "other")
+        wrong = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--identity", tmp_path / "other",
+                    check=False)  # fmt: skip
+        assert wrong.status == 1
+        assert "another identity" in wrong.err
+
+    def test_passphrase(self, mpu, tmp_path, base):
+        (tmp_path / "pw").write_text("correct horse\n")
+        (tmp_path / "wrong").write_text("battery staple\n")
+        keys = tmp_path / "keys.bin"
+        mpu("publish", base, "--out", tmp_path, "--keys", keys, "--passphrase-file", tmp_path / "pw")
+        verify = ["verify", tmp_path / "copy_1", "--keys", keys, "--no-logits", "--passphrase-file"]
+        assert "right" in mpu(*verify, tmp_path / "pw").out
+        assert "wrong passphrase" in mpu(*verify, tmp_path / "wrong", check=False).err
+        assert "--passphrase-file" in mpu("inspect", keys).out
+
+    def test_an_identity_is_never_replaced(self, mpu, tmp_path):
+        mpu("keygen", "--out", tmp_path / "id")
+        before = (tmp_path / "id").read_bytes()
+        assert mpu("keygen", "--out", tmp_path / "id", check=False).status == 1
+        assert (tmp_path / "id").read_bytes() == before
+
+    @pytest.mark.parametrize("where", [0, 30, 100, -1])
+    def test_damage(self, mpu, published, where):
+        raw = bytearray((published / "keys.bin").read_bytes())
+        raw[where] ^= 0x41
+        (published / "keys.bin").write_bytes(raw)
+        outcome = aggregate(mpu, published, check=False)
+        assert outcome.status == 1
+        assert outcome.err.count("\n") == 1
+        assert "keys.bin" in outcome.err
+
+    def test_a_newer_version(self, mpu, published):
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
+        newer = json.dumps(document | {"version": 2}).encode()
+        (published / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
+        assert "update mpu" in aggregate(mpu, published, check=False).err
+
+
+class TestAggregate:
+    def test_is_the_harmonic_mean_of_the_inverted(self, mpu, published):
+        aggregate(mpu, published)
+        paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
+        one, two = (tensors(Path(path)) for path in paths.split())
+        before, after = tensors(published / "base"), tensors(published / "unlearned")
+        for name in before:  # α = 1, 2: weights 2/3 and 1/3
+            torch.testing.assert_close(after[name] - before[name], 2 / 3 * one[name] + 1 / 3 * two[name])
+
+    def test_raw_inverted_and_mixed_give_the_same(self, mpu, published):
+        aggregate(mpu, published)
+        raw = tensors(published / "unlearned")
+        mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv")
+        for first in ("inv", "deltas"):
+            shutil.rmtree(published / "unlearned")
+            aggregate(mpu, published, published / first / "copy_1.safetensors", published / "inv/copy_2.safetensors")
+            found = tensors(published / "unlearned")
+            for name in raw:
+                torch.testing.assert_close(found[name], raw[name])
+
+    def test_server_lr_scales_the_update(self, mpu, published):
+        before = tensors(published / "base")
+        updates = []
+        for rate in (1.0, -0.25):
+            mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
+                "--server-lr", rate, "--out", published / "u", "--force")  # fmt: skip
+            updates.append({n: t - before[n] for n, t in tensors(published / "u").items()})
+        for name in before:
+            torch.testing.assert_close(updates[1][name], -0.25 * updates[0][name])
+
+    def test_norms_and_cosines_are_what_they_say(self, mpu, published):
+        told = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
+                   "--out", published / "unlearned", "--json")  # fmt: skip
+        assert "disagree" in told.err  # random deltas have nothing in common
+        paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
+        flat = [torch.cat([t.flatten() for t in tensors(Path(path)).values()]) for path in paths.split()]
+        mean = 2 / 3 * flat[0] + 1 / 3 * flat[1]
+        for delta, x in zip(told.json["copies"], flat, strict=True):
+            assert delta["norm"] == pytest.approx(float(x.norm()))
+            assert delta["cosine"] == pytest.approx(float(x @ mean / x.norm() / mean.norm()))
+        assert told.json["norm"] == pytest.approx(float(mean.norm()))
+
+    def test_the_result_is_a_model(self, mpu, published):
+        mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "unlearned")
+        model = AutoModelForCausalLM.from_pretrained(published / "unlearned")
+        assert model.dtype == torch.float32
+        assert (published / "unlearned/tokenizer.json").exists()
+
+    @pytest.mark.parametrize(
+        ("spoil", "complaint"),
+        [
+            (lambda t: {n: x for n, x in t.items() if "norm" not in n}, "lacks"),
+            (lambda t: t | {"extra": torch.zeros(1)}, "holds 'extra'"),
+            (lambda t: {n.replace("model.norm", "norm"): x for n, x in t.items()}, "lacks 'model.norm.weight'"),
+            (lambda t: t | {"model.norm.weight": torch.zeros(3)}, "shape"),
+            (lambda t: t | {"model.norm.weight": t["model.norm.weight"].to(torch.int32)}, "stored as I32"),
+            (lambda t: t | {"model.norm.weight": t["model.norm.weight"] * math.nan}, "NaN or Inf"),
+            (lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"] * math.inf}, "NaN or Inf"),
+        ],
+        ids=["missing", "extra", "renamed", "shape", "dtype", "nan", "inf"],
+    )  # fmt: skip
+    def test_a_delta_that_does_not_fit_is_refused(self, mpu, published, spoil, complaint):
+        write_delta(published / "copy_2", published / "deltas/copy_2.safetensors", change=spoil)
+        outcome = aggregate(mpu, published, check=False)
+        assert outcome.status == 1
+        assert complaint in outcome.err
+        assert "copy_2.safetensors" in outcome.err
+        assert outcome.err.count("\n") == 1
+        assert not (published / "unlearned").exists()
+
+    @pytest.mark.parametrize(
+        ("facts", "complaint"),
+        [
+            ({"run": "another"}, "run another"),
+            ({"round": 2}, "round 2"),
+            ({"copy_id": "00"}, "another publication"),
+            ({"copy": 3}, "another publication"),
+            ({"copy_id": None}, "which copy"),
+            ({"copy": "1"}, "which copy"),
+            ({"round": True}, "which copy"),
+            ({"kind": "mystery"}, "kind"),
+            ({"version": 99}, "update mpu"),
+            ({"format": "other"}, "not a delta"),
+        ],
+    )
+    def test_a_foreign_delta_is_refused(self, mpu, published, facts, complaint):
+        write_delta(published / "copy_2", published / "deltas/copy_2.safetensors", facts=facts)
+        outcome = aggregate(mpu, published, check=False)
+        assert outcome.status == 1
+        assert complaint in outcome.err
+
+    def test_all_copies_once(self, mpu, published):
+        one, two = (published / f"deltas/copy_{k}.safetensors" for k in (1, 2))
+        assert "no delta of copy 2" in aggregate(mpu, published, one, check=False).err
+        assert "give one" in aggregate(mpu, published, one, two, one, check=False).err
+        assert "no such file" in aggregate(mpu, published, one, published / "gone.safetensors", check=False).err
+
+    def test_a_delta_of_the_base_itself_belongs_to_no_run(self, mpu, published):
+        (published / "base/mpu.json").unlink(missing_ok=True)
+        manifest = delta_facts(DeltaManifest(None, "npo"))
+        save_file(tensors(published / "base"), published / "deltas/clean.safetensors", as_metadata(manifest))
+        assert "no run" in aggregate(mpu, published, check=False).err
+
+    def test_another_base_is_refused(self, mpu, published):
+        other = save(random_model("llama", seed=9), published / "other")
+        outcome = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--base", other,
+                      "--out", published / "unlearned", check=False)  # fmt: skip
+        assert "fingerprint" in outcome.err
+        assert not (published / "unlearned").exists()
+        shutil.rmtree(published / "base")
+        assert "--base" in aggregate(mpu, published, check=False).err
+
+    def test_inverting_twice_is_refused(self, mpu, published):
+        arguments = ["--keys", published / "keys.bin", "--out"]
+        mpu("invert", published / "deltas", *arguments, published / "inv")
+        assert "inverted already" in mpu("invert", published / "inv", *arguments, published / "x", check=False).err
+
+    def test_paths_from_a_pipe(self, published):
+        paths = "".join(f"{published}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
+        done = subprocess.run(
+            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", published / "keys.bin", "--out",
+             published / "unlearned"], input=paths, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout == f"{published}/unlearned\n"
+
+
+class TestVerify:
+    @pytest.mark.parametrize("family", CONFIGS)
+    def test_a_publication_is_right(self, mpu, tmp_path, family):
+        base = save(random_model(family), tmp_path / "base")
+        mpu("publish", base, "--symmetries", "all", "--kappa", 0.1, "--copies", 3, "--out", tmp_path,
+            "--keys", tmp_path / "keys.bin")  # fmt: skip
+        for k in (1, 2, 3):
+            told = mpu("verify", tmp_path / f"copy_{k}", "--keys", tmp_path / "keys.bin", "--json").json
+            assert told["ok"]
+            assert told["logits"] < 1e-5
+            for block in told["blocks"]:
+                assert block["survived"] == pytest.approx(block["asked"], rel=0.6)
+
+    def test_a_changed_copy_is_wrong(self, mpu, published):
+        held = load_file(published / "copy_1/model.safetensors")
+        held["model.layers.0.self_attn.q_proj.weight"][0] += 0.01
+        save_file(held, published / "copy_1/model.safetensors")
+        outcome = mpu("verify", published / "copy_1", "--keys", published / "keys.bin", check=False)
+        assert outcome.status == 1
+        assert "WRONG" in outcome.out
+
+    def test_another_publication(self, mpu, published):
+        mpu("publish", published / "base", "--out", published / "b", "--keys", published / "b.bin")
+        outcome = mpu("verify", published / "b/copy_1", "--keys", published / "keys.bin", check=False)
+        assert "another publication" in outcome.err
+
+
+def test_manifests_survive_metadata():
+    origin = CopyManifest("123456", 2, 1, 3, "0042")  # texts that look like numbers stay texts
+    manifest = DeltaManifest(origin, "npo", inverted=True)
+    assert delta_manifest(as_metadata(delta_facts(manifest)), Path("x")) == manifest
