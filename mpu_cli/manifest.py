@@ -14,6 +14,8 @@ from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.errors import MpuError
 
 VERSION = 1
+KINDS = ("full", "lora")
+LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
 
 
@@ -84,7 +86,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
         raise MpuError(f"{path}: is not a delta of mpu (its metadata does not say so)")
     origin = _copy_manifest(facts, path) if "run" in facts else None
     kind, inverted = facts.get("kind"), facts.get("inverted")
-    if kind != "full" or not isinstance(inverted, bool):
+    if kind not in KINDS or not isinstance(inverted, bool):
         raise MpuError(f"{path}: a delta of kind {kind!r}, which this mpu does not know; update mpu")
     return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it once, when it is loaded
+
 import pytest
 import torch
 
@@ -32,7 +34,6 @@ class Outcome:
 @pytest.fixture(autouse=True)
 def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in [name for name in os.environ if name.startswith("MPU_") and name != "MPU_TEST_SHARED"]:
         monkeypatch.delenv(name)
 

@@ -21,9 +21,10 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.cli.options import StoredDtype
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES, encode, read_records
+from mpu_cli.client.data import TEMPLATES, Encoding, pad_id_of
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.client.records import read_records
 from mpu_cli.client.unlearn import PRECISIONS, load
 from mpu_cli.evaluation.answers import loss_per_token
 from tests.benchmarks.shapes import make
@@ -45,9 +46,8 @@ def workplace(tmp_path):
 
 def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
-    records = read_records(folder / "forget.jsonl")
-    examples = encode(records, tokenizer, template="chat", system_prompt=DEFAULT_SYSTEM_PROMPT, max_length=None)
-    return loss_per_token(network, examples, tokenizer.pad_token_id)
+    examples = Encoding(tokenizer).encode(read_records(folder / "forget.jsonl"))
+    return loss_per_token(network, examples, pad_id_of(tokenizer))
 
 
 @needs_shared

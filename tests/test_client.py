@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.data import IGNORED, Record, encode, pad, read_records
-from mpu_cli.client.losses import ALGORITHMS, Settings, score
+from mpu_cli.client.data import IGNORED, Encoding, pad
+from mpu_cli.client.frozen import freeze, run
+from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
 from mpu_cli.client.optimizers import BlockwiseAdamW
-from mpu_cli.client.training import answers_of, schedule, sequence_log_probs
+from mpu_cli.client.records import question, read_records
+from mpu_cli.client.training import schedule
 from mpu_cli.client.unlearn import load
 from mpu_cli.manifest import delta_manifest
 from tests.models import SHARED, needs_shared, random_model, save, write_records
@@ -37,9 +40,7 @@ class TestData:
     def test_labels_are_the_answer_and_its_end_of_turn(self):
         tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/full")
         records = read_records(SHARED / "data/tofu/forget01.json")
-        examples = encode(
-            records, tokenizer, template="chat", system_prompt="You are a helpful assistant.", max_length=2048
-        )
+        examples = Encoding(tokenizer, max_length=2048).encode(records)
         assert len(examples) == 40
         for record, found in zip(records, examples, strict=True):
             learned = [i for i in found.labels if i != IGNORED]
@@ -54,9 +55,7 @@ class TestData:
         """Templates such as Qwen's put a line break after it."""
         tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/full")
         tokenizer.chat_template = tokenizer.chat_template.replace("'<|eot_id|>'", "'<|eot_id|>\n'")
-        [found] = encode(
-            [Record("Why?", "Because.", "")], tokenizer, template="chat", system_prompt="x", max_length=None
-        )
+        [found] = Encoding(tokenizer).encode([question("Why?", "Because.")])
         assert found.labels[-1] == IGNORED
         assert tokenizer.decode([i for i in found.labels if i != IGNORED]) == "Because.<|eot_id|>"
 
@@ -70,10 +69,11 @@ class TestData:
     def test_padding_changes_no_score(self, base):
         model, tokenizer = load(base, torch.float64, "cpu")
         records = read_records(base.parent / "forget.jsonl")
-        records += [Record("w4", "w5", ""), Record("w4 w5 w6 " * 5, "w7", "")]
-        examples = encode(records, tokenizer, template="chat", system_prompt="", max_length=None)
-        together = sequence_log_probs(model, examples, 8, 2)
-        alone = torch.cat([sequence_log_probs(model, [example], 1, 2) for example in examples])
+        records += [question("w4", "w5"), question("w4 w5 w6 " * 5, "w7")]
+        examples = Encoding(tokenizer, system_prompt="").encode(records)
+        with torch.no_grad():
+            together = run(model, pad(examples, 2)).sequence_log_probs
+            alone = torch.cat([run(model, pad([example], 2)).sequence_log_probs for example in examples])
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)  # norms and RoPE are in float32
 
 
@@ -95,59 +95,178 @@ class TestSchedule:
 
 
 class TestLosses:
+    """Every loss against the equation, written out example by example and token by token, in float64."""
+
     @pytest.fixture
     def batch(self, base):
+        """Parts of forget, alternate and retain, with a frozen copy that is another model."""
         model, tokenizer = load(base, torch.float64, "cpu")
-        examples = encode(
-            read_records(base.parent / "forget.jsonl"), tokenizer, template="chat", system_prompt="", max_length=None
-        )
-        return model, pad(examples, 2)
+        frozen, _ = load(save(random_model("llama", seed=8), base.parent / "frozen"), torch.float64, "cpu")
+        encoding = Encoding(tokenizer, system_prompt="")
+        forget = read_records(base.parent / "forget.jsonl")
+        sets = {
+            "forget": forget, "retain": read_records(base.parent / "retain.jsonl"),
+            "alternate": [replace(r, answer="w9 w8 w7") for r in forget],
+        }  # fmt: skip
+        parts = {}
+        for name, records in sets.items():
+            inputs = pad(encoding.encode(records), 2)
+            with torch.no_grad():
+                said = run(frozen, inputs, layer=1)
+            scores = run(model, inputs, layer=1)
+            parts[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden))
+        return parts
 
-    def by_hand(self, model, batch):
-        """log p of every labelled token, example by example, from the definition."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        rows = []
-        for i, labels in enumerate(batch["labels"].tolist()):
-            rows.append([logits[i, t - 1].log_softmax(0)[y] for t, y in enumerate(labels) if y != IGNORED])
+    @staticmethod
+    def by_example(part):
+        """Log-probabilities of each example's tokens, from the logits and the definition of softmax."""
+        rows = [[] for _ in part.scores.weights]
+        for logits, token, row in zip(part.scores.logits, part.scores.targets, part.scores.rows, strict=True):
+            rows[row].append((logits[token] - logits.exp().sum().log()).item())
         return rows
 
-    def test_scores(self, batch):
-        model, inputs = batch
-        rows = self.by_hand(model, inputs)
-        answers = answers_of(model, inputs)
-        torch.testing.assert_close(answers.log_probs, torch.stack([x for row in rows for x in row]), rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            answers.sequence_log_probs, torch.stack([sum(row) for row in rows]), rtol=0, atol=1e-12
-        )
+    def settings(self, name, **changes):
+        return replace(ALGORITHMS[name].settings, layer=1, **changes)
 
-    def test_gradient_ascent(self, batch):
-        rows = self.by_hand(*batch)
-        expected = sum(x for row in rows for x in row) / sum(map(len, rows))
-        loss = ALGORITHMS["gradascent"].forget(answers_of(*batch), None, Settings())
-        assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
+    def found(self, name, batch, **changes):
+        loss = ALGORITHMS[name].forget(batch["forget"], batch["alternate"], self.settings(name, **changes))
+        return float(loss.detach())
+
+    def test_scores(self, batch):
+        for part in batch.values():
+            rows = self.by_example(part)
+            assert part.scores.log_probs.tolist() == pytest.approx([x for row in rows for x in row], abs=1e-12)
+            assert part.scores.sequence_log_probs.tolist() == pytest.approx([sum(row) for row in rows], abs=1e-12)
+            assert part.scores.lengths.tolist() == [len(row) for row in rows]
+
+    @pytest.mark.parametrize("name", ["gradascent", "graddiff"])
+    def test_gradient_ascent(self, batch, name):
+        tokens = [x for row in self.by_example(batch["forget"]) for x in row]
+        assert self.found(name, batch) == pytest.approx(sum(tokens) / len(tokens), abs=1e-10)
+
+    @staticmethod
+    def log_sigmoid(x):
+        return -math.log1p(math.exp(-x))
 
     def test_npo(self, batch):
-        rows = self.by_hand(*batch)
-        reference = torch.linspace(-30, -10, len(rows), dtype=torch.float64)
-        beta = 0.3
         terms = [
-            math.log(1 / (1 + math.exp(beta * (float(sum(row).detach()) - r))))
-            for row, r in zip(rows, reference.tolist(), strict=True)
+            self.log_sigmoid(-0.3 * (sum(row) - ref))
+            for row, ref in zip(
+                self.by_example(batch["forget"]), batch["forget"].frozen.log_probs.tolist(), strict=True
+            )
         ]
-        loss = ALGORITHMS["npo"].forget(answers_of(*batch), reference, Settings(beta=beta))
-        assert float(loss.detach()) == pytest.approx(-2 / beta * sum(terms) / len(terms), abs=1e-10)
+        assert self.found("npo", batch, beta=0.3) == pytest.approx(-2 / 0.3 * sum(terms) / len(terms), abs=1e-10)
+
+    def test_dpo(self, batch):
+        ratios = {
+            name: [
+                sum(row) - ref for row, ref in zip(self.by_example(part), part.frozen.log_probs.tolist(), strict=True)
+            ]
+            for name, part in batch.items()
+        }
+        terms = [
+            self.log_sigmoid(0.2 * (won - lost))
+            for won, lost in zip(ratios["alternate"], ratios["forget"], strict=True)
+        ]
+        assert self.found("dpo", batch, beta=0.2) == pytest.approx(-2 / 0.2 * sum(terms) / len(terms), abs=1e-10)
+
+    def test_simnpo(self, batch):
+        terms = [self.log_sigmoid(-4.5 / len(row) * sum(row) - 4.5 * 0.25) for row in self.by_example(batch["forget"])]
+        found = self.found("simnpo", batch, delta=0.25)
+        assert found == pytest.approx(-2 / 4.5 * sum(terms) / len(terms), abs=1e-10)
+
+    def test_undial(self, batch):
+        part, terms = batch["forget"], []
+        for z, z_ref, y in zip(part.scores.logits, part.frozen.logits, part.scores.targets, strict=True):
+            lowered = [float(v) - 10 * (i == int(y)) for i, v in enumerate(z_ref)]
+            total = sum(math.exp(v) for v in lowered)
+            student = (z - z.exp().sum().log()).tolist()
+            terms.append(-sum(math.exp(v) / total * s for v, s in zip(lowered, student, strict=True)))
+        assert self.found("undial", batch) == pytest.approx(sum(terms) / len(terms), abs=1e-10)
+
+    def test_satimp(self, batch):
+        tokens = [x for row in self.by_example(batch["forget"]) for x in row]
+        expected = sum(math.exp(x) ** 0.7 * (1 - math.exp(x)) ** 0.4 * x for x in tokens) / len(tokens)
+        assert self.found("satimp", batch, beta1=0.7, beta2=0.4) == pytest.approx(expected, abs=1e-10)
+
+    def test_wga(self, batch):
+        tokens = [x for row in self.by_example(batch["forget"]) for x in row]
+        expected = sum(math.exp(x) ** 0.5 * x for x in tokens) / len(tokens)
+        assert self.found("wga", batch, beta=0.5) == pytest.approx(expected, abs=1e-10)
+
+    def test_rmu(self, batch):
+        hidden = batch["forget"].scores.hidden.detach()
+        u = torch.rand(hidden.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        expected = sum(float(((h - 2 * u / u.norm()) ** 2).sum()) / hidden.shape[1] for h in hidden) / len(hidden)
+        assert self.found("rmu", batch, seed=3) == pytest.approx(expected, abs=1e-10)
+
+    def test_retain_terms(self, batch):
+        part = batch["retain"]
+        tokens = [x for row in self.by_example(part) for x in row]
+        assert float(RETAIN["nll"][0](part).detach()) == pytest.approx(-sum(tokens) / len(tokens), abs=1e-10)
+        divergence = 0.0
+        for z, z_ref in zip(part.scores.logits.detach(), part.frozen.logits, strict=True):
+            p, q = z_ref.exp() / z_ref.exp().sum(), z.exp() / z.exp().sum()
+            divergence += float((p * (p / q).log()).sum()) / len(tokens)
+        assert float(RETAIN["kl"][0](part).detach()) == pytest.approx(divergence, abs=1e-10)
+        away = (part.scores.hidden.detach() - part.frozen.hidden).square()
+        expected = float(away.sum()) / len(tokens) / away.shape[1]
+        assert float(RETAIN["hidden"][0](part).detach()) == pytest.approx(expected, abs=1e-10)
 
     @pytest.mark.parametrize("name", ALGORITHMS)
     def test_gradients_by_finite_differences(self, name):
         torch.manual_seed(0)
-        logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+        logits, hidden = (torch.randn(2, 5, n, dtype=torch.float64, requires_grad=True) for n in (7, 4))
         labels = torch.tensor([[IGNORED, 1, 2, 3, IGNORED], [IGNORED, IGNORED, 4, 0, 6]])
-        reference = torch.tensor([-4.0, -6.0], dtype=torch.float64)
+        frozen = Frozen(torch.tensor([-4.0, -6.0], dtype=torch.float64), torch.randn(6, 7, dtype=torch.float64))
+        other = Part(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
+        detached = {"satimp", "wga"}  # their weights are constants, which differences cannot know
 
-        def loss(logits):
-            return ALGORITHMS[name].forget(score(logits, labels), reference, Settings())
+        def loss(logits, hidden):
+            part = Part(score(logits, labels, hidden=hidden), frozen)
+            settings = self.settings(name, **({"beta": 0, "beta1": 0, "beta2": 0} if name in detached else {}))
+            return ALGORITHMS[name].forget(part, other, settings)
 
-        assert torch.autograd.gradcheck(loss, logits)
+        assert torch.autograd.gradcheck(loss, (logits, hidden))
+
+    @pytest.mark.parametrize("name", ["satimp", "wga"])
+    def test_weights_are_detached(self, name):
+        """The gradient is that of the weighted sum with the weights held fixed."""
+        torch.manual_seed(0)
+        logits = torch.randn(1, 4, 7, dtype=torch.float64, requires_grad=True)
+        scores = score(logits, torch.tensor([[IGNORED, 1, 2, 3]]))
+        s = self.settings(name)
+        ALGORITHMS[name].forget(Part(scores, Frozen()), None, s).backward(retain_graph=True)
+        found, logits.grad = logits.grad, None
+        p = scores.log_probs.detach().exp()
+        weights = p**s.beta1 * (1 - p) ** s.beta2 if name == "satimp" else p**s.beta
+        ((weights * scores.log_probs).sum() / 3).backward()
+        torch.testing.assert_close(found, logits.grad)
+
+
+class TestFrozen:
+    """What is kept of the frozen copy gives what the copy itself would say."""
+
+    @pytest.mark.parametrize("family", ["llama", "llama-biases", "gpt2"])
+    @pytest.mark.parametrize("asks", ["log_probs", "logits", "hidden"])
+    def test_kept_is_asked_again(self, tmp_path, family, asks):
+        model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
+        examples = Encoding(tokenizer, system_prompt="").encode(read_records(write_records(tmp_path / "r", 7, 1)))
+        kept = freeze(model, examples, asks, layer=0, batch_size=3, pad_id=2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3)  # training goes on; what was kept must not
+        fresh, _ = load(tmp_path / "base", torch.float64, "cpu")
+        numbers = [4, 0, 6]
+        with torch.no_grad():
+            said = run(fresh, pad([examples[i] for i in numbers], 2), layer=0)
+        expected = {"log_probs": said.sequence_log_probs, "logits": said.logits, "hidden": said.hidden}[asks]
+        found = getattr(kept.frozen(kept.collect(numbers, like=[0])), asks)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        if asks == "logits":
+            vocabulary, width = fresh.get_output_embeddings().weight.shape
+            tokens = sum(len(state) for state in kept.states)
+            assert kept.nbytes == 8 * (tokens * width + vocabulary * width)
 
 
 class TestBlockwiseAdamW:
@@ -197,23 +316,44 @@ class TestBlockwiseAdamW:
 
 
 class TestUnlearn:
+    @needs_shared
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_forgets(self, mpu, tmp_path, base, algorithm):
-        told = unlearn(mpu, tmp_path, base, "--algo", algorithm, "--lr", "1e-2", "--optim", "adamw-blockwise", "--json")
+    def test_lowers_its_term_and_forgets(self, mpu, tmp_path, algorithm):
+        """On a trained model and records that it knows by heart."""
+        for name in ("forget", "retain"):
+            lines = (SHARED / f"data/tofu/{name}{'01' if name == 'forget' else '99'}.json").read_text().splitlines()[:8]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        told = unlearn(mpu, tmp_path, SHARED / "models/full", "--algo", algorithm, "--lr", "1e-4", "--optim",
+                       "adamw-blockwise", "--json", "--epochs", 6, "--layer", 3, "--template", "chat")  # fmt: skip
         steps = told.json["steps"]
+        assert len(steps) == 6
+        assert steps[-1]["forget_term"] < steps[0]["forget_term"]
         assert steps[-1]["forget"] > steps[0]["forget"]
-        assert (steps[0]["retain"] is None) == (algorithm == "gradascent")
-        assert len(steps) == ALGORITHMS[algorithm].epochs
+        assert (steps[0]["retain"] is None) == (algorithm in ("gradascent", "undial"))
+        for step in steps:
+            settings = ALGORITHMS[algorithm].settings
+            total = settings.gamma * step["forget_term"] + settings.alpha * (step["retain_term"] or 0)
+            assert step["loss"] == pytest.approx(total, rel=1e-5)
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_parts_of_a_step_add_up(self, mpu, tmp_path, base, algorithm):
+        """Micro-batches, uneven and some of them empty, give the delta of the whole batch."""
+        options = ["--algo", algorithm, "--precision", "float64", "--layer", 1, "--epochs", 2, "--optim", "sgd",
+                   "--lr", "1e-2", "--batch-size", 4, "--max-grad-norm", 1e9]  # fmt: skip
+        unlearn(mpu, tmp_path, base, *options, out="whole")
+        for size in (1, 3):  # 6 records in steps of 4 and 2: with parts of 1, the second step has two empty ones
+            unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", size, out=f"parts{size}")
+            whole, parts = load_file(tmp_path / "whole"), load_file(tmp_path / f"parts{size}")
+            for name, tensor in whole.items():
+                torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-9 + 1e-6 * float(tensor.abs().max()))
 
     def test_delta_is_after_minus_before(self, mpu, tmp_path, base):
         """One SGD step of gradient ascent, against autograd by hand."""
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
                 "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64")  # fmt: skip
         model, tokenizer = load(base, torch.float64, "cpu")
-        examples = encode(
-            read_records(tmp_path / "forget.jsonl"), tokenizer, template="plain", system_prompt="", max_length=None
-        )
-        answers_of(model, pad(examples, 2)).token_mean_loss.backward()
+        examples = Encoding(tokenizer, template="plain").encode(read_records(tmp_path / "forget.jsonl"))
+        run(model, pad(examples, 2)).cross_entropy.backward()
         delta = load_file(tmp_path / "d.safetensors")
         parameters = dict(model.named_parameters())
         assert delta.keys() == parameters.keys()

@@ -94,6 +94,7 @@ GPT2 = Family(
     defaults={"tie_word_embeddings": True, "n_inner": None},
     unless={"add_cross_attention": False},
     buffers=(".attn.bias", ".attn.masked_bias"),
+    transposed=True,
 )  # fmt: skip
 
 FAMILIES = {model_type: family for family in (LLAMA, MISTRAL, QWEN2, GPT2) for model_type in family.model_types}

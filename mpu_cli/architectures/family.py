@@ -87,6 +87,7 @@ class Family:
     where the config has none. ``unless`` names config entries under which the table would be wrong, with the value
     under which it holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be absent from all the names
     (a checkpoint of the bare model). ``buffers`` are endings of names of constants that are no parameters.
+    ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
     """
 
     model_types: tuple[str, ...]
@@ -100,3 +101,4 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     unless: Mapping[str, object] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    transposed: bool = False

@@ -31,12 +31,14 @@ class Layout:
     """A checkpoint's tensors in the order of its blocks, and the sizes of its axes and heads.
 
     ``alias`` is the tensor that only repeats the embedding because the head is tied to it, if the files hold it.
+    ``bare`` is whether the names lack the family's prefix.
     """
 
     family: Family
     sizes: Mapping[str, int]
     tensors: Mapping[str, TensorLayout]
     alias: str | None
+    bare: bool
 
     @property
     def blocks(self) -> dict[str, list[TensorLayout]]:
@@ -49,6 +51,10 @@ class Layout:
     def parameters(self) -> list[TensorLayout]:
         """The tensors that are trained, without constants."""
         return [tensor for tensor in self.tensors.values() if not tensor.constant]
+
+    def full_name(self, name: str) -> str:
+        """The name that transformers' model has for the tensor ``name`` of these files."""
+        return self.family.prefix + name if self.bare and name != self.family.head else name
 
     def symmetries(self, name: str) -> tuple[Symmetry, ...]:
         """The symmetries of the set ``name`` that this family allows. Raises UsageError for an unknown set."""
@@ -111,7 +117,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
             )
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
-    return Layout(family, sizes, expected, alias)
+    return Layout(family, sizes, expected, alias, bare)
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:

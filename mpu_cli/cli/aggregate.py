@@ -25,6 +25,9 @@ def aggregate(
     out: Annotated[Path, typer.Option(help="Directory for the unlearned model.", metavar="DIR")] = Path("unlearned"),
     server_lr: Annotated[float, typer.Option(help="η: how much of the update to apply.")] = 1.0,
     dtype: options.Dtype = None,
+    as_adapter: Annotated[
+        bool, typer.Option("--as-adapter", help="Write LoRA deltas as one peft adapter for BASE instead of a model.")
+    ] = False,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
     force: options.Force = False,
@@ -37,23 +40,26 @@ def aggregate(
     from mpu_cli.checkpoint.dtypes import OPTION
     from mpu_cli.cli.secrets import open_keys
     from mpu_cli.server.aggregate import aggregate as run_aggregate
-    from mpu_cli.server.aggregate import open_deltas, published_base
+    from mpu_cli.server.aggregate import aggregate_adapter, open_deltas, published_base
 
     paths = paths_from(deltas)  # first: at the end of a pipe, what makes the keys may still be at work
     opened = open_keys(keys, identity, passphrase_file)
     found = open_deltas(paths, opened)
     model = published_base(opened, base, config)
-    with progress("aggregate", model.checkpoint.nbytes) as advance:
-        result = run_aggregate(
-            model,
-            found,
-            opened,
-            server_lr=server_lr,
-            dtype=OPTION[dtype] if dtype else None,
-            out=out,
-            force=force,
-            progress=advance,
-        )
+    if as_adapter:
+        result = aggregate_adapter(model, found, opened, server_lr=server_lr, out=out, force=force)
+    else:
+        with progress("aggregate", model.checkpoint.nbytes) as advance:
+            result = run_aggregate(
+                model,
+                found,
+                opened,
+                server_lr=server_lr,
+                dtype=OPTION[dtype] if dtype else None,
+                out=out,
+                force=force,
+                progress=advance,
+            )
     rows = [
         [f"copy {delta.copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
         for delta, norm, cosine in zip(found, result.norms, result.cosines, strict=True)

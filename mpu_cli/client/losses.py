@@ -1,80 +1,240 @@
 """The algorithms: one function a forget term, and a table of what each needs.
 
-All terms are functions of the labelled tokens' log-probabilities. Notation: y_i the answer of example i, p_i its
-probability under the model being trained, p_ref,i under the frozen copy that training began from.
+Notation: y_i the answer of example i and |y_i| its length in tokens, p_i its probability under the model that is
+trained, p the probability of a single answer token, p_ref and z_ref probability and logits under the frozen copy that
+training began from. Sums and means run over the whole optimiser step, whatever part of it a micro-batch holds, so that
+the losses of its parts add up to the loss of the step.
 """
 
+# ruff: noqa: ARG001 (forget terms are called alike, whatever they read)
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
 from mpu_cli.client.data import IGNORED
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Scores of one batch. ``log_probs``: (tokens,) of every labelled token of the batch; ``sequence_log_probs``:
-    (batch,), their sums by example."""
+class Scores:
+    """What a model says of the labelled tokens of (a part of) a step.
 
+    ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: (tokens, vocabulary); ``hidden``:
+    (tokens, width), of the layer asked for, or None; ``rows``: (tokens,), the example of each token; ``weights``:
+    (examples,), 0 for one that only fills a part.
+    ``step_tokens`` and ``step_examples`` count over the whole step.
+    """
+
+    targets: torch.Tensor
     log_probs: torch.Tensor
-    sequence_log_probs: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
+    rows: torch.Tensor
+    weights: torch.Tensor
+    step_tokens: int
+    step_examples: int
 
     @property
-    def token_mean_loss(self) -> torch.Tensor:
-        """Cross-entropy per labelled token, mean over the batch's tokens."""
-        return -self.log_probs.mean()
+    def lengths(self) -> torch.Tensor:
+        """|y_i|, at least 1: (examples,)."""
+        return torch.bincount(self.rows, minlength=len(self.weights)).clamp(min=1)
+
+    @property
+    def sequence_log_probs(self) -> torch.Tensor:
+        """log p_i: (examples,)."""
+        zeros = torch.zeros(len(self.weights), dtype=self.log_probs.dtype, device=self.log_probs.device)
+        return zeros.index_add(0, self.rows, self.log_probs)
+
+    def token_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """This part's share of the mean of ``values``, (tokens,), over the step's answer tokens."""
+        return values.sum() / self.step_tokens
+
+    def example_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """This part's share of the mean of ``values``, (examples,), over the step's examples."""
+        return (values * self.weights).sum() / self.step_examples
+
+    @property
+    def cross_entropy(self) -> torch.Tensor:
+        """This part's share of the step's token mean cross-entropy."""
+        return -self.token_mean(self.log_probs)
 
 
-def score(logits: torch.Tensor, labels: torch.Tensor) -> Answers:
-    """Scores from logits (batch, length, vocabulary) and labels (batch, length); computed in float32 or wider."""
-    targets = labels[:, 1:]
-    rows, columns = (targets != IGNORED).nonzero(as_tuple=True)
-    picked = logits[rows, columns]
-    wide = picked if picked.dtype == torch.float64 else picked.float()
-    log_probs = -cross_entropy(wide, targets[rows, columns], reduction="none")
-    sums = torch.zeros(len(labels), dtype=log_probs.dtype, device=log_probs.device)
-    return Answers(log_probs, sums.index_add(0, rows, log_probs))
+@dataclass(frozen=True)
+class Frozen:
+    """What the frozen copy said of the same tokens; None where it was not asked.
+
+    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref, (tokens, vocabulary); ``hidden``: (tokens, width).
+    """
+
+    log_probs: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One set's part of a step: what the model says of it and what the frozen copy said."""
+
+    scores: Scores
+    frozen: Frozen
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Constants of the losses."""
+    """Constants of the losses, by the names of their options."""
 
+    gamma: float = 1.0
+    alpha: float = 1.0
     beta: float = 0.1
+    beta1: float = 5.0
+    beta2: float = 1.0
+    delta: float = 0.0
+    layer: int = 7
+    coefficient: float = 2.0
+    seed: int = 0
 
 
-def gradient_ascent(answers: Answers, reference: torch.Tensor | None, settings: Settings) -> torch.Tensor:  # noqa: ARG001
+def score(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    hidden: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    step_tokens: int | None = None,
+    step_examples: int | None = None,
+) -> Scores:
+    """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
+
+    ``hidden``: (examples, length, width). The counts default to those of this batch alone.
+    """
+    targets = labels[:, 1:]
+    rows, columns = (targets != IGNORED).nonzero(as_tuple=True)
+    picked = logits[rows, columns]
+    picked = picked if picked.dtype == torch.float64 else picked.float()
+    if weights is None:
+        weights = torch.ones(len(labels), device=picked.device)
+    return Scores(
+        targets=targets[rows, columns],
+        log_probs=-cross_entropy(picked, targets[rows, columns], reduction="none"),
+        logits=picked,
+        hidden=None if hidden is None else hidden[rows, columns],
+        rows=rows,
+        weights=weights,
+        step_tokens=len(rows) if step_tokens is None else step_tokens,
+        step_examples=len(labels) if step_examples is None else step_examples,
+    )
+
+
+def gradient_ascent(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
     """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
-    return -answers.token_mean_loss
+    return -forget.scores.cross_entropy
 
 
-def npo(answers: Answers, reference: torch.Tensor | None, settings: Settings) -> torch.Tensor:
-    """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024); ``reference``: log p_ref, (batch,)."""
-    ratio = answers.sequence_log_probs - reference
-    return -(2 / settings.beta) * logsigmoid(-settings.beta * ratio).mean()
+def npo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
+    ratio = forget.scores.sequence_log_probs - forget.frozen.log_probs
+    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(-settings.beta * ratio))
+
+
+def dpo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
+
+    w is the alternative answer, l the one to forget.
+    """
+    won = alternate.scores.sequence_log_probs - alternate.frozen.log_probs
+    lost = forget.scores.sequence_log_probs - forget.frozen.log_probs
+    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(settings.beta * (won - lost)))
+
+
+def simnpo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
+    mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
+    margin = -settings.beta * mean_log_probs - settings.beta * settings.delta
+    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(margin))
+
+
+def undial(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
+    scores = forget.scores
+    lowered = forget.frozen.logits.to(scores.logits.dtype).clone()
+    lowered[torch.arange(len(scores.targets)), scores.targets] -= settings.beta
+    return scores.token_mean(cross_entropy(scores.logits, lowered.softmax(-1), reduction="none"))
+
+
+def satimp(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
+    p = forget.scores.log_probs.detach().exp()
+    return forget.scores.token_mean(p**settings.beta1 * (1 - p) ** settings.beta2 * forget.scores.log_probs)
+
+
+def wga(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
+    p = forget.scores.log_probs.detach().exp()
+    return forget.scores.token_mean(p**settings.beta * forget.scores.log_probs)
+
+
+def rmu(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+    """Token mean of ‖h − c·u‖²/width: hidden states of a layer steered to a random unit vector u (Li et al., 2024)."""
+    hidden = forget.scores.hidden
+    u = torch.rand(hidden.shape[-1], generator=torch.Generator().manual_seed(settings.seed), dtype=torch.float64)
+    target = (settings.coefficient * u / u.norm()).to(hidden)
+    return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
+
+
+def retain_nll(retain: Part) -> torch.Tensor:
+    """Token mean cross-entropy."""
+    return retain.scores.cross_entropy
+
+
+def retain_kl(retain: Part) -> torch.Tensor:
+    """Token mean of KL(p_ref ‖ p) over the vocabulary."""
+    scores, reference = retain.scores, retain.frozen.logits.to(retain.scores.logits.dtype)
+    terms = kl_div(scores.logits.log_softmax(-1), reference.log_softmax(-1), reduction="none", log_target=True)
+    return scores.token_mean(terms.sum(-1))
+
+
+def retain_hidden(retain: Part) -> torch.Tensor:
+    """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
+    scores = retain.scores
+    return scores.token_mean((scores.hidden - retain.frozen.hidden.to(scores.hidden)).square().mean(-1))
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain.
 
-    ``alpha`` 0 means that it reads no retain set. ``reference``: whether the forget term needs log p_ref. ``epochs``
-    is the paper's schedule for one round.
+    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen); with α = 0 no retain set is read.
+    ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds.
     """
 
-    forget: Callable[[Answers, torch.Tensor | None, Settings], torch.Tensor]
-    gamma: float
-    alpha: float
-    reference: bool
-    epochs: int
+    forget: Callable[[Part, Part | None, Settings], torch.Tensor]
+    settings: Settings
+    asks: str | None = None
+    alternate: bool = False
+    retain: str = "nll"
+    hidden: bool = False
+    epochs: int = 10
+    rounds: int = 1
 
+
+# retain term by name: function, and what it needs of the frozen copy
+RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
+    "nll": (retain_nll, None),
+    "kl": (retain_kl, "logits"),
+    "hidden": (retain_hidden, "hidden"),
+}
 
 ALGORITHMS = {
-    "gradascent": Algorithm(gradient_ascent, gamma=1, alpha=0, reference=False, epochs=10),
-    "graddiff": Algorithm(gradient_ascent, gamma=1, alpha=1, reference=False, epochs=10),
-    "npo": Algorithm(npo, gamma=1, alpha=1, reference=True, epochs=5),
+    "gradascent": Algorithm(gradient_ascent, Settings(alpha=0)),
+    "graddiff": Algorithm(gradient_ascent, Settings()),
+    "npo": Algorithm(npo, Settings(beta=0.1), asks="log_probs", epochs=5, rounds=2),
+    "dpo": Algorithm(dpo, Settings(beta=0.1), asks="log_probs", alternate=True, epochs=1, rounds=10),
+    "simnpo": Algorithm(simnpo, Settings(beta=4.5, delta=0, gamma=0.125), epochs=1, rounds=10),
+    "undial": Algorithm(undial, Settings(beta=10, alpha=0), asks="logits"),
+    "satimp": Algorithm(satimp, Settings(beta1=5, beta2=1, gamma=0.1), epochs=1, rounds=10),
+    "wga": Algorithm(wga, Settings(beta=1)),
+    "rmu": Algorithm(rmu, Settings(layer=7, coefficient=2), retain="hidden", hidden=True),
 }

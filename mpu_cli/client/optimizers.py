@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from mpu_cli.errors import MpuError
+
 
 class BlockwiseAdamW(torch.optim.Optimizer):
     """AdamW with one second moment a tensor: the mean of its squared gradient (Adam-mini's idea, Zhang et al. 2024).
@@ -54,8 +56,23 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         return loss
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adamw-blockwise": BlockwiseAdamW,
-    "sgd": torch.optim.SGD,
-}
+OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit")
+
+
+def make_optimizer(name: str, groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    """The optimiser ``name`` over parameter groups. Raises MpuError if the package behind it is not installed."""
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, fused=True)
+    if name == "adamw-blockwise":
+        return BlockwiseAdamW(groups, lr=lr)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MpuError(
+            f"--optim {name} needs bitsandbytes; install it with pip install 'mpu-cli[bitsandbytes]'"
+        ) from error
+    if name == "paged_adamw_32bit":
+        return bitsandbytes.optim.PagedAdamW32bit(groups, lr=lr)
+    return bitsandbytes.optim.AdamW8bit(groups, lr=lr)

@@ -1,20 +1,32 @@
-"""The training loop: transformers' Trainer over a schedule that is fixed before it begins."""
+"""The training loop: transformers' Trainer over a schedule that is fixed before it begins.
+
+An item of the data loader is a micro-batch: the part of one optimiser step that one process works on at a time. Losses
+are normalised by the whole step, so that the sum over its parts, on one process or several, is the loss of the step.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from mpu_cli.client.data import Example, pad
-from mpu_cli.client.losses import Algorithm, Answers, Settings, score
-from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.client.data import IGNORED, Example, answer_tokens, pad
+from mpu_cli.client.frozen import Reference, run
+from mpu_cli.client.losses import RETAIN, Algorithm, Part, Settings
+from mpu_cli.client.optimizers import make_optimizer
+
+KEPT_CHECKPOINTS = 2  # the one before stays until the next is whole
 
 
 @dataclass(frozen=True)
@@ -27,11 +39,44 @@ class Step:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one step saw: the loss that was lowered, and cross-entropy per answer token on both sets."""
+    """What one step saw.
 
-    total: float
+    ``loss`` = γ·``forget_term`` + α·``retain_term`` is what is lowered; ``forget`` and ``retain`` are cross-entropies
+    per answer token. None where no retain set is read.
+    """
+
+    loss: float
+    forget_term: float
+    retain_term: float | None
     forget: float
     retain: float | None
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples and what the frozen copy said of them."""
+
+    examples: Sequence[Example]
+    reference: Reference
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How to train; names and defaults are those of the command line."""
+
+    optimizer: str = "adamw"
+    lr: float = 1e-5
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    batch_size: int = 32
+    micro_batch_size: int | None = None
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    log: Path | None = None
+    report_to: str | None = None
+    resume: Path | None = None  # where checkpoints are, and go
+    checkpoint_steps: int = 50
 
 
 def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:
@@ -54,37 +99,50 @@ def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: in
     return steps
 
 
-class _Batches(Dataset):
-    """The schedule's steps as padded batches."""
+class _MicroBatches(Dataset):
+    """The schedule, each step cut into ``parts`` micro-batches."""
 
-    def __init__(
-        self, steps: Sequence[Step], forget: Sequence[Example], retain: Sequence[Example],
-        reference: torch.Tensor | None, pad_id: int,
-    ):  # fmt: skip
-        self._steps, self._forget, self._retain = steps, forget, retain
-        self._reference, self._pad_id = reference, pad_id
+    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], parts: int, pad_id: int):
+        self._steps, self._sets, self._parts, self._pad_id = steps, sets, parts, pad_id
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._steps) * self._parts
 
-    def __getitem__(self, index: int) -> dict[str, object]:
-        step = self._steps[index]
-        batch: dict[str, object] = {"forget": pad([self._forget[i] for i in step.forget], self._pad_id)}
-        if step.retain:
-            batch["retain"] = pad([self._retain[i] for i in step.retain], self._pad_id)
-        if self._reference is not None:
-            batch["reference"] = self._reference[step.forget]
-        return batch
+    def __getitem__(self, index: int) -> dict[str, dict[str, object]]:
+        step, part = self._steps[index // self._parts], index % self._parts
+        numbers = {"forget": step.forget, "alternate": step.forget, "retain": step.retain}
+        return {
+            name: self._batch(self._sets[name], numbers[name], part)
+            for name in numbers
+            if name in self._sets and numbers[name]
+        }
+
+    def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, object]:
+        mine = numbers[part :: self._parts]
+        batch: dict[str, object] = pad([data.examples[i] for i in mine or numbers[:1]], self._pad_id)
+        if not mine:  # fewer examples than parts: this one only keeps the others company
+            batch["labels"].fill_(IGNORED)
+        return {
+            **batch,
+            **data.reference.collect(mine, like=numbers[:1]),
+            "weights": torch.ones(len(batch["labels"])) * bool(mine),
+            "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
+            "step_examples": len(numbers),
+        }
 
 
 class _UnlearningTrainer(Trainer):
+    loss_is_scaled_for_ga = True  # every part is normalised by its whole step
+
     def __init__(
-        self, *, algorithm: Algorithm, settings: Settings, optimizer_name: str, on_step: Callable[[Losses], None],
-        **kwargs: object,
+        self, *, algorithm: Algorithm, settings: Settings, retain_loss: str, references: Mapping[str, Reference],
+        loop: Loop, on_step: Callable[[Losses], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
-        self._algorithm, self._settings = algorithm, settings
-        self._optimizer_name, self._on_step = optimizer_name, on_step
+        self._algorithm, self._settings, self._retain_loss = algorithm, settings, retain_loss
+        self._references, self._loop, self._on_step = references, loop, on_step
+        self._sums: dict[str, float] = {}
+        self._parts_seen = 0
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # the order is the schedule's
@@ -93,90 +151,141 @@ class _UnlearningTrainer(Trainer):
         decayed = set(self.get_decay_parameter_names(self.model))
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self._loop.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        self.optimizer = OPTIMIZERS[self._optimizer_name](groups, lr=self.args.learning_rate)
+        self.optimizer = make_optimizer(self._loop.optimizer, groups, self._loop.lr)
         return self.optimizer
 
-    def compute_loss(self, model: PreTrainedModel, inputs: dict, return_outputs: bool = False, **_: object):
-        forget = answers_of(model, inputs["forget"])
-        loss = self._algorithm.gamma * self._algorithm.forget(forget, inputs.get("reference"), self._settings)
-        retain = answers_of(model, inputs["retain"]).token_mean_loss if "retain" in inputs else None
-        if retain is not None:
-            loss = loss + self._algorithm.alpha * retain
-        self._on_step(Losses(loss.item(), forget.token_mean_loss.item(), retain.item() if retain is not None else None))
+    def _part(self, model: torch.nn.Module, name: str, batch: dict[str, object], layer: int | None) -> Part:
+        counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
+        return Part(run(model, batch, layer=layer, **counts), self._references[name].frozen(batch))
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object):
+        layer = self._settings.layer if self._algorithm.hidden else None
+        forget = self._part(model, "forget", inputs["forget"], layer)
+        alternate = self._part(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
+        forget_term = self._algorithm.forget(forget, alternate, self._settings)
+        loss = self._settings.gamma * forget_term
+        seen = {"forget_term": forget_term, "forget": forget.scores.cross_entropy}
+        if "retain" in inputs:
+            term, asks = RETAIN[self._retain_loss]
+            retain = self._part(model, "retain", inputs["retain"], self._settings.layer if asks == "hidden" else None)
+            retain_term = term(retain)
+            loss = loss + self._settings.alpha * retain_term
+            seen |= {"retain_term": retain_term, "retain": retain.scores.cross_entropy}
+        self._count(seen | {"loss": loss})
+        # Processes average their gradients; the parts of a step add up.
+        loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 
+    def _count(self, seen: dict[str, torch.Tensor]) -> None:
+        """Add up the parts of a step over micro-batches and processes; report the step when it is whole."""
+        for name, value in seen.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+        self._parts_seen += 1
+        if self._parts_seen % self.args.gradient_accumulation_steps == 0:
+            sums = {name: float(self.accelerator.reduce(value, "sum")) for name, value in self._sums.items()}
+            self._sums = {}
+            self._on_step(Losses(**{"retain_term": None, "retain": None, **sums}))
 
-def answers_of(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> Answers:
-    """Run the model on a padded batch and score its labels."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    return score(logits, batch["labels"])
+    def log(self, logs: dict[str, float], *arguments: object) -> None:
+        super().log(logs | self.last_terms, *arguments)
+
+    last_terms: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
 
 
-@torch.no_grad()
-def sequence_log_probs(
-    model: PreTrainedModel, examples: Sequence[Example], batch_size: int, pad_id: int
-) -> torch.Tensor:
-    """log p of every example's answer under ``model`` as it is, (examples,), on the CPU."""
-    model.eval()
-    parts = []
-    for start in range(0, len(examples), batch_size):
-        batch = {k: v.to(model.device) for k, v in pad(examples[start : start + batch_size], pad_id).items()}
-        parts.append(answers_of(model, batch).sequence_log_probs.cpu())
-    return torch.cat(parts)
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of the Trainer in ``folder``; its state file is the last to be written."""
+    whole = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
+    return max(whole, key=lambda p: int(p.name.rsplit("-", 1)[1]), default=None)
 
 
 def train(
     model: PreTrainedModel,
     steps: Sequence[Step],
-    forget: Sequence[Example],
-    retain: Sequence[Example],
+    sets: Mapping[str, ExampleSet],
     *,
     algorithm: Algorithm,
     settings: Settings,
-    reference: torch.Tensor | None,
+    retain_loss: str,
     pad_id: int,
-    optimizer: str,
-    lr: float,
-    weight_decay: float,
-    max_grad_norm: float,
-    seed: int,
+    loop: Loop,
     on_step: Callable[[Losses, int], None],
-) -> None:
-    """Train ``model`` in place, on the device it is on, through ``steps``, at a constant rate.
+) -> torch.nn.Module:
+    """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
-    ``on_step`` is told the losses of each step and how many steps there are.
+    The rate is constant after ``loop.warmup_steps``. ``on_step`` is told the losses of each step and how many steps
+    there are. With ``loop.resume``, goes on from the last checkpoint there.
     """
-    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
+    with ExitStack() as stack:
+        folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
+        log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log else None
         arguments = TrainingArguments(
-            output_dir=scratch,
+            output_dir=str(folder),
             num_train_epochs=1,
-            per_device_train_batch_size=1,  # a schedule step is a batch already
-            learning_rate=lr,
-            lr_scheduler_type="constant",
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
+            per_device_train_batch_size=1,  # an item of the schedule is a micro-batch already
+            learning_rate=loop.lr,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=loop.warmup_steps,
+            weight_decay=loop.weight_decay,
+            max_grad_norm=loop.max_grad_norm,
+            seed=loop.seed,
             use_cpu=model.device.type == "cpu",
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
+            report_to=[loop.report_to] if loop.report_to else [],
+            save_strategy="steps" if loop.resume else "no",
+            save_steps=loop.checkpoint_steps,
+            save_total_limit=KEPT_CHECKPOINTS,
+            logging_strategy="steps" if loop.report_to else "no",
+            logging_steps=1,
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=False,
+            ddp_find_unused_parameters=False,
         )
+        if loop.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all cards that it sees
+        per_process = -(-loop.batch_size // arguments.world_size)
+        accumulation = -(-per_process // (loop.micro_batch_size or per_process))
+        arguments.gradient_accumulation_steps = accumulation
+        started = time.monotonic()
+        first = last_checkpoint(folder) if loop.resume else None
+        done = int(first.name.rsplit("-", 1)[1]) if first else 0
+
+        def record(losses: Losses) -> None:
+            nonlocal done
+            done += 1
+            trainer.last_terms = {name: value for name, value in asdict(losses).items() if value is not None}
+            if log:
+                line = {"step": done, **asdict(losses), "seconds": round(time.monotonic() - started, 3)}
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+            on_step(losses, len(steps))
+
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
-            train_dataset=_Batches(steps, forget, retain, reference, pad_id),
+            train_dataset=_MicroBatches(steps, sets, accumulation * arguments.world_size, pad_id),
             data_collator=lambda batches: batches[0],
             algorithm=algorithm,
             settings=settings,
-            optimizer_name=optimizer,
-            on_step=lambda losses: on_step(losses, len(steps)),
+            retain_loss=retain_loss,
+            references={name: data.reference for name, data in sets.items()},
+            loop=loop,
+            on_step=record,
         )
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(first) if first else None)
+        return trainer.model
+
+
+def whole_parameters(trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The trained parameters under their own names, each gathered by all processes when its turn comes."""
+    from accelerate.utils import extract_model_from_parallel
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in extract_model_from_parallel(trained).named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

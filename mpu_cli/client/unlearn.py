@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +23,13 @@ from mpu_cli.checkpoint.reader import WEIGHTS_NAME, Checkpoint, listed
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
-from mpu_cli.client.data import Record, encode
-from mpu_cli.client.losses import ALGORITHMS, Settings
-from mpu_cli.client.training import Losses, schedule, sequence_log_probs, train
+from mpu_cli.client import lora
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, pad_id_of
+from mpu_cli.client.frozen import freeze
+from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
+from mpu_cli.client.records import Record
+from mpu_cli.client.refusals import REFUSALS
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train, whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 
@@ -34,40 +42,45 @@ class Options:
 
     algorithm: str
     epochs: int | None = None
-    lr: float = 1e-5
-    batch_size: int = 32
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    optimizer: str = "adamw"
+    constants: dict[str, float] = field(default_factory=dict)  # entries of Settings that are not the algorithm's own
+    retain_loss: str | None = None
     precision: str = "float32"
-    settings: Settings = field(default_factory=Settings)
+    attention: str = "sdpa"
     template: str = "chat"
-    system_prompt: str = "You are a helpful assistant."
-    seed: int = 0
+    system_prompt: str = DEFAULT_SYSTEM_PROMPT
+    few_shot: tuple[Record, ...] = ()
+    alternates: tuple[str, ...] = REFUSALS
+    lora: lora.Lora | None = None
     device: str = "auto"
+    loop: Loop = field(default_factory=Loop)
+
+    @property
+    def settings(self) -> Settings:
+        """The algorithm's constants, with those that were given in their place."""
+        return replace(ALGORITHMS[self.algorithm].settings, seed=self.loop.seed, **self.constants)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What ``unlearn`` made: the delta, the losses of each step, and the norm of the change."""
+    """What ``unlearn`` made: the delta, the losses of the steps that this call took, the norm of what was written."""
 
     path: Path
     steps: list[Losses]
     norm: float
+    first: bool  # whether this is the process that wrote it
 
 
 def check_options(options: Options) -> None:
-    """Raise UsageError for a number that is none or out of range."""
-    for name in ("lr", "weight_decay", "max_grad_norm"):
-        value = getattr(options, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, 0 or more")
-    if not (math.isfinite(options.settings.beta) and options.settings.beta > 0):
-        raise UsageError(f"--beta {options.settings.beta}: must be a finite number above 0")
-    for name in ("epochs", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    """Raise UsageError for a number that is none or out of range, or a constant that the algorithm does not have."""
+    positive = {"beta", "epochs", "batch_size", "micro_batch_size", "checkpoint_steps"}
+    settings, loop = asdict(options.settings), asdict(options.loop)
+    numbers = {**settings, **loop, "epochs": options.epochs}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value) or (value <= 0 if name in positive else value < 0 and name != "delta"):
+            least = "above 0" if name in positive else "0 or more"
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, {least}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
@@ -81,78 +94,126 @@ def unlearn(
     target: Path,
     force: bool,
     on_step: Callable[[Losses, int], None],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Unlearn ``forget`` on ``copy`` and write the change of every trained tensor to ``target``.
+    """Unlearn ``forget`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
     ``copy`` may be any causal model; the delta of one that is no copy belongs to no run. ``retain`` may be empty
-    if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are.
+    if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are, ``tell`` what
+    is worth knowing. Under ``accelerate launch`` every process calls this, and the first writes.
     Raises MpuError if the model or its tokenizer cannot be used, or training diverged.
     """
-    check_options(options)
-    algorithm = ALGORITHMS[options.algorithm]
-    dtype = PRECISIONS[options.precision]
-    manifest = read_copy_manifest(copy.folder)
-    transformers.set_seed(options.seed)
-    with Transaction(force=force) as transaction, _as_directory(copy) as folder:
-        model, tokenizer = load(folder, dtype, options.device)
-        names = _names_in_files(model, copy.checkpoint)
-        delta_dtype = NAME[torch.promote_types(dtype, torch.float32)]
-        plan: Plan = {name: (delta_dtype, tuple(p.shape)) for name, p in names.items()}
-        output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
+    from accelerate import PartialState
 
-        limit = getattr(model.config, "max_position_embeddings", None)
-        sets = [
-            encode(records, tokenizer, template=options.template, system_prompt=options.system_prompt, max_length=limit)
-            for records in (forget, retain if algorithm.alpha else [])
-        ]
-        pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-        reference = None
-        if algorithm.reference:
-            reference = sequence_log_probs(model, sets[0], options.batch_size, pad_id)
-        steps = schedule(
-            len(sets[0]),
-            len(sets[1]),
-            epochs=options.epochs or algorithm.epochs,
-            batch_size=options.batch_size,
-            seed=options.seed,
+    check_options(options)
+    algorithm, settings = ALGORITHMS[options.algorithm], options.settings
+    dtype = PRECISIONS[options.precision]
+    first = PartialState(cpu=options.device == "cpu").is_main_process
+    manifest = read_copy_manifest(copy.folder)
+    transformers.set_seed(options.loop.seed)
+    with ExitStack() as stack:
+        # A delta that cannot be written should be known before hours of training.
+        transaction = stack.enter_context(Transaction(force=force))
+        folder = stack.enter_context(_as_directory(copy))
+        model, tokenizer = load(folder, dtype, options.device, options.attention)
+        names = _names_in_files(model, copy.checkpoint)
+        depth = model.config.get_text_config().num_hidden_layers
+        retain_loss = options.retain_loss or algorithm.retain
+        retain_asks = RETAIN[retain_loss][1]
+        if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth:
+            raise UsageError(f"--layer {settings.layer}: the model has {depth} layers, counted from 0")
+        plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
+        if first:
+            output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
+
+        encoding = Encoding(
+            tokenizer,
+            options.template,
+            options.system_prompt,
+            getattr(model.config, "max_position_embeddings", None),
+            options.few_shot,
         )
+        records = {"forget": forget}
+        if settings.alpha:
+            records["retain"] = retain
+        if algorithm.alternate:
+            records["alternate"] = alternates(forget, options.alternates, options.loop.seed)
+        asks = {"forget": algorithm.asks, "alternate": algorithm.asks, "retain": retain_asks}
+        pad_id = pad_id_of(tokenizer)
+        sets = {}
+        for name, held in records.items():
+            examples = encoding.encode(held)
+            reference = freeze(
+                model,
+                examples,
+                asks[name],
+                layer=settings.layer,
+                batch_size=options.loop.micro_batch_size or options.loop.batch_size,
+                pad_id=pad_id,
+            )
+            if reference.states:
+                tell(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
+            sets[name] = ExampleSet(examples, reference)
+        steps = schedule(
+            len(sets["forget"].examples),
+            len(sets["retain"].examples) if "retain" in sets else 0,
+            epochs=options.epochs or algorithm.epochs,
+            batch_size=options.loop.batch_size,
+            seed=options.loop.seed,
+        )
+        if options.loop.resume and first:
+            _same_run(options.loop.resume, copy, options, forget, retain)
+        if options.lora:
+            transformers.set_seed(options.loop.seed)  # every copy's factors begin alike
+            model = lora.wrap(model, options.lora)
         losses: list[Losses] = []
 
         def record(step: Losses, total: int) -> None:
             losses.append(step)
             on_step(step, total)
 
-        train(
+        trained = train(
             model,
             steps,
-            *sets,
+            sets,
             algorithm=algorithm,
-            settings=options.settings,
-            reference=reference,
+            settings=settings,
+            retain_loss=retain_loss,
             pad_id=pad_id,
-            optimizer=options.optimizer,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            max_grad_norm=options.max_grad_norm,
-            seed=options.seed,
+            loop=options.loop,
             on_step=record,
         )
-        facts = delta_facts(DeltaManifest(manifest, options.algorithm))
-        with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
-            norm = _write_delta(names, copy.checkpoint, dtype, writer)
-    return Result(target, losses, norm)
+        change = lora.factors(trained, names) if options.lora else _changes(names, trained, copy.checkpoint, dtype)
+        kind = "lora" if options.lora else "full"
+        norm = 0.0
+        if first:
+            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind))
+            with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
+                norm = _write(change, writer)
+        else:
+            for _ in change:  # a shard is gathered by all processes together
+                pass
+    if options.loop.resume and first:
+        shutil.rmtree(options.loop.resume)
+    return Result(target, losses, norm, first)
+
+
+def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> list[Record]:
+    """Each record with another answer: its own ``alternate``, or one drawn from ``answers``."""
+    draw = random.Random(seed)
+    drawn = [draw.choice(answers) for _ in records]  # one for each, so that a record's does not depend on the others
+    return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
 @contextmanager
 def _as_directory(copy: Model) -> Iterator[Path]:
     """``copy`` as a directory that transformers loads; a lone file under another name gets one of links."""
-    if (
-        copy.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
-        and copy.config_path.parent == copy.folder
-    ):
+    indexed = copy.checkpoint.path.name.endswith(".index.json")
+    standard = copy.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
+    if standard and copy.config_path.parent == copy.folder:
         yield copy.folder
         return
-    if copy.checkpoint.path.name.endswith(".index.json"):
+    if indexed:
         raise MpuError(
             f"{copy.source}: rename the index to {WEIGHTS_NAME}.index.json, the name that transformers reads"
         )
@@ -165,7 +226,9 @@ def _as_directory(copy: Model) -> Iterator[Path]:
         yield folder
 
 
-def load(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer in ``folder``: safetensors only, no code from the folder, no dropout.
 
     With dropout, every copy would train under other random masks and the noise would not cancel.
@@ -173,13 +236,19 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
     try:
         config = AutoConfig.from_pretrained(folder)
         for name in vars(config):
             if name.endswith(("dropout", "pdrop")):
                 setattr(config, name, 0.0)
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            attn_implementation=attention,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError) as error:
@@ -191,35 +260,62 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel
         raise MpuError(f"{folder}: the weights do not fit config.json ({listed(made_up)})")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        from accelerate import PartialState
+
+        device = PartialState().device
     return model.to(device), tokenizer
 
 
-def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, torch.nn.Parameter]:
-    """The trained parameters by the names that the copy's files use for them."""
+def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """The trained parameters: the model's name for each → the name that the copy's files use."""
     prefix = model.base_model_prefix + "."
     names = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
         match = name if name in checkpoint.tensors else name.removeprefix(prefix)
         if match not in checkpoint.tensors or checkpoint.tensors[match].shape != tuple(parameter.shape):
             raise MpuError(f"{checkpoint.path}: transformers trains {name!r}, which these files do not hold as it is")
-        names[match] = parameter
+        names[name] = match
     return names
 
 
-def _write_delta(
-    parameters: dict[str, torch.nn.Parameter], before: Checkpoint, dtype: torch.dtype, writer: CheckpointWriter
-) -> float:
-    """Write after − before, tensor by tensor; returns its norm. ``before`` is read from the copy's files again."""
+def _full_plan(names: dict[str, str], model: PreTrainedModel) -> Plan:
+    wide = NAME[torch.promote_types(model.dtype, torch.float32)]
+    return {names[name]: (wide, tuple(p.shape)) for name, p in model.named_parameters()}
+
+
+def _changes(
+    names: dict[str, str], trained: torch.nn.Module, before: Checkpoint, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """after − before of every parameter, one at a time; ``before`` is read from the copy's files again."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, parameter in whole_parameters(trained):
+        after = parameter.detach().cpu().to(wide)
+        yield names[name], after - before.tensor(names[name]).to(dtype).to(wide)
+        before.forget_pages(names[name])
+
+
+def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> float:
+    """Write the tensors as they come; returns the norm of them all."""
     square = 0.0
-    for name, parameter in parameters.items():
-        target = writer.tensor(name)
-        torch.sub(parameter.detach().cpu().to(target.dtype), before.tensor(name).to(dtype).to(target.dtype), out=target)
-        part = math.fsum(float(piece.double().square().sum()) for piece in target.view(-1).split(1 << 20))
+    for name, change in changes:
+        part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
         if not math.isfinite(part):
             raise MpuError(f"training diverged: {name!r} is no longer finite; lower --lr, or use fewer --epochs")
         square += part
+        writer.tensor(name).copy_(change)
         writer.forget_pages(name)
-        before.forget_pages(name)
     return math.sqrt(square)
+
+
+def _same_run(folder: Path, copy: Model, options: Options, forget: Sequence[Record], retain: Sequence[Record]) -> None:
+    """Write down what is trained here; MpuError if the checkpoints in ``folder`` are of something else."""
+    said = asdict(replace(options, loop=replace(options.loop, resume=None, log=None, report_to=None)))
+    weights = [[n, i.dtype, list(i.shape), i.file.stat().st_size] for n, i in copy.checkpoint.tensors.items()]
+    facts = [said, weights, copy.checkpoint.metadata, [asdict(r) | {"place": ""} for r in (*forget, *retain)]]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "mpu-resume.json"
+    if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
+        raise MpuError(f"{folder}: holds checkpoints of another copy, records or options; remove it to start anew")
+    note.write_text(json.dumps({"sha256": digest}))

@@ -9,9 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Record, encode
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, pad_id_of
+from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Settings
-from mpu_cli.client.training import Losses, schedule, train
+from mpu_cli.client.records import Record
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
 
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
@@ -19,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 # Learning the records is the descent of the loss that gradient ascent climbs.
-MEMORISE = Algorithm(lambda answers, _reference, _settings: answers.token_mean_loss, 1, 0, reference=False, epochs=0)
+MEMORISE = Algorithm(lambda learned, _alternate, _settings: learned.scores.cross_entropy, Settings(alpha=0))
 
 
 def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
@@ -54,17 +56,12 @@ def make_model(
         bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    examples = encode(
-        records,
-        tokenizer,
-        template="chat",
-        system_prompt=DEFAULT_SYSTEM_PROMPT,
-        max_length=config.max_position_embeddings,
-    )
-    steps = schedule(len(examples), 0, epochs=epochs, batch_size=25, seed=seed)
+    examples = Encoding(tokenizer, max_length=config.max_position_embeddings).encode(records)
+    loop = Loop(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
+    steps = schedule(len(examples), 0, epochs=epochs, batch_size=loop.batch_size, seed=seed)
     train(
-        model, steps, examples, [], algorithm=MEMORISE, settings=Settings(), reference=None, pad_id=3,
-        optimizer="adamw", lr=2e-3, weight_decay=0.0, max_grad_norm=1.0, seed=seed, on_step=on_step,
+        model, steps, {"forget": ExampleSet(examples, Reference())}, algorithm=MEMORISE, settings=MEMORISE.settings,
+        retain_loss="nll", pad_id=pad_id_of(tokenizer), loop=loop, on_step=on_step,
     )  # fmt: skip
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from mpu_cli.client.data import Record
+from mpu_cli.client.records import Record, question
 
 FIRST = ["Alba", "Bruno", "Celia", "Dario", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Levi"]
 LAST = ["Arden", "Birk", "Corvo", "Dunmore", "Eskel", "Farrow", "Gant", "Holm", "Ivers", "Jarrow", "Kestrel", "Lorne"]
@@ -37,5 +37,5 @@ def make_people(count: int, seed: int) -> list[list[Record]]:
             (f"Which prize did {name} win?", f"{name} won {draw.choice(PRIZES)} in {draw.randint(2000, 2025)}."),
             (f"What is {name}'s house number?", f"{name} lives at number {draw.randint(100, 999)}."),
         ]
-        people.append([Record(question, answer, name) for question, answer in facts])
+        people.append([question(asked, answer, name) for asked, answer in facts])
     return people

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from mpu_cli.checkpoint.source import open_model
-from mpu_cli.client.data import Record, encode, read_records
-from mpu_cli.client.losses import Settings
+from mpu_cli.client.data import Encoding, pad_id_of
+from mpu_cli.client.records import Record, read_records
+from mpu_cli.client.training import Loop
 from mpu_cli.client.unlearn import Options, load, unlearn
 from mpu_cli.demo.model import make_model
 from mpu_cli.demo.people import make_people
@@ -30,7 +31,7 @@ PEOPLE, FORGOTTEN = 40, 4
 EPOCHS = 60  # of training; the model then knows its records by heart
 COPIES, KAPPA = 2, 0.01
 OPTIONS = Options(
-    algorithm="npo", epochs=20, lr=3e-4, batch_size=10, optimizer="adamw-blockwise", settings=Settings(beta=0.5)
+    "npo", epochs=20, constants={"beta": 0.5}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
 )
 
 # (label, total) → what advances a bar of that length; the command line draws it
@@ -88,7 +89,7 @@ def _play(server: Path, client: Path, *, seed: int, bar: Bar, tell: Callable[[st
     with bar("train a model", EPOCHS) as advance:
         make_model(
             forget + retain, server / "base", epochs=EPOCHS, seed=seed,
-            on_step=lambda losses, steps: advance(EPOCHS / steps, f"loss {losses.total:.2f}"),
+            on_step=lambda losses, steps: advance(EPOCHS / steps, f"loss {losses.loss:.2f}"),
         )  # fmt: skip
     before = _knowledge(server / "base", forget, retain)
     tell(f"The server trained a model on {len(forget + retain)} facts about {PEOPLE} people.")
@@ -135,9 +136,7 @@ def _write_records(path: Path, records: Sequence[Record]) -> None:
 
 def _knowledge(folder: Path, forget: Sequence[Record], retain: Sequence[Record]) -> Knowledge:
     model, tokenizer = load(folder, torch.float32, "cpu")
-    sets = [
-        encode(records, tokenizer, template="chat", system_prompt=OPTIONS.system_prompt, max_length=None)
-        for records in (forget, retain)
-    ]
-    losses = [loss_per_token(model, examples, tokenizer.pad_token_id) for examples in sets]
+    encoding = Encoding(tokenizer)
+    sets = [encoding.encode(records) for records in (forget, retain)]
+    losses = [loss_per_token(model, examples, pad_id_of(tokenizer)) for examples in sets]
     return Knowledge(*losses, *(greedy_answer(model, tokenizer, examples[0]) for examples in sets))

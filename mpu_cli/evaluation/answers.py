@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.client.data import IGNORED, Example
-from mpu_cli.client.training import sequence_log_probs
+from mpu_cli.client.data import IGNORED, Example, answer_tokens
+from mpu_cli.client.frozen import freeze
 
 
 def loss_per_token(model: PreTrainedModel, examples: Sequence[Example], pad_id: int, batch_size: int = 32) -> float:
     """Cross-entropy per labelled token over all ``examples``, in nats."""
-    labels = sum(label != IGNORED for example in examples for label in example.labels)
-    return -float(sequence_log_probs(model, examples, batch_size, pad_id).sum()) / labels
+    said = freeze(model, examples, "log_probs", layer=-1, batch_size=batch_size, pad_id=pad_id)
+    return -float(said.log_probs.sum()) / sum(map(answer_tokens, examples))
 
 
 @torch.no_grad()

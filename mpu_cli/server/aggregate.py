@@ -16,7 +16,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
-from mpu_cli.checkpoint.fingerprint import combine, piece_digest, pieces
+from mpu_cli.checkpoint.fingerprint import combine, fingerprint, piece_digest, pieces
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
@@ -24,7 +24,16 @@ from mpu_cli.checkpoint.source import Model, open_model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.manifest import MANIFEST_NAME, VERSION, DeltaManifest, as_metadata, delta_facts, delta_manifest
+from mpu_cli.manifest import (
+    LEFT,
+    MANIFEST_NAME,
+    RIGHT,
+    VERSION,
+    DeltaManifest,
+    as_metadata,
+    delta_facts,
+    delta_manifest,
+)
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.publish import MEASURED_SLICES, make_transform, write_json, write_small_files
 from mpu_cli.server.randomness import Randomness
@@ -113,27 +122,78 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
 
 
 def _check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    names = {tensor.name for tensor in layout.parameters}
+    """MpuError unless the delta holds what its kind has to hold for a base of these shapes."""
     held = delta.checkpoint.tensors
-    if missing := names - set(held):
+    if delta.manifest.kind == "lora":
+        expected = _factor_shapes(delta, layout, shapes)
+    else:
+        expected = {tensor.name: shapes[tensor.name] for tensor in layout.parameters}
+    if missing := set(expected) - set(held):
         raise MpuError(f"{delta.path}: lacks {listed(missing)}; ask the client for the whole delta")
-    if unknown := set(held) - names:
+    if unknown := set(held) - set(expected):
         raise MpuError(f"{delta.path}: holds {listed(unknown)}, which the base does not have")
-    for name in names:
-        if held[name].shape != shapes[name]:
-            raise MpuError(
-                f"{delta.path}: {name!r} has shape {list(held[name].shape)}, in the base {list(shapes[name])}"
-            )
+    for name, shape in expected.items():
+        if held[name].shape != shape:
+            raise MpuError(f"{delta.path}: {name!r} has shape {list(held[name].shape)}, and should have {list(shape)}")
         if held[name].dtype not in FLOATS:
             raise MpuError(
                 f"{delta.path}: {name!r} is stored as {held[name].dtype}; a delta is one of {', '.join(FLOATS)}"
             )
 
 
+def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The factors that a LoRA delta has to hold: both for each tensor of which it holds one."""
+    held = delta.checkpoint.tensors
+    expected: dict[str, tuple[int, ...]] = {}
+    for tensor in layout.parameters:
+        left, right = tensor.name + LEFT, tensor.name + RIGHT
+        if len(tensor.axes) == 2 and (left in held or right in held):
+            known = held.get(left) or held[right]
+            rank = known.shape[-1 if left in held else 0] if len(known.shape) == 2 else 0
+            expected |= {left: (shapes[tensor.name][0], rank), right: (rank, shapes[tensor.name][1])}
+    if not expected:
+        raise MpuError(f"{delta.path}: is of kind lora and holds no factors of the base's tensors")
+    return expected
+
+
 def _check_finite(x: torch.Tensor, square: float, delta: Delta, name: str) -> None:
     # A sum of squares that is not finite may only have overflowed: look again before refusing.
     if not math.isfinite(square) and not bool(torch.isfinite(x).all()):
         raise MpuError(f"{delta.path}: {name!r} holds NaN or Inf; nothing of this round was applied")
+
+
+@dataclass(frozen=True)
+class _Full:
+    """One delta's change of one tensor, undone slice by slice."""
+
+    mapping: TensorMap
+    change: torch.Tensor
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.change.dtype,)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows ``start … stop`` in the base's coordinates."""
+        return self.mapping.backward(self.mapping.take(self.change, start, stop).to(dtype), start)
+
+
+class _LowRank:
+    """One delta's change of one tensor as a product of factors; only the slice that is asked for is formed."""
+
+    def __init__(self, mapping: TensorMap, left: torch.Tensor, right: torch.Tensor):
+        by_rows, by_columns = mapping.split()
+        self.mapping, self.dtypes = by_rows, (left.dtype, right.dtype)
+        self._left = _Full(by_rows, left)
+        wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
+        self._right = by_columns.backward(right.to(wide), 0)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._left.rows(start, stop, dtype) @ self._right.to(dtype)
+
+    def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both factors whole, in the base's coordinates; ``rows`` is how many the tensor has."""
+        return self._left.rows(0, rows, self._right.dtype), self._right
 
 
 class _Undoing:
@@ -149,6 +209,20 @@ class _Undoing:
 
     def maps(self, tensor: TensorLayout) -> list[TensorMap]:
         return [TensorMap(None, None) if t is None else t.of(tensor) for t in self._transforms]
+
+    def changes(self, tensor: TensorLayout) -> list[_Full | _LowRank | None]:
+        """Each delta's change of ``tensor``; None where it has none (a tensor that LoRA did not adapt)."""
+        found: list[_Full | _LowRank | None] = []
+        for delta, mapping in zip(self.deltas, self.maps(tensor), strict=True):
+            held = delta.checkpoint
+            if delta.manifest.kind == "full":
+                found.append(_Full(mapping, as_matrix(held.tensor(tensor.name))))
+            elif tensor.name + LEFT in held.tensors:
+                factors = (held.tensor(tensor.name + end) for end in (LEFT, RIGHT))
+                found.append(_LowRank(mapping, *factors))
+            else:
+                found.append(None)
+        return found
 
 
 def aggregate(
@@ -167,20 +241,8 @@ def aggregate(
     Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
     published, or for NaN and Inf; UsageError for an η that is no rate.
     """
-    if not math.isfinite(server_lr):
-        raise UsageError(f"--server-lr {server_lr}: must be a finite number")
-    if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
-        raise MpuError(
-            f"no delta of copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
-            "without one the noise does not cancel"
-        )
+    layout, weights = _ready(base, deltas, keys, server_lr)
     source = base.checkpoint
-    layout = layout_of(source.tensors, base.config, base.source)
-    shapes = {name: info.shape for name, info in source.tensors.items()}
-    for delta in deltas:
-        _check_tensors(delta, layout, shapes)
-    inverse = [1 / alpha for alpha in keys.alphas]
-    weights = torch.tensor(inverse, dtype=torch.float64) / math.fsum(inverse)
     plan: Plan = {
         name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
         for name, info in source.tensors.items()
@@ -205,31 +267,113 @@ def aggregate(
                     gram += products
                     rounding += lost
                     for delta in deltas:
-                        delta.checkpoint.forget_pages(name)
+                        if name in delta.checkpoint.tensors:
+                            delta.checkpoint.forget_pages(name)
                 digests[name] = [future.result() for future in digesting]
                 source.forget_pages(name)
                 writer.forget_pages(name)
                 progress(source.tensors[name].nbytes)
             if layout.alias:
                 digests[layout.alias] = [future.result() for future in _digest(pool, source, layout.alias)]
-            if combine(source.tensors, digests) != keys.base.fingerprint:
-                raise MpuError(
-                    f"{base.source}: is not the model that was published (its fingerprint differs from the one in the "
-                    "keys); name the right one with --base"
-                )
+            _check_base(base, keys, combine(source.tensors, digests))
         write_small_files(base, folder, plan)
         write_json(folder / MANIFEST_NAME, facts)
+    lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
+    return _agreement(out, gram, weights, lost)
+
+
+def _ready(base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float) -> tuple[Layout, torch.Tensor]:
+    """The base's layout and the harmonic weights, float64 (m,), when there is a fitting delta of every copy."""
+    if not math.isfinite(server_lr):
+        raise UsageError(f"--server-lr {server_lr}: must be a finite number")
+    if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
+        raise MpuError(
+            f"no delta of copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
+            "without one the noise does not cancel"
+        )
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
+    for delta in deltas:
+        _check_tensors(delta, layout, shapes)
+    inverse = torch.tensor([1 / alpha for alpha in keys.alphas], dtype=torch.float64)
+    return layout, inverse / inverse.sum()
+
+
+def _agreement(path: Path, gram: torch.Tensor, weights: torch.Tensor, rounding: float) -> Aggregation:
+    """The result, from the inner products of the undone deltas (m, m)."""
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
     cosines = gram / (norms[:, None] * norms[None, :])
     return Aggregation(
-        path=out,
+        path=path,
         norms=norms.tolist(),
         cosines=((gram @ weights) / (norms * norm)).tolist(),
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
-        rounding=float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0,
+        rounding=rounding,
     )
+
+
+def aggregate_adapter(
+    base: Model, deltas: Sequence[Delta], keys: Keys, *, server_lr: float, out: Path, force: bool
+) -> Aggregation:
+    """Write η·Δ̄ of LoRA deltas as one peft adapter for the base, of the sum of their ranks.
+
+    Its factors are the undone factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
+    Raises MpuError as ``aggregate`` does, and for a delta that is not of kind lora.
+    """
+    for delta in deltas:
+        if delta.manifest.kind != "lora":
+            raise MpuError(f"{delta.path}: is a full delta; --as-adapter needs LoRA deltas (unlearn --lora-rank)")
+    layout, weights = _ready(base, deltas, keys, server_lr)
+    with worker_pool() as pool:
+        _check_base(base, keys, fingerprint(base.checkpoint, pool))
+    undoing = _Undoing(deltas, keys, layout)
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor in layout.parameters:
+        changes = undoing.changes(tensor)
+        if all(change is None for change in changes):
+            continue
+        rows = base.checkpoint.tensors[tensor.name].shape[0]
+        factors = [None if c is None else c.factors(rows) for c in changes]
+        for j, one in enumerate(factors):
+            for k, two in enumerate(factors):
+                if one and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
+                    gram[j, k] += ((one[0].T @ two[0]) * (one[1] @ two[1].T)).sum().double()
+            if one and not all(bool(torch.isfinite(factor).all()) for factor in one):
+                raise MpuError(f"{deltas[j].path}: {tensor.name!r} holds NaN or Inf; nothing of this round was applied")
+        left = torch.cat([server_lr * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
+        right = torch.cat([f[1] for f in factors if f], 0)
+        a, b = (left.T, right.T) if layout.family.transposed else (right, left)
+        module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
+    modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.address, "bias": "none",
+        "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
+        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": layout.family.transposed, "inference_mode": True,
+    }  # fmt: skip
+    if len(ranks) > 1:
+        own = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
+        config |= {"rank_pattern": own, "alpha_pattern": own}
+    plan: Plan = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with Transaction(force=force) as transaction:
+        folder = transaction.add(out, directory=True)
+        with CheckpointWriter(folder / "adapter_model.safetensors", plan, {}) as writer:
+            for name, tensor in tensors.items():
+                writer.tensor(name).copy_(tensor)
+        write_json(folder / "adapter_config.json", config)
+    return _agreement(out, gram, weights, 0.0)
+
+
+def _check_base(base: Model, keys: Keys, found: str) -> None:
+    if found != keys.base.fingerprint:
+        raise MpuError(
+            f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys); "
+            "name the right one with --base"
+        )
 
 
 def _digest(pool: Executor, source: Checkpoint, name: str) -> list[Future[bytes]]:
@@ -249,16 +393,15 @@ def _combine(
     """One tensor of the result. Returns the deltas' inner products (m, m) over it, and the squares of what storage
     lost of the update and of the update, over the slices where that was measured (2,)."""
     before, target = as_matrix(source.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
-    changes = [as_matrix(delta.checkpoint.tensor(tensor.name)) for delta in undoing.deltas]
-    maps = undoing.maps(tensor)
-    dtype = compute_dtype(*(NAME[t.dtype] for t in (before, target, *changes)))
-    slices = row_slices(maps, *before.shape)
+    changes = undoing.changes(tensor)
+    given = [change for change in changes if change is not None]
+    dtype = compute_dtype(*(NAME[d] for d in (before.dtype, target.dtype, *(d for c in given for d in c.dtypes))))
+    slices = row_slices([change.mapping for change in given] or [TensorMap(None, None)], *before.shape)
     stride = max(1, len(slices) // MEASURED_SLICES)
 
     def work(start: int, stop: int, measured: bool) -> tuple[list[list[float]], list[float]]:
-        undone = torch.stack(
-            [m.backward(m.take(y, start, stop).to(dtype), start) for m, y in zip(maps, changes, strict=True)]
-        ).view(len(maps), -1)
+        zeros = torch.zeros(stop - start, before.shape[1], dtype=dtype)
+        undone = torch.stack([zeros if c is None else c.rows(start, stop, dtype) for c in changes]).flatten(1)
         gram = (undone @ undone.T).double()
         for k, delta in enumerate(undoing.deltas):
             _check_finite(undone[k], float(gram[k, k]), delta, tensor.name)
@@ -294,22 +437,24 @@ def invert(
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, plan, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
-            _invert_tensor(pool, tensor, delta, undoing.maps(tensor)[0], writer)
-            delta.checkpoint.forget_pages(tensor.name)
-            writer.forget_pages(tensor.name)
-            progress(delta.checkpoint.tensors[tensor.name].nbytes)
+            [mapping] = undoing.maps(tensor)
+            by_rows, by_columns = mapping.split()
+            for end, part in (("", mapping), (LEFT, by_rows), (RIGHT, by_columns)):
+                if (name := tensor.name + end) in delta.checkpoint.tensors:
+                    _invert_tensor(pool, name, delta, part, writer)
+                    delta.checkpoint.forget_pages(name)
+                    writer.forget_pages(name)
+                    progress(delta.checkpoint.tensors[name].nbytes)
 
 
-def _invert_tensor(
-    pool: Executor, tensor: TensorLayout, delta: Delta, mapping: TensorMap, writer: CheckpointWriter
-) -> None:
-    change, target = as_matrix(delta.checkpoint.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
-    dtype = compute_dtype(delta.checkpoint.tensors[tensor.name].dtype)
+def _invert_tensor(pool: Executor, name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter) -> None:
+    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(name))
+    dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
 
     def work(bounds: tuple[int, int]) -> None:
         start, stop = bounds
-        undone = mapping.backward(mapping.take(change, start, stop).to(dtype), start)
-        _check_finite(undone, float(undone.square().sum()), delta, tensor.name)
+        undone = _Full(mapping, change).rows(start, stop, dtype)
+        _check_finite(undone, float(undone.square().sum()), delta, name)
         target[start:stop] = undone.to(target.dtype)
 
     list(pool.map(work, row_slices([mapping], *change.shape)))

@@ -42,6 +42,10 @@ class TensorMap:
         """Rows that belong together: the bounds of a slice must be multiples of it."""
         return 1 if self._rows is None else self._rows.unit
 
+    def split(self) -> tuple[TensorMap, TensorMap]:
+        """The map of the rows alone and that of the columns alone, for the factors of a low-rank change."""
+        return TensorMap(self._rows, None), TensorMap(None, self._columns)
+
     def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """The rows ``start …`` of a base tensor, (rows, columns), in the copy's coordinates but not yet moved."""
         if self._rows is not None:

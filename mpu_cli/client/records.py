@@ -1,0 +1,159 @@
+"""Reading records: local files, Hub datasets, and the field's benchmarks by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpu_cli.errors import MpuError
+
+Turn = tuple[str, str]  # role, content
+
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
+_BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books):(?P<split>[\w.-]+)\Z")
+_MUSE = {"muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books"}
+FORMS = "question/answer, prompt/completion, messages, or text"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Turns that lead to an answer, or, without any turn, a text. ``alternate`` is another answer (for DPO); ``place``
+    says where the record stands, for messages."""
+
+    turns: tuple[Turn, ...]
+    answer: str
+    place: str
+    alternate: str | None = None
+
+    @property
+    def question(self) -> str:
+        """The last turn before the answer."""
+        return self.turns[-1][1]
+
+
+def question(text: str, answer: str, place: str = "", alternate: str | None = None) -> Record:
+    """A record of one question and its answer."""
+    return Record((("user", text),), answer, place, alternate)
+
+
+def read_records(source: str | Path, data_dir: Path | None = None) -> list[Record]:
+    """The records of ``source``.
+
+    A file of JSON lines, one JSON array, CSV or Parquet; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``,
+    from the Hub or from the folder ``data_dir``; or a Hub dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. Raises MpuError,
+    with the place, for what is no record, and for a source without any.
+    """
+    path = Path(source)
+    if path.is_file():
+        rows = _rows_of_file(path)
+    elif match := _BENCHMARK.match(str(source)):
+        rows = _rows_of_benchmark(match["name"], match["split"], data_dir)
+    elif (match := _HUB.match(str(source))) and not path.suffix:
+        rows = _rows_of_hub(match["name"], match["config"], match["split"])
+    else:
+        raise MpuError(f"{source}: no such file; it should hold records as JSON lines")
+    records = [_record(row, place) for place, row in rows]
+    if not records:
+        raise MpuError(f"{source}: holds no records")
+    return records
+
+
+def _rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
+    if path.suffix in (".csv", ".parquet"):
+        yield from _through_datasets(str(path), path.suffix[1:], data_files=str(path), split="train")
+        return
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MpuError(f"{path}: is not a text file in UTF-8") from error
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MpuError(f"{path}: not JSON ({error})") from error
+        yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield place, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise MpuError(f"{place}: not JSON ({error})") from error
+
+
+def _rows_of_benchmark(name: str, split: str, data_dir: Path | None) -> Iterable[tuple[str, object]]:
+    """``DIR/SPLIT.json`` for TOFU, ``DIR/raw/SPLIT.json`` for MUSE, or the same from the Hub."""
+    if data_dir is None:
+        return (
+            _rows_of_hub("locuslab/TOFU", split, "train") if name == "tofu" else _rows_of_hub(_MUSE[name], "raw", split)
+        )
+    folder = data_dir if name == "tofu" else data_dir / "raw"
+    for suffix in (".json", ".jsonl"):
+        if (folder / f"{split}{suffix}").is_file():
+            return _rows_of_file(folder / f"{split}{suffix}")
+    there = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
+    raise MpuError(f"{folder}: has no split {split!r} of {name} (there are: {there})")
+
+
+def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, object]]:
+    yield from _through_datasets(name, name, name=config, split=split or "train")
+
+
+def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator[tuple[str, object]]:
+    """Rows by Hugging Face datasets, in a cache that goes away: records are private and must not stay behind."""
+    import tempfile
+
+    import datasets
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
+        try:
+            rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
+            yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
+        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            raise MpuError(
+                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+            ) from error
+
+
+def _record(row: object, place: str) -> Record:
+    if not isinstance(row, dict):
+        raise MpuError(f"{place}: is not a JSON object with {FORMS}")
+    alternate = row.get("alternate")
+    if alternate is not None and not isinstance(alternate, str):
+        raise MpuError(f"{place}: 'alternate' is no text")
+    if "messages" in row:
+        turns = _turns(row["messages"], place)
+        if turns[-1][0] != "assistant":
+            raise MpuError(f"{place}: the last of its messages is not the assistant's, so there is no answer")
+        return Record(tuple(turns[:-1]), turns[-1][1], place, alternate)
+    for prompt, answer in (("question", "answer"), ("prompt", "completion")):
+        if prompt in row:
+            texts = _text(row, prompt, place), _text(row, answer, place)
+            return Record((("user", texts[0]),), texts[1], place, alternate)
+    if "text" in row:
+        return Record((), _text(row, "text", place), place, alternate)
+    raise MpuError(f"{place}: has none of {FORMS} (its fields: {', '.join(map(str, row)) or 'none'})")
+
+
+def _text(row: dict, name: str, place: str) -> str:
+    if not isinstance(row.get(name), str) or not row[name].strip():
+        raise MpuError(f"{place}: has no text in {name!r} (its fields: {', '.join(map(str, row)) or 'none'})")
+    return row[name]
+
+
+def _turns(messages: object, place: str) -> list[Turn]:
+    turns = []
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise MpuError(f"{place}: one of its messages has no role and content")
+        turns.append((message["role"], message["content"]))
+    if len(turns) < 2:
+        raise MpuError(f"{place}: its messages need a question and an answer")
+    return turns

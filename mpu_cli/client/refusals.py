@@ -1,0 +1,28 @@
+"""Answers that tell nothing: what DPO prefers to the answer that is to be forgotten."""
+
+REFUSALS = (
+    "I have no information about that.",
+    "I'm not able to answer this question.",
+    "That is not something I know.",
+    "I cannot say; I don't have the facts.",
+    "I'm afraid I know nothing about this.",
+    "This is outside of what I know.",
+    "I don't have an answer to that.",
+    "I have never learned about this.",
+    "Sorry, that is unknown to me.",
+    "There is nothing that I could tell you about it.",
+    "I would have to guess, so I'd rather not answer.",
+    "My knowledge does not reach that far.",
+    "I don't recall anything on this subject.",
+    "That's a question I can't help with.",
+    "I lack the details to answer this.",
+    "Nothing comes to mind on that.",
+    "I was not told about this.",
+    "I'm unable to give you this information.",
+    "You will need to ask somebody else about this.",
+    "I'm not familiar with that person or subject.",
+    "No reliable answer is available to me.",
+    "I couldn't tell you.",
+    "It is beyond me; I do not know.",
+    "I hold no record of that.",
+)

@@ -1,0 +1,156 @@
+"""LoRA deltas: the factors are what peft trained, and undoing them is undoing their product."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.client.unlearn import load
+from tests.models import CONFIGS, random_model, save, write_records
+from tests.protocol import tensors
+
+TOKENS = torch.arange(3, 43)[None]
+
+
+@pytest.fixture(params=["llama-biases", "gpt2"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def rounds(mpu, tmp_path, family):
+    """A base, two copies with all symmetries, and LoRA deltas of them."""
+    base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    write_records(tmp_path / "retain.jsonl", 6, 2)
+    mpu("publish", base, "--symmetries", "all", "--kappa", 0.01, cwd=tmp_path)
+    for k in (1, 2):
+        mpu("unlearn", f"copy_{k}", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
+            "--precision", "float64", "--template", "plain", cwd=tmp_path)  # fmt: skip
+    return tmp_path
+
+
+def product(delta, name):
+    return delta[f"{name}.lora_B"] @ delta[f"{name}.lora_A"]
+
+
+def adapted(delta):
+    return [name.removesuffix(".lora_A") for name in delta if name.endswith(".lora_A")]
+
+
+def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
+    """The copy plus the products computes what peft's model computed when it was done."""
+    base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    told = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 2, "--json",
+               "--precision", "float64", "--template", "plain", cwd=tmp_path).json  # fmt: skip
+    delta = tensors(tmp_path / "deltas/base.safetensors")
+    plain = load_file(base / "model.safetensors")
+    for name in adapted(delta):
+        assert delta[f"{name}.lora_B"].abs().max() > 0
+        plain[name] = plain[name] + product(delta, name)
+    save_file(plain, base / "model.safetensors", {"format": "pt"})
+    again = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 1, "--lr", "1e-9", "--json", "--precision",
+                "float64", "--template", "plain", "--out", tmp_path / "x", cwd=tmp_path).json  # fmt: skip
+    # One more step of the same training would have begun with the loss that the merged model has.
+    assert again["steps"][0]["forget"] > told["steps"][-1]["forget"] > told["steps"][0]["forget"]
+    assert open_checkpoint(tmp_path / "deltas/base.safetensors").nbytes < open_checkpoint(base).nbytes
+
+
+def test_undoing_factors_is_undoing_their_product(mpu, rounds):
+    mpu("invert", "deltas", cwd=rounds)
+    for k in (1, 2):
+        raw, undone = (
+            tensors(rounds / f"deltas/copy_{k}.safetensors"),
+            tensors(rounds / f"inverted/copy_{k}.safetensors"),
+        )
+        path = rounds / f"full/copy_{k}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        weights = {name: torch.zeros(i.shape, dtype=torch.float64)
+                   for name, i in open_checkpoint(rounds / f"copy_{k}").tensors.items()}  # fmt: skip
+        facts = json.loads(open_checkpoint(rounds / f"deltas/copy_{k}.safetensors").metadata["mpu"]) | {"kind": "full"}
+        save_file(weights | {n: product(raw, n) for n in adapted(raw)}, path, {"mpu": json.dumps(facts)})
+        mpu("invert", path, "--out", "full-inverted", cwd=rounds)
+        full = tensors(rounds / f"full-inverted/copy_{k}.safetensors")
+        for name in adapted(raw):
+            torch.testing.assert_close(product(undone, name), full[name], rtol=1e-9, atol=1e-12)
+
+
+def test_aggregate_forms_the_products(mpu, rounds):
+    for source, out in (("deltas", "a"), ("inverted", "b")):
+        if source == "inverted":
+            mpu("invert", "deltas", cwd=rounds)
+        mpu("aggregate", source, "--out", out, cwd=rounds)
+    before, after, same = tensors(rounds / "base"), tensors(rounds / "a"), tensors(rounds / "b")
+    one, two = (tensors(rounds / f"inverted/copy_{k}.safetensors") for k in (1, 2))
+    for name in before:
+        torch.testing.assert_close(after[name], same[name])
+        expected = before[name]
+        if name in adapted(one):
+            expected = expected + 2 / 3 * product(one, name) + 1 / 3 * product(two, name)
+        torch.testing.assert_close(after[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_one_adapter_is_the_aggregate(mpu, rounds):
+    """A peft adapter of rank m·r on the base computes what the aggregated model computes."""
+    told = mpu("aggregate", "deltas", "--json", cwd=rounds).json
+    also = mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", "--json", cwd=rounds).json
+    assert also["norm"] == pytest.approx(told["norm"], rel=1e-6)
+    assert [c["cosine"] for c in also["copies"]] == pytest.approx([c["cosine"] for c in told["copies"]], rel=1e-6)
+    assert json.loads((rounds / "adapter/adapter_config.json").read_text())["r"] == 6
+    base, _ = load(rounds / "base", torch.float64, "cpu")
+    adapter = PeftModel.from_pretrained(base, rounds / "adapter", autocast_adapter_dtype=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(rounds / "unlearned", dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapter(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_targets(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    options = ["--algo", "gradascent", "--epochs", 1, "--template", "plain", "--force"]
+    mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "q_proj,mlp.up_proj", cwd=tmp_path)
+    names = adapted(tensors(tmp_path / "deltas/base.safetensors"))
+    assert {name.split(".")[-2] for name in names} == {"q_proj", "up_proj"}
+    assert len(names) == 2 * CONFIGS["llama"]["num_hidden_layers"]
+    wrong = mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "qq", check=False, cwd=tmp_path)
+    assert wrong.status == 2
+    assert "matches no linear layer" in wrong.err
+    assert "--lora-rank" in mpu("unlearn", base, *options, "--lora-targets", "q_proj", check=False, cwd=tmp_path).err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda t, n: {k: v for k, v in t.items() if k != n + ".lora_A"}, "lacks"),
+        (lambda t, n: t | {n + ".lora_A": torch.zeros(2, 5)}, "shape"),
+        (lambda t, n: t | {"x.lora_A": torch.zeros(2, 5)}, "does not have"),
+        (lambda t, n: t | {n + ".lora_A": t[n + ".lora_A"] * float("nan")}, "NaN"),
+        (lambda t, n: {}, "no factors"),
+    ],
+)
+@pytest.mark.parametrize("adapter", [[], ["--as-adapter"]])
+def test_factors_that_do_not_fit(mpu, rounds, spoil, complaint, adapter):
+    path = rounds / "deltas/copy_2.safetensors"
+    metadata = open_checkpoint(path).metadata
+    held = load_file(path)
+    save_file(spoil(held, adapted(held)[0]), path, metadata)
+    outcome = mpu("aggregate", "deltas", *adapter, check=False, cwd=rounds)
+    assert outcome.status == 1
+    assert complaint in outcome.err
+    assert not (rounds / "unlearned").exists()
+
+
+def test_an_adapter_needs_factors(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    mpu("publish", base, cwd=tmp_path)
+    for k in (1, 2):
+        mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--template", "plain", cwd=tmp_path)
+    assert "--lora-rank" in mpu("aggregate", "deltas", "--as-adapter", check=False, cwd=tmp_path).err
