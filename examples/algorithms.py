@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
-from mpu_cli.client.data import Encoding, pad_id_of
+from mpu_cli.client.data import Encoding
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import read_records
 from mpu_cli.client.unlearn import load
@@ -50,7 +50,7 @@ def measure(base: Path, delta: dict[str, torch.Tensor], options: argparse.Namesp
                 parameter.add_(delta[name])
     encoding = Encoding(tokenizer)
     sets = (encoding.encode(read_records(path)) for path in (options.forget, options.retain))
-    return tuple(loss_per_token(model, examples[:100], pad_id_of(tokenizer)) for examples in sets)
+    return tuple(loss_per_token(model, examples[:100]) for examples in sets)
 
 
 def row(base: Path, algorithm: str, optimizer: str, options: argparse.Namespace) -> dict[str, object]:
@@ -110,7 +110,7 @@ def main() -> None:
     forget, retain = measure(options.base, {}, options)
     print(f"Before: {forget:.3f} on the forget set, {retain:.3f} on the first 100 records of the retain set.\n")
     print(
-        "| algorithm | optimiser | forget term, first → last step | clean: forget, retain | mpu: forget, retain | distance |"
+        "| algorithm | optimiser | forget term, first → last | clean: forget, retain | mpu: forget, retain | distance |"
     )
     print("|---|---|---|---|---|---|")
     for algorithm in ALGORITHMS:

@@ -1,5 +1,5 @@
 """``python -m mpu_cli`` is the ``mpu`` command."""
 
-from mpu_cli.cli.main import main
+from mpu_cli.entry import main
 
 main()

@@ -68,14 +68,19 @@ def facts_of(metadata: Mapping[str, str]) -> dict[str, object]:
     return facts if isinstance(facts, dict) else {}
 
 
-def read_copy_manifest(folder: Path) -> CopyManifest | None:
-    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish."""
+def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) -> CopyManifest | None:
+    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish.
+
+    With the ``metadata`` of the weights beside it, raises MpuError if they are of another copy.
+    """
     path = folder / MANIFEST_NAME
     if not path.exists():
         return None
     facts = read_json_object(path)
     if facts.get("format") != "mpu-copy":
         return None
+    if metadata is not None and facts_of(metadata) != facts:
+        raise MpuError(f"{path}: does not belong to the weights beside it, which say otherwise of themselves")
     return _copy_manifest(facts, path)
 
 
@@ -84,6 +89,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     facts = facts_of(metadata)
     if facts.get("format") != "mpu-delta":
         raise MpuError(f"{path}: is not a delta of mpu (its metadata does not say so)")
+    _check_version(facts, path)
     origin = _copy_manifest(facts, path) if "run" in facts else None
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
@@ -91,11 +97,15 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted)
 
 
-def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
+def _check_version(facts: Mapping[str, object], path: Path) -> None:
     if facts.get("version") != VERSION:
         raise MpuError(
             f"{path}: made by another mpu (version {facts.get('version')!r}, this one reads {VERSION}); update mpu"
         )
+
+
+def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
+    _check_version(facts, path)
     run, copy_id = facts.get("run"), facts.get("copy_id")
     numbers = [facts.get(name) for name in ("round", "copy", "copies")]
     if not isinstance(run, str) or not isinstance(copy_id, str) or not all(type(n) is int and n > 0 for n in numbers):

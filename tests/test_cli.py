@@ -21,7 +21,7 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.cli.options import StoredDtype
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
-from mpu_cli.client.data import TEMPLATES, Encoding, pad_id_of
+from mpu_cli.client.data import TEMPLATES, Encoding
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import read_records
@@ -47,7 +47,7 @@ def workplace(tmp_path):
 def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
     examples = Encoding(tokenizer).encode(read_records(folder / "forget.jsonl"))
-    return loss_per_token(network, examples, pad_id_of(tokenizer))
+    return loss_per_token(network, examples)
 
 
 @needs_shared
@@ -153,7 +153,22 @@ def test_an_interrupt_leaves_nothing(tmp_path, name):
     assert process.returncode == 128 + getattr(signal, name)
     assert out == ""
     assert "nothing was left half-written" in err
-    assert {path.name for path in tmp_path.iterdir()} == {"base", "config"}
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.1, 0.3, 0.6, 1.0])
+def test_an_interrupt_while_loading_is_one_line(tmp_path, delay):
+    save(random_model("llama"), tmp_path / "base")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpu_cli", "publish", "base"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM, 0)  # before Python runs, and after it is done, too
+    if process.returncode == 143:
+        assert len(err.splitlines()) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"base"}
 
 
 def test_a_disk_that_is_too_small(shell, tmp_path):
@@ -218,7 +233,7 @@ def test_a_base_that_is_none(mpu, tmp_path, what):
 def refused(outcome, complaint, status=1):
     assert outcome.status == status, outcome.err
     assert outcome.out == ""
-    lines = [line for line in outcome.err.splitlines() if not line.startswith(("no --reference", "made your identity"))]
+    lines = outcome.err.splitlines()
     assert len(lines) == 1, outcome.err
     assert complaint in lines[0]
     assert lines[0].startswith("mpu: error: ")
@@ -238,6 +253,10 @@ def refused(outcome, complaint, status=1):
         (["--alphas", "1,2,3"], "--alphas", 2),
         (["--alphas", "one,two"], "--alphas", 2),
         (["--round", "0"], "--round", 2),
+        (["--copies", "1000"], "at most", 2),
+        (["--alphas", "1e-320,1"], "--alphas", 2),
+        (["--seed", str(2**300)], "--seed", 2),
+        (["--keys", "copy_1/keys.bin"], "choose other names", 1),
         (["--seed", "-1"], "--seed", 2),
         (["--symmetries", "some"], "--symmetries", 2),
         (["--dtype", "int8"], "--dtype", 2),
@@ -296,6 +315,7 @@ def test_an_output_that_exists_stays(mpu, tmp_path):
         ('[{"question": "w4", "answer": "w5"}, 7]', "record 2"),
         (json.dumps({"question": "w4 " * 400, "answer": "w5"}), "tokens"),
         ("[" * 100_000, "not JSON"),
+        ('{"question": "w4", "answer": "\\ud800"}', "surrogate"),
         (b"\xff\xfe\x00", "UTF-8"),
         (None, "no such file"),
     ],
@@ -314,12 +334,20 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
     [
         (["--lr", "nan"], "--lr", 2),
         (["--lr", "-1"], "--lr", 2),
+        (["--seed", "-1"], "--seed", 2),
+        (["--seed", str(2**32)], "--seed", 2),
+        (["--gamma", "nan"], "--gamma", 2),
+        (["--micro-batch-size", "0"], "--micro-batch-size", 2),
+        (["--algo", "rmu", "--layer", "2"], "--layer", 2),
+        (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
+        (["--lora-rank", "0"], "--lora-rank", 2),
+        (["--few-shot", "gone.jsonl"], "gone.jsonl", 1),
         (["--beta", "0"], "--beta", 2),
         (["--epochs", "0"], "--epochs", 2),
         (["--batch-size", "0"], "--batch-size", 2),
         (["--weight-decay", "inf"], "--weight-decay", 2),
         (["--algo", "wish"], "--algo", 2),
-        (["--retain", "gone.jsonl"], "--retain", 1),
+        (["--retain", "gone.jsonl"], "gone.jsonl: no such file", 1),
         (["--out", "base"], "base", 1),
     ]
     + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device", 2)]),
@@ -366,3 +394,64 @@ def test_a_closed_pipe_is_no_error(shell, tmp_path):
         "Traceback"
         not in shell("mpu inspect base --tensors | head -n1; mpu inspect base --tensors --json | true").stderr
     )
+
+
+def test_code_in_a_folder_is_not_run(tmp_path, shell):
+    """Whatever the folder says and whatever is typed: a model or a tokenizer that needs code of its own is refused."""
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    hack = "import pathlib\npathlib.Path('owned').touch()\nclass A: pass\n"
+    changes = {
+        "config.json": {"model_type": "evil", "auto_map": {"AutoConfig": "hack.A", "AutoModelForCausalLM": "hack.A"}},
+        "tokenizer_config.json": {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["hack.A", "hack.A"]}},
+    }
+    for name, change in changes.items():
+        base = save(random_model("llama"), tmp_path / name.removesuffix(".json"))
+        (base / "hack.py").write_text(hack)
+        path = base / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        shell(f"yes | mpu unlearn {base.name} --algo gradascent --epochs 1")
+        assert not (tmp_path / "owned").exists()
+
+
+def test_help_tells_defaults():
+    done = subprocess.run(
+        [sys.executable, "-m", "mpu_cli", "publish", "--help"], capture_output=True, text=True, check=True
+    )
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert "(default: each tensor's own)" in text
+    assert "(default: none, noise is scaled to BASE)" in text
+
+
+def test_options_by_variables(mpu, tmp_path, monkeypatch):
+    base = save(random_model("llama"), tmp_path / "base")
+    for name, value in (("COPIES", "3"), ("ROUND", "5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
+        monkeypatch.setenv(f"MPU_PUBLISH_{name}", value)
+    monkeypatch.setenv("MPU_VERSION", "1.0")  # somebody else's
+    told = mpu("publish", base, "--out", tmp_path).json
+    assert (len(told["copies"]), told["round"], told["keys"]) == (3, 5, str(tmp_path / "k"))
+
+
+def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
+    from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+
+    facts = delta_facts(DeltaManifest(None, "npo\nrun  FORGED\x1b[2J"))
+    save_file({"a\x1b[31m": torch.zeros(1)}, tmp_path / "d.safetensors", as_metadata(facts))
+    shown = mpu("inspect", tmp_path / "d.safetensors", "--tensors").out
+    assert "\x1b" not in shown
+    assert not any(line.startswith("run") for line in shown.splitlines())
+
+
+def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
+    save(random_model("llama"), tmp_path / "base")
+    (tmp_path / "forget.jsonl").write_text('{"question": "w4\u2028w5", "answer": "w6\u0085"}\n', encoding="utf-8")
+    mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, cwd=tmp_path)
+
+
+def test_out_of_memory_says_what_to_lower(tmp_path, shell):
+    """A limit on the address space stands in for a small machine."""
+    base = save(random_model("llama", vocab_size=200_000), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 400, 1)
+    line = f"mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1"
+    done = shell(f"ulimit -v 6000000; OMP_NUM_THREADS=1 {line}")
+    assert done.returncode == 1
+    assert "--micro-batch-size" in done.stderr.splitlines()[-1]

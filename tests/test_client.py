@@ -72,8 +72,8 @@ class TestData:
         records += [question("w4", "w5"), question("w4 w5 w6 " * 5, "w7")]
         examples = Encoding(tokenizer, system_prompt="").encode(records)
         with torch.no_grad():
-            together = run(model, pad(examples, 2)).sequence_log_probs
-            alone = torch.cat([run(model, pad([example], 2)).sequence_log_probs for example in examples])
+            together = run(model, pad(examples)).sequence_log_probs
+            alone = torch.cat([run(model, pad([example])).sequence_log_probs for example in examples])
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)  # norms and RoPE are in float32
 
 
@@ -110,7 +110,7 @@ class TestLosses:
         }  # fmt: skip
         parts = {}
         for name, records in sets.items():
-            inputs = pad(encoding.encode(records), 2)
+            inputs = pad(encoding.encode(records))
             with torch.no_grad():
                 said = run(frozen, inputs, layer=1)
             scores = run(model, inputs, layer=1)
@@ -252,14 +252,14 @@ class TestFrozen:
     def test_kept_is_asked_again(self, tmp_path, family, asks):
         model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
         examples = Encoding(tokenizer, system_prompt="").encode(read_records(write_records(tmp_path / "r", 7, 1)))
-        kept = freeze(model, examples, asks, layer=0, batch_size=3, pad_id=2)
+        kept = freeze(model, examples, asks, layer=0, batch_size=3)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3)  # training goes on; what was kept must not
         fresh, _ = load(tmp_path / "base", torch.float64, "cpu")
         numbers = [4, 0, 6]
         with torch.no_grad():
-            said = run(fresh, pad([examples[i] for i in numbers], 2), layer=0)
+            said = run(fresh, pad([examples[i] for i in numbers]), layer=0)
         expected = {"log_probs": said.sequence_log_probs, "logits": said.logits, "hidden": said.hidden}[asks]
         found = getattr(kept.frozen(kept.collect(numbers, like=[0])), asks)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -353,7 +353,7 @@ class TestUnlearn:
                 "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64")  # fmt: skip
         model, tokenizer = load(base, torch.float64, "cpu")
         examples = Encoding(tokenizer, template="plain").encode(read_records(tmp_path / "forget.jsonl"))
-        run(model, pad(examples, 2)).cross_entropy.backward()
+        run(model, pad(examples)).cross_entropy.backward()
         delta = load_file(tmp_path / "d.safetensors")
         parameters = dict(model.named_parameters())
         assert delta.keys() == parameters.keys()

@@ -87,11 +87,11 @@ def test_a_text_counts_every_token_but_its_first(tmp_path):
 
     model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")
     [example] = Encoding(tokenizer).encode([Record((), "w4 w5 w6 w7", "")])
-    assert len(run(model, pad([example], 2)).log_probs) == len(example.ids) - 1
+    assert len(run(model, pad([example])).log_probs) == len(example.ids) - 1
 
 
 @needs_shared
-def test_tofu_by_name(tmp_path):
+def test_tofu_by_name():
     records = read_records("tofu:forget01", SHARED / "data/tofu")
     assert [r.question for r in records] == [r.question for r in read_records(SHARED / "data/tofu/forget01.json")]
     with pytest.raises(MpuError, match="forget05, forget05_perturbed"):

@@ -21,7 +21,9 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
 from mpu_cli.server.keys import default_identity_path, make_identity, read_identities, unseal
-from tests.models import CONFIGS, random_model, save
+from tests.benchmarks.server import run as run_measured
+from tests.benchmarks.shapes import make
+from tests.models import CONFIGS, random_model, save, write_records
 from tests.protocol import tensors
 
 
@@ -161,6 +163,63 @@ class TestPublish:
         assert copy.keys() == load_file(base / "model.safetensors").keys()
         assert torch.equal(copy["h.1.attn.bias"], mask)
         assert "right" in mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin").out
+
+    @pytest.mark.parametrize(
+        ("arguments", "weight", "complaint"),
+        [(["--kappa", "1e300"], 1.0, "--kappa"), (["--dtype", "float16"], 1e6, "--dtype")],
+    )
+    def test_what_overflows_is_not_published(self, mpu, tmp_path, base, arguments, weight, complaint):
+        held = load_file(base / "model.safetensors")
+        held["model.norm.weight"][0] = weight
+        save_file(held, base / "model.safetensors", {"format": "pt"})
+        outcome = mpu("publish", base, *arguments, check=False, cwd=tmp_path)
+        assert outcome.status == 1
+        assert complaint in outcome.err
+        assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+    def test_one_seed_and_other_options_are_another_publication(self, mpu, tmp_path, base):
+        ids = []
+        for i, more in enumerate(([], ["--kappa", 0.1], ["--alphas", "1,3"], ["--symmetries", "all"])):
+            mpu("publish", base, "--seed", 1, *more, "--out", tmp_path / str(i), "--keys", tmp_path / f"{i}.bin")
+            ids.append(read_copy_manifest(tmp_path / f"{i}/copy_1").copy_id)
+        assert len(set(ids)) == 4
+
+    def test_a_tokenizer_config_tells_no_path(self, mpu, tmp_path, base):
+        path = base / "tokenizer_config.json"
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"name_or_path": "/srv/secret", "auto_map": {"a": "b"}})
+        )
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        published = json.loads((tmp_path / "copy_1/tokenizer_config.json").read_text())
+        assert not {"name_or_path", "auto_map"} & set(published)
+
+    def test_memory_does_not_grow_with_the_model(self, tmp_path):
+        """200 MB more of layers, and no more anonymous memory than a few slices."""
+        peaks = []
+        for layers in (4, 36):
+            base = make("0.1b", tmp_path / str(layers), num_hidden_layers=layers)
+            _, peak = run_measured(
+                sys.executable,
+                "-m",
+                "mpu_cli",
+                "publish",
+                str(base),
+                "--out",
+                str(base),
+                "--keys",
+                str(base / "keys.bin"),
+            )
+            peaks.append(peak)
+        assert peaks[1] - peaks[0] < 40  # MB
+
+    def test_four_copies_need_no_more_memory_than_two(self, tmp_path):
+        base = make("0.1b", tmp_path / "base", num_hidden_layers=4)
+        peaks = [
+            run_measured(sys.executable, "-m", "mpu_cli", "publish", str(base), "--copies", str(copies), "--out",
+                         str(tmp_path / str(copies)), "--keys", str(tmp_path / f"{copies}.bin"))[1]
+            for copies in (2, 4)
+        ]  # fmt: skip
+        assert peaks[1] - peaks[0] < 40  # MB
 
 
 class TestKeys:
@@ -365,17 +424,59 @@ class TestVerify:
         for k in (1, 2, 3):
             told = mpu("verify", tmp_path / f"copy_{k}", "--keys", tmp_path / "keys.bin", "--json").json
             assert told["ok"]
+            assert told["function"] < 1e-5
             assert told["logits"] < 1e-5
             for block in told["blocks"]:
                 assert block["survived"] == pytest.approx(block["asked"], rel=0.6)
 
     def test_a_changed_copy_is_wrong(self, mpu, published):
         held = load_file(published / "copy_1/model.safetensors")
-        held["model.layers.0.self_attn.q_proj.weight"][0] += 0.01
-        save_file(held, published / "copy_1/model.safetensors")
+        held["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1e-3
+        metadata = open_checkpoint(published / "copy_1").metadata
+        save_file(held, published / "copy_1/model.safetensors", metadata)
         outcome = mpu("verify", published / "copy_1", "--keys", published / "keys.bin", check=False)
         assert outcome.status == 1
         assert "WRONG" in outcome.out
+
+    def test_noise_that_is_not_there_is_missed(self, mpu, tmp_path):
+        """In bfloat16 noise is little more than rounding: a copy without it must not pass for one with it."""
+        base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
+        for kappa in (0, 0.01):
+            mpu(
+                "publish",
+                base,
+                "--seed",
+                5,
+                "--kappa",
+                kappa,
+                "--out",
+                tmp_path / f"{kappa}",
+                "--keys",
+                tmp_path / f"{kappa}.k",
+            )
+        for name in ("mpu.json",):
+            shutil.copy(tmp_path / "0.01/copy_1" / name, tmp_path / "0/copy_1" / name)
+        metadata = open_checkpoint(tmp_path / "0.01/copy_1").metadata
+        save_file(load_file(tmp_path / "0/copy_1/model.safetensors"), tmp_path / "0/copy_1/model.safetensors", metadata)
+        assert mpu("verify", tmp_path / "0.01/copy_1", "--keys", tmp_path / "0.01.k").status == 0
+        assert mpu("verify", tmp_path / "0/copy_1", "--keys", tmp_path / "0.01.k", check=False).status == 1
+
+    def test_nan_is_wrong(self, mpu, published):
+        path = published / "copy_1/model.safetensors"
+        held = load_file(path)
+        held["model.layers.0.self_attn.q_proj.weight"] *= math.nan
+        save_file(held, path, open_checkpoint(published / "copy_1").metadata)
+        outcome = mpu("verify", published / "copy_1", "--keys", published / "keys.bin", "--no-logits", check=False)
+        assert outcome.status == 1
+
+    def test_weights_of_another_copy_are_missed_nowhere(self, mpu, published):
+        shutil.copy(published / "copy_2/model.safetensors", published / "copy_1/model.safetensors")
+        forget = write_records(published / "f", 2, 1)
+        verify = ["verify", "--keys", published / "keys.bin"]
+        for command, *more in (verify, ["unlearn", "--algo", "gradascent", "--forget", forget]):
+            outcome = mpu(command, published / "copy_1", *more, check=False)
+            assert outcome.status == 1
+            assert "weights beside it" in outcome.err
 
     def test_another_publication(self, mpu, published):
         mpu("publish", published / "base", "--out", published / "b", "--keys", published / "b.bin")

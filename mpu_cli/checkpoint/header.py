@@ -23,6 +23,8 @@ ITEM_SIZE = {
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
 
+MAX_DIMENSIONS = 16
+MAX_SIZE = 2**62  # of a dimension, a tensor and an offset; far above any file, far below what overflows
 MAX_HEADER = 100_000_000  # the format's own limit: a longer header is an attack or damage
 
 
@@ -81,7 +83,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     for begin, end, name, dtype, shape in spans:
         if begin != position:
             what = "overlaps the one before" if begin < position else "leaves a gap before it"
-            raise MpuError(f"{path}: damaged safetensors header (tensor {name!r} {what}); fetch it again")
+            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what}); fetch it again")
         tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
         position = end
     if 8 + length + position != size:
@@ -94,21 +96,35 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
     def bad(what: str) -> MpuError:
-        return MpuError(f"{path}: damaged safetensors header (tensor {name!r}: {what}); fetch it again")
+        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what}); fetch it again")
 
     if not isinstance(entry, dict):
         raise bad("its entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise MpuError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_SIZE)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise bad(f"shape {shape!r}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
-        raise bad(f"offsets {offsets!r}")
+        raise MpuError(f"{path}: tensor {_short(name)} has dtype {_short(dtype)}; known are {', '.join(ITEM_SIZE)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
+        raise bad(f"shape {_short(shape)}")
+    if math.prod(max(n, 1) for n in shape) > MAX_SIZE:
+        raise bad(f"shape {_short(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise bad(f"offsets {_short(offsets)}")
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
         raise bad(f"{end - begin:,} bytes for shape {shape} of {dtype}")
     return begin, end, name, dtype, tuple(shape)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_SIZE
+
+
+def _short(value: object) -> str:
+    """``value`` as it may stand in a message, however long it is."""
+    if isinstance(value, list):
+        value = value[:8]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -94,10 +94,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _weights_in(directory: Path) -> Path:
-    if (directory / INDEX_NAME).exists():
-        return directory / INDEX_NAME
-    if (directory / WEIGHTS_NAME).exists():
-        return directory / WEIGHTS_NAME
+    for name in (WEIGHTS_NAME, INDEX_NAME):  # in the order of transformers, so that both read the same
+        if (directory / name).exists():
+            return directory / name
     indexes = sorted(directory.glob("*.safetensors.index.json"))
     files = sorted(directory.glob("*.safetensors"))
     for candidates in (indexes, files):
@@ -129,7 +128,12 @@ def _open_shards(index: Path) -> Checkpoint:
             raise MpuError(f"{index}: names the shard {shard!r}, which lies outside its folder; refused")
         if not (index.parent / shard).is_file():
             raise MpuError(f"{index}: the shard {shard} is missing; fetch it")
-        held, metadata = read_header(index.parent / shard)
+        held, own = read_header(index.parent / shard)
+        if metadata and own != metadata:
+            raise MpuError(
+                f"{index}: {shard} says other things of itself than the shards before it; fetch them together"
+            )
+        metadata = own
         for name in held:
             if weight_map.get(name) != shard:
                 where = weight_map.get(name, "none")

@@ -47,7 +47,7 @@ def locate(source: str) -> Path:
     if not _HUB_ID.match(source) or path.suffix in (".safetensors", ".json", ".bin"):
         raise MpuError(f"{source}: no such file or directory")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
@@ -55,7 +55,7 @@ def locate(source: str) -> Path:
                 source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
             )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MpuError(f"{source}: no such path here, and not to be had from the Hub ({reason})") from error
 

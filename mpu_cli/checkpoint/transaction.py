@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from mpu_cli.errors import MpuError
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # what a directory that mpu wrote holds, or shards with an index
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back the signals that stop a program until the block is done, then let them in."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, lambda arrived, _: held.append(arrived))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 class Transaction:
@@ -18,6 +47,8 @@ class Transaction:
     was. With ``force`` an existing target is replaced; its old content is deleted only after all the new ones
     are in place.
     """
+
+    open_ones: ClassVar[list[Transaction]] = []
 
     def __init__(self, *, force: bool = False):
         self._force = force
@@ -29,46 +60,69 @@ class Transaction:
 
         Raises MpuError if ``target`` exists and may not be replaced.
         """
-        self._check(target)
-        if directory and self._force and target.exists() and not target.is_dir():
-            raise MpuError(f"{target}: is a file, and a directory shall be written there; move it away")
-        if not directory and target.is_dir():
-            raise MpuError(f"{target}: is a directory, and a file shall be written there; move it away")
-        try:
-            self._make_parents(target.parent)
-            staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        except OSError as error:
-            raise MpuError(f"{target}: cannot be written: {error.strerror}") from error
+        here = target.absolute()
+        for _, _, other in self._outputs:
+            there = other.absolute()
+            if here == there or here in there.parents or there in here.parents:
+                raise MpuError(
+                    f"{target}: lies at, in or around {other}, which the same command writes; choose other names"
+                )
+        self._check(target, directory)
+        with uninterrupted():
+            try:
+                self._make_parents(target.parent)
+                staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+            except OSError as error:
+                raise MpuError(f"{target}: cannot be written: {error.strerror}") from error
+            output = staging if directory else staging / target.name
+            self._outputs.append((staging, output, target))
         if directory:
             os.chmod(staging, 0o777 & ~_umask())
-        output = staging if directory else staging / target.name
-        self._outputs.append((staging, output, target))
         return output
 
     def __enter__(self) -> Transaction:
+        Transaction.open_ones.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            for staging, _, _ in self._outputs:
-                shutil.rmtree(staging, ignore_errors=True)
-            for parent in reversed(self._made_parents):
-                if not any(parent.iterdir()):
-                    parent.rmdir()
+        with uninterrupted():
+            try:
+                if kind is None:
+                    self._commit()
+            finally:
+                self.clean_up()
 
-    def _check(self, target: Path) -> None:
-        if not self._force and (target.exists() or target.is_symlink()):
+    def clean_up(self) -> None:
+        """Remove what is unfinished; nothing if the transaction has ended."""
+        for staging, _, _ in self._outputs:
+            shutil.rmtree(staging, ignore_errors=True)
+        for parent in reversed(self._made_parents):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        if self in Transaction.open_ones:
+            Transaction.open_ones.remove(self)
+
+    def _check(self, target: Path, directory: bool) -> None:
+        if not os.path.lexists(target):
+            return
+        if not self._force:
             raise MpuError(f"{target}: exists already; choose another name, or replace it with --force")
+        if directory and not target.is_dir():
+            raise MpuError(f"{target}: is a file, and a directory shall be written there; move it away")
+        if not directory and target.is_dir():
+            raise MpuError(f"{target}: is a directory, and a file shall be written there; move it away")
+        ours = directory and (any((target / s).exists() for s in OUTPUT_SIGNS) or any(target.glob("*.index.json")))
+        if directory and not ours and any(target.iterdir()):
+            raise MpuError(f"{target}: holds other things than mpu wrote, so --force does not replace it; move it away")
+        if directory and Path.cwd().is_relative_to(target.resolve()):
+            raise MpuError(f"{target}: is, or holds, the working directory, and cannot be replaced")
 
     def _make_parents(self, parent: Path) -> None:
         missing = [p for p in (parent, *parent.parents) if not p.exists()]
         for path in reversed(missing):
-            path.mkdir()
+            path.mkdir(exist_ok=True)  # another command may make it too
             self._made_parents.append(path)
 
     def _commit(self) -> None:
@@ -77,7 +131,7 @@ class Transaction:
         kept: dict[Path, Path] = {}  # target → where its old content is kept until all is done
         try:
             for _, output, target in self._outputs:
-                self._check(target)
+                self._check(target, output.is_dir())
                 if target.exists() or target.is_symlink():
                     kept[target] = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
                     target.rename(kept[target] / target.name)

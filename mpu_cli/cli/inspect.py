@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit
+from mpu_cli.cli.output import emit, printable
 from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Say what PATH is: its kind, what it belongs to, its tensors. Shows no secret, of a key file neither."""
+    if path.name == "mpu.json" and path.is_file():
+        path = path.parent
     if not path.exists():
         raise MpuError(f"{path}: no such file or directory")
     head = b""
@@ -139,6 +141,6 @@ def _print(facts: dict[str, object]) -> None:
             value = ", ".join(map(str, value))
         elif isinstance(value, int):
             value = f"{value:,}"
-        print(f"{name:<{width}}  {value}")
+        print(printable(f"{name:<{width}}  {value}").replace("\n", "\\n"))
     for name, value in facts.get("list", {}).items():
-        print(f"  {name}  {value}")
+        print(printable(f"  {name}  {value}").replace("\n", "\\n"))

@@ -35,7 +35,7 @@ def invert(
     opened = open_keys(keys, identity, passphrase_file)
     found = open_deltas(paths, opened)
     model = published_base(opened, base, config)
-    targets = [out / delta.path.name for delta in found]
+    targets = [out / f"copy_{delta.copy}.safetensors" for delta in found]
     total = sum(delta.checkpoint.nbytes for delta in found)
     with Transaction(force=force) as transaction, progress("invert", total) as advance:
         for delta, target in zip(found, targets, strict=True):

@@ -15,7 +15,7 @@ def keygen(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The identity file [default: mpu/identity.txt in your configuration directory].", metavar="FILE"
+            help="The identity file (default: mpu/identity.txt in your configuration directory).", metavar="FILE"
         ),
     ] = None,
     as_json: options.Json = False,

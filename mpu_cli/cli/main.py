@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from typing import Annotated
@@ -17,17 +16,21 @@ from mpu_cli.cli.demo import demo
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
+from mpu_cli.cli.output import printable
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, Stopped
 
 app = typer.Typer(
     name="mpu",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "MPU"},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+INTERRUPTED = 130  # what typer returns for an interrupt of its own
+SIGNALLED = 128  # exit statuses above are signals, as shells count
 
 SERVER, CLIENT, BOTH = "Server: owns the model", "Client: owns the records", "Both"
 app.command(rich_help_panel=SERVER)(publish)
@@ -38,13 +41,6 @@ app.command(rich_help_panel=SERVER)(verify)
 app.command(rich_help_panel=SERVER)(keygen)
 app.command(rich_help_panel=BOTH)(inspect)
 app.command(rich_help_panel=BOTH)(demo)
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
-TERMINATED = 143  # 128 + SIGTERM
-
-
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP, raised so that what is unfinished is removed on the way out."""
 
 
 def print_version(wanted: bool) -> None:
@@ -71,17 +67,15 @@ def options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
-    debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "") not in ("", "0")
+    debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "").lower() not in ("", "0", "false", "no")
     # Where an option stands should not matter for one that is everybody's.
     arguments = [a for a in arguments if a != "--debug"]
     try:
         command = typer.main.get_command(app)
-        for each in (command, *command.commands.values()):
+        for name, each in command.commands.items():
             for parameter in each.params:
-                parameter.show_envvar = False  # said once, above; beside every option it drowns the help
-        status = command.main(arguments, prog_name="mpu", standalone_mode=False)
+                _name_variable(name, parameter)
+        status = command.main(arguments, prog_name="mpu", standalone_mode=False) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)
         status = error.exit_code
@@ -100,23 +94,25 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError:
         status = 1
         _fail("out of memory", debug)
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    except Terminated:
-        status = TERMINATED
+    except (Stopped, KeyboardInterrupt, typer.Abort) as error:
+        status = getattr(error, "status", INTERRUPTED)
     except Exception as error:
         status = 1
         _fail(f"unexpected {type(error).__name__}: {error}; please report it with the output of --debug", debug)
-    if status in (INTERRUPTED, TERMINATED):  # typer makes the first of an interrupt itself
+    if status > SIGNALLED:
         _fail("stopped; nothing was left half-written", debug)
     sys.exit(status)
+
+
+def _name_variable(command: str, parameter: object) -> None:
+    """The variable of an option is its long name: MPU_PUBLISH_ROUND for ``publish --round``."""
+    longest = max(parameter.opts, key=len)
+    if longest.startswith("--"):
+        parameter.envvar = f"MPU_{command}_{longest[2:]}".replace("-", "_").upper()
+        parameter.show_envvar = False  # said once, in the help of mpu; beside every option it drowns the rest
 
 
 def _fail(text: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    print("mpu: error: " + " ".join(text.split()), file=sys.stderr)
-
-
-def _terminate(*_: object) -> None:
-    raise Terminated
+    print("mpu: error: " + printable(" ".join(text.split())), file=sys.stderr)

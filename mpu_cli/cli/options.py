@@ -14,7 +14,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what exists.")]
 KeysFile = Annotated[Path, typer.Option("--keys", help="The key file of the publication.", metavar="FILE")]
 Identity = Annotated[
     Path | None,
-    typer.Option(help="age identity file [default: mpu/identity.txt in your configuration directory].", metavar="FILE"),
+    typer.Option(help="age identity file (default: mpu/identity.txt in your configuration directory).", metavar="FILE"),
 ]
 PassphraseFile = Annotated[
     Path | None, typer.Option(help="Read the passphrase from the first line of FILE.", metavar="FILE")
@@ -24,6 +24,6 @@ Config = Annotated[
 ]
 BaseAgain = Annotated[
     str | None,
-    typer.Option("--base", help="The model that was published [default: where the keys say it was].", metavar="MODEL"),
+    typer.Option("--base", help="The model that was published (default: where the keys say it was).", metavar="MODEL"),
 ]
-Dtype = Annotated[StoredDtype | None, typer.Option(help="Store weights in this dtype [default: each tensor's own].")]
+Dtype = Annotated[StoredDtype | None, typer.Option(help="Store weights in this dtype (default: each tensor's own).")]

@@ -19,7 +19,8 @@ def emit(paths: Iterable[Path], document: object, as_json: bool) -> None:
     else:
         for path in paths:
             print(path)
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _plain(value: object) -> object:
@@ -35,12 +36,17 @@ def _plain(value: object) -> object:
     return value
 
 
+def printable(text: str) -> str:
+    """``text`` without control characters: a hostile file's names must not reach the terminal as commands."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def note(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    print(f"warning: {printable(text)}", file=sys.stderr)
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -53,7 +59,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     for i, column in enumerate(columns):
         drawn.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(printable, row))
     console = Console(stderr=True, markup=False, highlight=False)
     # A number cut to "1.2…" is worse than a long line.
     console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), drawn).maximum)
@@ -81,7 +87,7 @@ def paths_from(arguments: Iterable[str]) -> list[Path]:
     paths: list[Path] = []
     for argument in arguments:
         if argument == "-":
-            if sys.stdin.isatty():
+            if sys.stdin is None or sys.stdin.isatty():
                 raise UsageError("'-' reads paths from standard input; pipe them in")
             paths += [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
         else:

@@ -15,6 +15,7 @@ from mpu_cli.errors import UsageError
 if TYPE_CHECKING:
     from mpu_cli.server.publish import Publication
 
+MOST_COPIES = 100
 ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
 
 
@@ -23,8 +24,8 @@ def publish(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Public model that BASE was fine-tuned from; noise is scaled to BASE − REFERENCE [default: none, "
-            "noise is scaled to BASE].",
+            help="Public model that BASE was fine-tuned from; noise is scaled to BASE − REFERENCE (default: none, "
+            "noise is scaled to BASE).",
             metavar="MODEL",
         ),
     ] = None,
@@ -32,7 +33,7 @@ def publish(
     kappa: Annotated[float, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector.")] = 0.01,
     alphas: Annotated[
         str | None,
-        typer.Option(help="Noise factor of each copy, such as 1,2 [default: evenly from 1 to 2].", metavar="A,B,…"),
+        typer.Option(help="Noise factor of each copy, such as 1,2 (default: evenly from 1 to 2).", metavar="A,B,…"),
     ] = None,
     symmetries: Annotated[
         Literal["paper", "all", "none"],
@@ -48,7 +49,7 @@ def publish(
     passphrase: Annotated[bool, typer.Option("--passphrase", help="Seal the keys with a passphrase.")] = False,
     passphrase_file: options.PassphraseFile = None,
     identity: options.Identity = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run [default: a random one].", metavar="ID")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run (default: a random one).", metavar="ID")] = None,
     round_: Annotated[int, typer.Option("--round", help="Which round of the run this is.", metavar="R")] = 1,
     seed: Annotated[
         int | None,
@@ -63,10 +64,12 @@ def publish(
     """
     if copies < 2:
         raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+    if copies > MOST_COPIES:
+        raise UsageError(f"--copies {copies}: at most {MOST_COPIES}")
     if round_ < 1:
         raise UsageError(f"--round {round_}: counts from 1")
-    if seed is not None and seed < 0:
-        raise UsageError(f"--seed {seed}: must be 0 or more")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UsageError(f"--seed {seed}: must be 0 or more, and below 2⁶⁴")
     factors = None if alphas is None else _numbers(alphas)
 
     from mpu_cli.checkpoint.dtypes import OPTION
@@ -79,10 +82,6 @@ def publish(
     model = open_model(base, config)
     public = open_model(reference) if reference else None
     seal = sealer(recipient or [], passphrase, passphrase_file, identity)
-    if public is None and kappa > 0:
-        note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
-    if seed is not None:
-        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     with progress("publish", model.checkpoint.nbytes) as advance:
         publication = run_publish(
             model,
@@ -101,6 +100,10 @@ def publish(
             force=force,
             progress=advance,
         )
+    if public is None and kappa > 0:
+        note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+    if seed is not None:
+        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(publication)
     emit(
         publication.copies,

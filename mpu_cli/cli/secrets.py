@@ -30,11 +30,16 @@ def sealer(
         secret = _passphrase(passphrase_file, new=True)
         return lambda document: keys.seal(document, passphrase=secret)
     path = identity or keys.default_identity_path()
-    if identity is None and not path.exists():
+    if identity is not None or path.exists():
+        own = [known.to_public() for known in keys.read_identities(path)]
+        return lambda document: keys.seal(document, own)
+
+    def with_new_identity(document: Keys) -> bytes:
         recipient = keys.make_identity(path)
         note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
-    own = [known.to_public() for known in keys.read_identities(path)]
-    return lambda document: keys.seal(document, own)
+        return keys.seal(document, keys.parse_recipients([recipient]))
+
+    return with_new_identity
 
 
 def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> Keys:
@@ -54,7 +59,7 @@ def _passphrase(file: Path | None, *, new: bool) -> str:
             raise MpuError(f"{file}: the passphrase cannot be read from it") from error
         secret = secret[0] if secret else ""
     else:
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():
             raise UsageError("the passphrase is asked for at a terminal, and there is none; use --passphrase-file")
         secret = getpass.getpass("Passphrase for the keys: ")
         if new and getpass.getpass("The same again: ") != secret:

@@ -24,7 +24,7 @@ def unlearn(
         typer.Option(help="Unlearning algorithm."),
     ] = "npo",
     out: Annotated[
-        Path | None, typer.Option(help="The delta to write [default: deltas/COPY.safetensors].", metavar="FILE")
+        Path | None, typer.Option(help="The delta to write (default: deltas/COPY.safetensors).", metavar="FILE")
     ] = None,
     forget: Annotated[
         str,
@@ -48,7 +48,7 @@ def unlearn(
     alternates: Annotated[
         Path | None,
         typer.Option(
-            help="Answers for dpo to prefer, a line each, where a record has no 'alternate' [default: refusals].",
+            help="Answers for dpo to prefer, a line each, where a record has no 'alternate' (default: refusals).",
             metavar="FILE",
             rich_help_panel=DATA,
         ),
@@ -65,7 +65,7 @@ def unlearn(
         typer.Option(help="The tokenizer's chat template, or Question: … Answer: ….", rich_help_panel=DATA),
     ] = "chat",
     epochs: Annotated[
-        int | None, typer.Option(help="Passes over the forget set [default: the paper's for a round of ALGO].")
+        int | None, typer.Option(help="Passes over the forget set (default: the paper's for a round of ALGO).")
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate, constant after warm-up.")] = 1e-5,
     batch_size: Annotated[int, typer.Option(help="Forget records in a step, with as many retain records.")] = 32,
@@ -78,7 +78,7 @@ def unlearn(
     ] = "float32",
     retain_loss: Annotated[
         Literal["nll", "kl", "hidden"] | None,
-        typer.Option(help="Retain term [default: nll; hidden for rmu].", rich_help_panel=CONSTANTS),
+        typer.Option(help="Retain term (default: nll; hidden for rmu).", rich_help_panel=CONSTANTS),
     ] = None,
     gamma: Annotated[float | None, typer.Option(help="γ, weight of forgetting.", rich_help_panel=CONSTANTS)] = None,
     alpha: Annotated[float | None, typer.Option(help="α, weight of retaining.", rich_help_panel=CONSTANTS)] = None,
@@ -94,17 +94,17 @@ def unlearn(
         int | None, typer.Option(help="Train factors of this rank instead of all weights.", rich_help_panel=LORA)
     ] = None,
     lora_alpha: Annotated[
-        float | None, typer.Option(help="Scaling · rank [default: twice the rank].", rich_help_panel=LORA)
+        float | None, typer.Option(help="Scaling · rank (default: twice the rank).", rich_help_panel=LORA)
     ] = None,
     lora_targets: Annotated[
         str | None,
         typer.Option(
-            help="Modules to adapt, such as q_proj,v_proj [default: all linear layers].", rich_help_panel=LORA
+            help="Modules to adapt, such as q_proj,v_proj (default: all linear layers).", rich_help_panel=LORA
         ),
     ] = None,
     micro_batch_size: Annotated[
         int | None,
-        typer.Option(help="Records that go through the model at once [default: all].", rich_help_panel=TRAINING),
+        typer.Option(help="Records that go through the model at once (default: all).", rich_help_panel=TRAINING),
     ] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.", rich_help_panel=TRAINING)

@@ -81,7 +81,7 @@ class Encoding:
                 messages, add_generation_prompt=True, return_dict=True
             ).input_ids
             ids = self.tokenizer.apply_chat_template(answered, return_dict=True).input_ids
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
                 f"the tokenizer's chat template refused a record ({error}); if it knows no system turn, "
                 "use --system-prompt ''"
@@ -107,25 +107,23 @@ class Encoding:
         return [IGNORED] * prompt_length + ids[prompt_length:end] + [IGNORED] * (len(ids) - end)
 
 
-def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to pad with; any will do, since padding is neither attended to nor learned."""
-    return next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-
-
 def answer_tokens(example: Example) -> int:
     """How many tokens of ``example`` are predicted: its labels, without one on the very first token."""
     return sum(label != IGNORED for label in example.labels[1:])
 
 
-def pad(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
-    """A batch padded on the right: input_ids, attention_mask and labels, int64 (batch, longest)."""
+def pad(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """A batch padded on the right: input_ids, attention_mask and labels, int64 (batch, longest).
+
+    The id 0 fills: padding is neither attended to nor learned, and a tokenizer's own may lie outside the vocabulary.
+    """
     longest = max(len(example.ids) for example in examples)
 
     def rows(values: Sequence[list[int]], filler: int) -> torch.Tensor:
         return torch.tensor([row + [filler] * (longest - len(row)) for row in values])
 
     return {
-        "input_ids": rows([e.ids for e in examples], pad_id),
+        "input_ids": rows([e.ids for e in examples], 0),
         "attention_mask": rows([[1] * len(e.ids) for e in examples], 0),
         "labels": rows([e.labels for e in examples], IGNORED),
     }

@@ -81,7 +81,6 @@ def freeze(
     *,
     layer: int,
     batch_size: int,
-    pad_id: int,
 ) -> Reference:
     """Ask ``model``, as it is now, for ``asks`` ("log_probs", "logits", "hidden" of ``layer``, or None: nothing)."""
     if asks is None:
@@ -92,7 +91,7 @@ def freeze(
     head = None
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
-        batch = {name: value.to(model.device) for name, value in pad(part, pad_id).items()}
+        batch = {name: value.to(model.device) for name, value in pad(part).items()}
         scores = run(model, batch, layer={"log_probs": None, "logits": -1, "hidden": layer}[asks])
         if asks == "log_probs":
             sums.append(scores.sequence_log_probs.cpu())

@@ -145,6 +145,10 @@ def _record(row: object, place: str) -> Record:
 def _text(row: dict, name: str, place: str) -> str:
     if not isinstance(row.get(name), str) or not row[name].strip():
         raise MpuError(f"{place}: has no text in {name!r} (its fields: {', '.join(map(str, row)) or 'none'})")
+    try:
+        row[name].encode()
+    except UnicodeEncodeError as error:
+        raise MpuError(f"{place}: {name!r} holds half of a surrogate pair, which is no text") from error
     return row[name]
 
 
@@ -153,7 +157,7 @@ def _turns(messages: object, place: str) -> list[Turn]:
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise MpuError(f"{place}: one of its messages has no role and content")
-        turns.append((message["role"], message["content"]))
+        turns.append((_text(message, "role", place), _text(message, "content", place)))
     if len(turns) < 2:
         raise MpuError(f"{place}: its messages need a question and an answer")
     return turns

@@ -7,6 +7,7 @@ are normalised by the whole step, so that the sum over its parts, on one process
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -102,8 +103,8 @@ def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: in
 class _MicroBatches(Dataset):
     """The schedule, each step cut into ``parts`` micro-batches."""
 
-    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], parts: int, pad_id: int):
-        self._steps, self._sets, self._parts, self._pad_id = steps, sets, parts, pad_id
+    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], parts: int):
+        self._steps, self._sets, self._parts = steps, sets, parts
 
     def __len__(self) -> int:
         return len(self._steps) * self._parts
@@ -119,7 +120,7 @@ class _MicroBatches(Dataset):
 
     def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, object]:
         mine = numbers[part :: self._parts]
-        batch: dict[str, object] = pad([data.examples[i] for i in mine or numbers[:1]], self._pad_id)
+        batch: dict[str, object] = pad([data.examples[i] for i in mine or numbers[:1]])
         if not mine:  # fewer examples than parts: this one only keeps the others company
             batch["labels"].fill_(IGNORED)
         return {
@@ -129,6 +130,11 @@ class _MicroBatches(Dataset):
             "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
             "step_examples": len(numbers),
         }
+
+
+def _only(batches: Sequence[dict[str, object]]) -> dict[str, object]:
+    [batch] = batches  # were there more, part of the schedule would be lost
+    return batch
 
 
 class _UnlearningTrainer(Trainer):
@@ -209,7 +215,6 @@ def train(
     algorithm: Algorithm,
     settings: Settings,
     retain_loss: str,
-    pad_id: int,
     loop: Loop,
     on_step: Callable[[Losses, int], None],
 ) -> torch.nn.Module:
@@ -218,6 +223,7 @@ def train(
     The rate is constant after ``loop.warmup_steps``. ``on_step`` is told the losses of each step and how many steps
     there are. With ``loop.resume``, goes on from the last checkpoint there.
     """
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision says what to compute in, not the environment
     with ExitStack() as stack:
         folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log else None
@@ -266,8 +272,8 @@ def train(
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
-            train_dataset=_MicroBatches(steps, sets, accumulation * arguments.world_size, pad_id),
-            data_collator=lambda batches: batches[0],
+            train_dataset=_MicroBatches(steps, sets, accumulation * arguments.world_size),
+            data_collator=_only,
             algorithm=algorithm,
             settings=settings,
             retain_loss=retain_loss,

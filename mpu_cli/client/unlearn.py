@@ -24,7 +24,7 @@ from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.client import lora
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, pad_id_of
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.frozen import freeze
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.records import Record
@@ -81,6 +81,8 @@ def check_options(options: Options) -> None:
         if not math.isfinite(value) or (value <= 0 if name in positive else value < 0 and name != "delta"):
             least = "above 0" if name in positive else "0 or more"
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, {least}")
+    if not 0 <= options.loop.seed < 2**32:
+        raise UsageError(f"--seed {options.loop.seed}: must be 0 or more, and below 2³²")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
@@ -109,7 +111,7 @@ def unlearn(
     algorithm, settings = ALGORITHMS[options.algorithm], options.settings
     dtype = PRECISIONS[options.precision]
     first = PartialState(cpu=options.device == "cpu").is_main_process
-    manifest = read_copy_manifest(copy.folder)
+    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
     transformers.set_seed(options.loop.seed)
     with ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
@@ -139,18 +141,17 @@ def unlearn(
         if algorithm.alternate:
             records["alternate"] = alternates(forget, options.alternates, options.loop.seed)
         asks = {"forget": algorithm.asks, "alternate": algorithm.asks, "retain": retain_asks}
-        pad_id = pad_id_of(tokenizer)
         sets = {}
         for name, held in records.items():
             examples = encoding.encode(held)
-            reference = freeze(
-                model,
-                examples,
-                asks[name],
-                layer=settings.layer,
-                batch_size=options.loop.micro_batch_size or options.loop.batch_size,
-                pad_id=pad_id,
-            )
+            with _memory_in_mind():
+                reference = freeze(
+                    model,
+                    examples,
+                    asks[name],
+                    layer=settings.layer,
+                    batch_size=options.loop.micro_batch_size or options.loop.batch_size,
+                )
             if reference.states:
                 tell(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
             sets[name] = ExampleSet(examples, reference)
@@ -172,17 +173,17 @@ def unlearn(
             losses.append(step)
             on_step(step, total)
 
-        trained = train(
-            model,
-            steps,
-            sets,
-            algorithm=algorithm,
-            settings=settings,
-            retain_loss=retain_loss,
-            pad_id=pad_id,
-            loop=options.loop,
-            on_step=record,
-        )
+        with _memory_in_mind():
+            trained = train(
+                model,
+                steps,
+                sets,
+                algorithm=algorithm,
+                settings=settings,
+                retain_loss=retain_loss,
+                loop=options.loop,
+                on_step=record,
+            )
         change = lora.factors(trained, names) if options.lora else _changes(names, trained, copy.checkpoint, dtype)
         kind = "lora" if options.lora else "full"
         norm = 0.0
@@ -196,6 +197,21 @@ def unlearn(
     if options.loop.resume and first:
         shutil.rmtree(options.loop.resume)
     return Result(target, losses, norm, first)
+
+
+@contextmanager
+def _memory_in_mind() -> Iterator[None]:
+    """Say what to lower where memory runs out, on a GPU or on the CPU."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        told = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if not told:
+            raise
+        raise MpuError(
+            "out of memory; lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, "
+            "--optim adamw-blockwise or --lora-rank"
+        ) from error
 
 
 def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> list[Record]:
@@ -238,7 +254,7 @@ def load(
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name in vars(config):
             if name.endswith(("dropout", "pdrop")):
                 setattr(config, name, 0.0)
@@ -249,9 +265,12 @@ def load(
             use_safetensors=True,
             output_loading_info=True,
             attn_implementation=attention,
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a folder from somebody else may bring about
         reason = str(error).strip().splitlines()
         raise MpuError(
             f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"

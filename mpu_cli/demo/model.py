@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, pad_id_of
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Settings
 from mpu_cli.client.records import Record
@@ -61,7 +61,7 @@ def make_model(
     steps = schedule(len(examples), 0, epochs=epochs, batch_size=loop.batch_size, seed=seed)
     train(
         model, steps, {"forget": ExampleSet(examples, Reference())}, algorithm=MEMORISE, settings=MEMORISE.settings,
-        retain_loss="nll", pad_id=pad_id_of(tokenizer), loop=loop, on_step=on_step,
+        retain_loss="nll", loop=loop, on_step=on_step,
     )  # fmt: skip
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

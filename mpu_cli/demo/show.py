@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from mpu_cli.checkpoint.source import open_model
-from mpu_cli.client.data import Encoding, pad_id_of
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.client.data import Encoding
 from mpu_cli.client.records import Record, read_records
 from mpu_cli.client.training import Loop
 from mpu_cli.client.unlearn import Options, load, unlearn
@@ -67,11 +68,12 @@ def run_demo(folder: Path, *, seed: int, bar: Bar, tell: Callable[[str], None]) 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir()
     except FileExistsError as error:
         raise MpuError(f"{folder}: exists already; name another directory for the demonstration") from error
     try:
-        return _play(folder / "server", folder / "client", seed=seed, bar=bar, tell=tell)
+        with Transaction():  # so that an interrupt comes as an exception
+            return _play(folder / "server", folder / "client", seed=seed, bar=bar, tell=tell)
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -138,5 +140,5 @@ def _knowledge(folder: Path, forget: Sequence[Record], retain: Sequence[Record])
     model, tokenizer = load(folder, torch.float32, "cpu")
     encoding = Encoding(tokenizer)
     sets = [encoding.encode(records) for records in (forget, retain)]
-    losses = [loss_per_token(model, examples, pad_id_of(tokenizer)) for examples in sets]
+    losses = [loss_per_token(model, examples) for examples in sets]
     return Knowledge(*losses, *(greedy_answer(model, tokenizer, examples[0]) for examples in sets))

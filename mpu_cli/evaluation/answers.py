@@ -11,9 +11,9 @@ from mpu_cli.client.data import IGNORED, Example, answer_tokens
 from mpu_cli.client.frozen import freeze
 
 
-def loss_per_token(model: PreTrainedModel, examples: Sequence[Example], pad_id: int, batch_size: int = 32) -> float:
+def loss_per_token(model: PreTrainedModel, examples: Sequence[Example], batch_size: int = 32) -> float:
     """Cross-entropy per labelled token over all ``examples``, in nats."""
-    said = freeze(model, examples, "log_probs", layer=-1, batch_size=batch_size, pad_id=pad_id)
+    said = freeze(model, examples, "log_probs", layer=-1, batch_size=batch_size)
     return -float(said.log_probs.sum()) / sum(map(answer_tokens, examples))
 
 

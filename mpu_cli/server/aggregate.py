@@ -408,6 +408,10 @@ def _combine(
         clean = before[start:stop].to(dtype)
         update = (weights.to(dtype) @ undone).mul_(server_lr).view(clean.shape)
         stored = (clean + update).to(target.dtype)
+        if not bool(torch.isfinite(stored).all()):
+            raise MpuError(
+                f"{tensor.name!r} with its update is too large to store; lower --server-lr, or widen --dtype"
+            )
         target[start:stop] = stored
         if not measured:
             return gram.tolist(), [0.0, 0.0]

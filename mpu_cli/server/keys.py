@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pyrage
 
+from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
 
 FORMAT, VERSION = "mpu-keys", 1
@@ -41,7 +43,6 @@ class Keys:
     copy_ids: tuple[str, ...]
     base: BaseIdentity
     reference: str | None
-    dtype: str | None
 
     @property
     def copies(self) -> int:
@@ -57,14 +58,18 @@ def make_identity(path: Path) -> str:
     """A new age identity in ``path``, mode 0600, never replacing one; returns its public recipient."""
     identity = pyrage.x25519.Identity.generate()
     recipient = str(identity.to_public())
+    if os.path.lexists(path):
+        raise MpuError(f"{path}: exists already; an identity is never replaced, choose another name")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError as error:
-        raise MpuError(f"{path}: exists already; an identity is never replaced, choose another name") from error
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"# public key: {recipient}\n{identity}\n")
+    with Transaction() as transaction:
+        write_private(transaction.add(path), f"# public key: {recipient}\n{identity}\n".encode())
     return recipient
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A new file that only its owner may read."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
 
 
 def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
@@ -144,7 +149,7 @@ def _read(path: Path) -> bytes:
 def _parse(document: bytes, path: Path) -> Keys:
     try:
         table = json.loads(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: opened, but it holds no mpu keys") from error
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise MpuError(f"{path}: opened, but it holds no mpu keys")
@@ -152,17 +157,27 @@ def _parse(document: bytes, path: Path) -> Keys:
     if version != VERSION:
         raise MpuError(f"{path}: made by another mpu (keys version {version}, this one reads {VERSION}); update mpu")
     try:
-        table["alphas"] = tuple(table["alphas"])
-        table["copy_ids"] = tuple(table["copy_ids"])
-        table["base"] = BaseIdentity(**table["base"])
-        keys = Keys(**table)
-        sound = (
-            len(keys.alphas) == len(keys.copy_ids) >= 2
-            and all(math.isfinite(alpha) and alpha > 0 for alpha in keys.alphas)
-            and len(bytes.fromhex(keys.seed)) == 32
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        keys = Keys(**{**table, "base": BaseIdentity(**table["base"])})
+    except (KeyError, TypeError) as error:
         raise MpuError(f"{path}: opened, but its keys are not whole") from error
-    if not sound:
+    if not _sound(keys):
         raise MpuError(f"{path}: opened, but its keys are not whole")
-    return keys
+    return replace(keys, alphas=tuple(keys.alphas), copy_ids=tuple(keys.copy_ids))
+
+
+def _sound(keys: Keys) -> bool:
+    """Whether every entry is of its kind: who seals a key file need not be who opens it."""
+    texts = (keys.run, keys.seed, keys.symmetries, keys.base.path, keys.base.config, keys.base.fingerprint)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
+        return False
+    if not isinstance(keys.alphas, list) or not isinstance(keys.copy_ids, list):
+        return False
+    numbers = [*keys.alphas, keys.kappa, *keys.sigma.values()]
+    return (
+        all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
+        and all(alpha > 0 for alpha in keys.alphas)
+        and all(isinstance(copy_id, str) for copy_id in keys.copy_ids)
+        and len(keys.alphas) == len(keys.copy_ids) >= 2
+        and type(keys.round) is int
+        and re.fullmatch("[0-9a-f]{64}", keys.seed) is not None
+    )

@@ -26,7 +26,7 @@ def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
     if len(alphas) != copies:
         raise UsageError(f"--alphas: {len(alphas)} numbers for {copies} copies; give one for each copy")
     for alpha in alphas:
-        if not (math.isfinite(alpha) and alpha > 0):
+        if not (math.isfinite(alpha) and alpha > 0 and math.isfinite(1 / alpha)):
             raise UsageError(f"--alphas: {alpha} is not a positive, finite number")
     return tuple(map(float, alphas))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -20,13 +18,13 @@ from mpu_cli.checkpoint.dtypes import NAME, WORD, compute_dtype
 from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, Plan
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
-from mpu_cli.server.keys import BaseIdentity, Keys
+from mpu_cli.server.keys import BaseIdentity, Keys, write_private
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
@@ -107,8 +105,11 @@ def publish(
     _check_alias(base, layout)
     randomness = Randomness(seed)
     run = run or randomness.key("run").hex()[:32]
+    # What another publication could differ in, so that it has other ids even where it has the same seed.
+    header = [[name, info.dtype, list(info.shape)] for name, info in base.checkpoint.tensors.items()]
+    chosen = json.dumps([run, round_, list(alphas), kappa, symmetries, dtype, reference and reference.address, header])
     manifests = [
-        CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", run, round_, k).hex()[:32])
+        CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
         for k in range(1, len(alphas) + 1)
     ]
     plan: Plan = {
@@ -153,10 +154,8 @@ def publish(
             copy_ids=tuple(m.copy_id for m in manifests),
             base=BaseIdentity(base.address, str(base.config_path.resolve()), fingerprint),
             reference=reference.address if reference else None,
-            dtype=dtype,
         )
-        with open(keys_output, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(seal(keys))
+        write_private(keys_output, seal(keys))
     return Publication(targets, keys_path, keys, reports)
 
 
@@ -185,7 +184,8 @@ class _Writing:
                     writer.tensor(tensor.name).copy_(self.base.tensor(tensor.name))
             return BlockReport(block, weights, 0.0, ())
         if not math.isfinite(squares):
-            raise MpuError(f"{self.base.path}: block {block} holds NaN or Inf; there is nothing sound to publish")
+            which = "base − reference" if self.reference else "the base"
+            raise MpuError(f"{self.base.path}: {which} holds NaN or Inf in block {block}; nothing sound to publish")
         rms = math.sqrt(squares / weights)
         sigma = self.sigma[block] = self.kappa * rms
         measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
@@ -255,6 +255,11 @@ class _Writing:
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
                 noisy = clean if noise is None else noise[k].view(clean.shape).add_(clean)
                 written = mapping.forward(noisy, start).to(stored)
+                if not bool(torch.isfinite(written).all()):
+                    raise MpuError(
+                        f"{self.base.path}: {tensor.name!r} with its noise is too large for {WORD[NAME[stored]]}; "
+                        "choose a wider --dtype or a smaller --kappa"
+                    )
                 mapping.put(target, written, start)
                 if measured:
                     without = mapping.forward(clean, start)
@@ -289,7 +294,7 @@ def _matching(base: Model, layout: Layout, reference: Model | None) -> dict[str,
     names, others = [t.name for t in layout.parameters], [t.name for t in other.parameters]
     if layout.family is not other.family or len(names) != len(others):
         raise MpuError(
-            f"{reference.source}: is of another architecture than {base.source}; a reference must have its tensors"
+            f"{reference.source}: has other tensors than {base.source} (another architecture, or another head)"
         )
     for name, match in zip(names, others, strict=True):
         shapes = base.checkpoint.tensors[name].shape, reference.checkpoint.tensors[match].shape
@@ -305,11 +310,17 @@ def write_small_files(model: Model, folder: Path, plan: Plan) -> None:
     """Put the config, with the dtype of ``plan``, and the tokenizer files of ``model`` into ``folder``."""
     dtypes = Counter(dtype for dtype, _ in plan.values())
     word = WORD[max((d for d in dtypes if d in WORD), key=dtypes.__getitem__)]
-    # Where the model lay on the server, and what code to run for it, are nobody's business.
-    config = {k: v for k, v in model.config.items() if k not in ("_name_or_path", "auto_map")}
-    write_json(folder / "config.json", {**config, "dtype": word, "torch_dtype": word})
+    write_json(folder / "config.json", {**_public(model.config), "dtype": word, "torch_dtype": word})
     for path in model.side_files:
-        shutil.copyfile(path, folder / path.name)
+        if path.name == "tokenizer_config.json":
+            write_json(folder / path.name, _public(read_json_object(path)))
+        else:
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _public(config: Mapping[str, object]) -> dict[str, object]:
+    """A config without where the model lay on the server and what code to run for it: neither is to travel."""
+    return {k: v for k, v in config.items() if k not in ("_name_or_path", "name_or_path", "auto_map")}
 
 
 def write_json(path: Path, value: object) -> None:

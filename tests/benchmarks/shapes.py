@@ -48,10 +48,10 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make(shape: str, folder: Path, dtype: str = "BF16") -> Path:
-    """A checkpoint of ``shape`` with normal weights (σ 0.02) in ``folder``."""
+def make(shape: str, folder: Path, dtype: str = "BF16", **entries: object) -> Path:
+    """A checkpoint of ``shape``, with other ``entries`` in its config, of normal weights (σ 0.02) in ``folder``."""
     folder.mkdir(parents=True)
-    config = {**_COMMON, **SHAPES[shape]}
+    config = {**_COMMON, **SHAPES[shape], **entries}
     (folder / "config.json").write_text(json.dumps(config))
     plan = {name: (dtype, size) for name, size in tensors_of(config).items()}
     noise = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
