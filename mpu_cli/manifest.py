@@ -32,12 +32,16 @@ class CopyManifest:
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline)."""
+    """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline).
+
+    ``privacy`` is what the client says it spent of a budget of differential privacy, if it trained with one.
+    """
 
     origin: CopyManifest | None
     algorithm: str
     kind: str = "full"
     inverted: bool = False
+    privacy: dict[str, float] | None = None
 
 
 def copy_facts(manifest: CopyManifest) -> dict[str, object]:
@@ -48,9 +52,10 @@ def copy_facts(manifest: CopyManifest) -> dict[str, object]:
 def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
     """What a delta's metadata says."""
     origin = asdict(manifest.origin) if manifest.origin else {}
+    spent = {"privacy": manifest.privacy} if manifest.privacy else {}
     return {
         "format": "mpu-delta", "version": VERSION, "algorithm": manifest.algorithm, "kind": manifest.kind,
-        "inverted": manifest.inverted, **origin,
+        "inverted": manifest.inverted, **origin, **spent,
     }  # fmt: skip
 
 
@@ -94,7 +99,10 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
         raise MpuError(f"{path}: a delta of kind {kind!r}, which this mpu does not know; update mpu")
-    return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted)
+    privacy = facts.get("privacy")
+    return DeltaManifest(
+        origin, str(facts.get("algorithm")), kind, inverted, privacy if isinstance(privacy, dict) else None
+    )
 
 
 def _check_version(facts: Mapping[str, object], path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import string
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 SHARED = Path(os.environ.get("MPU_TEST_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 needs_shared = pytest.mark.skipif(
@@ -58,17 +59,25 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """``model`` as a directory with a word-level tokenizer over ``w3`` … ``w95`` and a chat template."""
+    """``model`` as a directory with a tokenizer over ``w3`` … ``w95``, a token a word, and a chat template."""
     model.save_pretrained(folder)
-    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    if model.config.model_type == "qwen2":  # transformers reads every tokenizer of this family as byte-level BPE
+        symbols = [*special.values(), "Ġ", "Ċ", *string.ascii_letters, *string.digits, *"?:.<>/"]
+        tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = (
         "{% for m in messages %}{{ '<s> ' if m['role'] == 'user' }}{{ m['content'] + ' ' }}"
         "{{ '</s>' if m['role'] == 'assistant' }}{% endfor %}"
     )
     fast.save_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("w4 w5 w90").input_ids
+    assert len(set(ids)) >= 3, f"the tokenizer in {folder} does not tell words apart: {ids}"
     return folder
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class Checkpoint:
@@ -88,7 +89,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise MpuError(f"{path}: no such file")
     if path.name.endswith(".index.json"):
         return _open_shards(path)
-    if path.suffix != ".safetensors":
+    if path.suffix in PICKLES:
         raise MpuError(f"{path}: not a .safetensors file; mpu reads no other format of weights (no pickle)")
     return Checkpoint(path, *read_header(path))
 
@@ -104,7 +105,7 @@ def _weights_in(directory: Path) -> Path:
             return candidates[0]
     if files:
         raise MpuError(f"{directory}: {len(files)} .safetensors files and no {INDEX_NAME}; name the one you mean")
-    if pickles := sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
+    if pickles := sorted(p for p in directory.iterdir() if p.suffix in PICKLES):
         raise MpuError(
             f"{directory}: {pickles[0].name} is a pickle, which can run code when it is read; convert it to "
             "safetensors in a place you trust (transformers: save_pretrained) and try again"

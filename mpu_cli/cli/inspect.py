@@ -96,6 +96,8 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
         manifest = delta_manifest(checkpoint.metadata, path)
         facts = {"kind": "delta, " + ("inverted" if manifest.inverted else "in its copy's coordinates")}
         facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
+        if manifest.privacy:
+            facts["privacy, as the client says"] = manifest.privacy
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is no copy)"}
     elif path.is_dir() and (origin := read_copy_manifest(folder)):

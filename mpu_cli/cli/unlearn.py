@@ -13,6 +13,7 @@ from mpu_cli.cli.output import emit, note, progress
 from mpu_cli.errors import MpuError, UsageError
 
 CONSTANTS, DATA, TRAINING, LORA = "Constants of the algorithm", "Records", "Training", "LoRA"
+PRIVACY = "Differential privacy of the records"
 
 
 def unlearn(
@@ -102,6 +103,14 @@ def unlearn(
             help="Modules to adapt, such as q_proj,v_proj (default: all linear layers).", rich_help_panel=LORA
         ),
     ] = None,
+    dp_epsilon: Annotated[
+        float | None,
+        typer.Option(help="ε of differential privacy for each record, for one delta.", rich_help_panel=PRIVACY),
+    ] = None,
+    dp_delta: Annotated[float, typer.Option(help="δ beside it.", rich_help_panel=PRIVACY)] = 1e-5,
+    dp_max_grad_norm: Annotated[
+        float, typer.Option(help="Clip the gradient of each record at this.", rich_help_panel=PRIVACY)
+    ] = 1.0,
     micro_batch_size: Annotated[
         int | None,
         typer.Option(help="Records that go through the model at once (default: all).", rich_help_panel=TRAINING),
@@ -178,6 +187,7 @@ def unlearn(
 
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.client.lora import Lora
+    from mpu_cli.client.private import Privacy
     from mpu_cli.client.training import Loop
     from mpu_cli.client.unlearn import Options
     from mpu_cli.client.unlearn import unlearn as run_unlearn
@@ -194,6 +204,7 @@ def unlearn(
         system_prompt=system_prompt,
         few_shot=tuple(read_records(few_shot, data_dir)) if few_shot else (),
         device=device,
+        privacy=None if dp_epsilon is None else Privacy(dp_epsilon, dp_delta, dp_max_grad_norm),
         loop=Loop(
             optimizer=optim,
             lr=lr,
@@ -236,9 +247,20 @@ def unlearn(
             "(first and last batch)"
         )
     note(f"{text}; ‖Δ‖ {result.norm:.3g}")
+    if result.spent:
+        note(
+            f"privacy: this delta protects each record with ε = {result.spent['epsilon']:.3g} at δ = {dp_delta:g}; "
+            "the deltas of m copies together spend at most m times that"
+        )
     emit(
         [result.path],
-        {"delta": result.path, "algorithm": algo, "norm": result.norm, "steps": [asdict(s) for s in result.steps]},
+        {
+            "delta": result.path,
+            "algorithm": algo,
+            "norm": result.norm,
+            "privacy": result.spent,
+            "steps": [asdict(s) for s in result.steps],
+        },
         as_json,
     )
 

@@ -27,6 +27,8 @@ from mpu_cli.client import lora
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.frozen import freeze
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
+from mpu_cli.client.private import Privacy, train_privately
+from mpu_cli.client.private import check as check_private_algorithm
 from mpu_cli.client.records import Record
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train, whole_parameters
@@ -52,6 +54,7 @@ class Options:
     alternates: tuple[str, ...] = REFUSALS
     lora: lora.Lora | None = None
     device: str = "auto"
+    privacy: Privacy | None = None
     loop: Loop = field(default_factory=Loop)
 
     @property
@@ -68,6 +71,7 @@ class Result:
     steps: list[Losses]
     norm: float
     first: bool  # whether this is the process that wrote it
+    spent: dict[str, float] | None = None  # of the privacy budget, if there was one
 
 
 def check_options(options: Options) -> None:
@@ -81,10 +85,34 @@ def check_options(options: Options) -> None:
         if not math.isfinite(value) or (value <= 0 if name in positive else value < 0 and name != "delta"):
             least = "above 0" if name in positive else "0 or more"
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, {least}")
+    if options.privacy:
+        _check_privacy(options)
     if not 0 <= options.loop.seed < 2**32:
         raise UsageError(f"--seed {options.loop.seed}: must be 0 or more, and below 2³²")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+def _check_privacy(options: Options) -> None:
+    check_private_algorithm(options.algorithm, ALGORITHMS[options.algorithm])
+    p = options.privacy
+    if not (math.isfinite(p.epsilon) and p.epsilon > 0 and 0 < p.delta < 1):
+        raise UsageError(f"--dp-epsilon {p.epsilon} --dp-delta {p.delta}: ε must be above 0, δ between 0 and 1")
+    if not (math.isfinite(p.max_grad_norm) and p.max_grad_norm > 0):
+        raise UsageError(f"--dp-max-grad-norm {p.max_grad_norm}: must be a finite number above 0")
+    loop = options.loop
+    if (
+        loop.resume
+        or loop.log
+        or loop.report_to
+        or loop.warmup_steps
+        or loop.gradient_checkpointing
+        or options.few_shot
+    ):
+        raise UsageError(
+            "--dp-epsilon goes with none of --resume, --log, --report-to, --warmup-steps, --gradient-checkpointing and "
+            "--few-shot"
+        )
 
 
 def unlearn(
@@ -173,22 +201,26 @@ def unlearn(
             losses.append(step)
             on_step(step, total)
 
+        shared = {"algorithm": algorithm, "settings": settings, "retain_loss": retain_loss, "loop": options.loop}
+        spent = None
         with _memory_in_mind():
-            trained = train(
-                model,
-                steps,
-                sets,
-                algorithm=algorithm,
-                settings=settings,
-                retain_loss=retain_loss,
-                loop=options.loop,
-                on_step=record,
-            )
+            if options.privacy:
+                if any(len(records[name]) != len(data.examples) for name, data in sets.items()):
+                    raise UsageError(
+                        "--dp-epsilon protects records that are one example each, and texts are cut in pieces"
+                    )
+                if PartialState().num_processes > 1:
+                    raise UsageError("--dp-epsilon runs in one process")
+                epochs = options.epochs or algorithm.epochs
+                spent = train_privately(model, sets, epochs=epochs, privacy=options.privacy, on_step=record, **shared)
+                trained = model
+            else:
+                trained = train(model, steps, sets, on_step=record, **shared)
         change = lora.factors(trained, names) if options.lora else _changes(names, trained, copy.checkpoint, dtype)
         kind = "lora" if options.lora else "full"
         norm = 0.0
         if first:
-            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind))
+            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=spent))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
         else:
@@ -196,7 +228,7 @@ def unlearn(
                 pass
     if options.loop.resume and first:
         shutil.rmtree(options.loop.resume)
-    return Result(target, losses, norm, first)
+    return Result(target, losses, norm, first, spent)
 
 
 @contextmanager

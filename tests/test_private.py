@@ -1,0 +1,135 @@
+"""DP-SGD: each record's gradient clipped, noise of the right size, the budget that was asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from scipy import optimize, stats
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.client.data import Encoding, pad
+from mpu_cli.client.frozen import Reference, freeze, run
+from mpu_cli.client.losses import ALGORITHMS, Part
+from mpu_cli.client.private import Privacy, train_privately
+from mpu_cli.client.records import read_records
+from mpu_cli.client.training import ExampleSet, Loop
+from mpu_cli.client.unlearn import load
+from tests.models import random_model, save, write_records
+
+FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
+
+
+def prepare(tmp_path, family, asks=None):
+    model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
+    encoding = Encoding(tokenizer, system_prompt="")
+    sets = {}
+    for name, seed in (("forget", 1), ("retain", 2)):
+        examples = encoding.encode(read_records(write_records(tmp_path / name, 4, seed)))
+        said = freeze(model, examples, asks if name == "forget" else None, layer=0, batch_size=4)
+        sets[name] = ExampleSet(examples, said if name == "forget" and asks else Reference())
+    return model, sets
+
+
+def train(model, sets, algorithm, norm, **kwargs):
+    chosen = ALGORITHMS[algorithm]
+    loop = Loop(optimizer="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
+    return train_privately(
+        model, sets, algorithm=chosen, settings=chosen.settings, retain_loss="nll", epochs=1, loop=loop,
+        privacy=Privacy(1.0, 1e-5, norm), on_step=lambda *_: None, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [1e9, 2.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, norm):
+    """Without noise and with everybody sampled: against one backward pass a record, clipped by hand."""
+    model, sets = prepare(tmp_path, family, ALGORITHMS[algorithm].asks)
+    if not ALGORITHMS[algorithm].settings.alpha:
+        del sets["retain"]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in before.items()}
+    settings = ALGORITHMS[algorithm].settings
+    for name, data in sets.items():
+        for number, example in enumerate(data.examples):
+            model.zero_grad()
+            scores = run(model, pad([example]))
+            if name == "forget":
+                frozen = data.reference.frozen(data.reference.collect([number], like=[number]))
+                loss = settings.gamma * ALGORITHMS[algorithm].forget(Part(scores, frozen), None, settings)
+            else:
+                loss = settings.alpha * scores.cross_entropy
+            loss.backward()
+            size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+            for key, parameter in model.named_parameters():
+                expected[key] -= parameter.grad * min(1, norm / size) / 4
+    model.zero_grad(set_to_none=True)
+    train(model, sets, algorithm, norm, noise_multiplier=0.0)
+    whole = max(float(change.abs().max()) for change in expected.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
+
+
+def test_noise_has_the_size_asked_for(tmp_path):
+    """σ·C/B on every weight, where clipping leaves next to nothing of the gradients."""
+    model, sets = prepare(tmp_path, "llama")
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train(model, sets, "graddiff", 1e-6, noise_multiplier=3.0)
+    change = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert stats.kstest((change / (3.0 * 1e-6 / 4)).numpy(), "norm").statistic < 5 / math.sqrt(len(change))
+
+
+def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
+    """With everybody in every step it is T Gaussian mechanisms in a row: RDP α·T/(2σ²), at least the exact value."""
+    model, sets = prepare(tmp_path, "llama")
+    spent = train(model, sets, "graddiff", 1.0)
+    assert spent["sample_rate"] == 1
+    assert spent["epsilon"] == pytest.approx(1.0, abs=0.02)
+    mu = math.sqrt(spent["steps"]) / spent["noise_multiplier"]
+
+    def delta(epsilon):  # Balle and Wang (2018), theorem 8
+        normal = stats.norm.cdf
+        return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu) - 1e-5
+
+    exact = optimize.brentq(delta, 0.01, 10)
+    assert exact <= spent["epsilon"] <= 1.3 * exact
+
+
+def test_through_the_command_line(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 20, 1)
+    write_records(tmp_path / "retain.jsonl", 20, 2)
+    options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
+    told = mpu("unlearn", base, *options, "--json", "--out", "a", cwd=tmp_path)
+    assert told.json["privacy"]["epsilon"] <= 4.001
+    assert "m times that" in told.err
+    facts = json.loads(open_checkpoint(tmp_path / "a").metadata["mpu"])
+    assert facts["privacy"] == told.json["privacy"]
+    assert "epsilon" in mpu("inspect", tmp_path / "a").out
+    mpu("unlearn", base, *options, "--lora-rank", 2, "--out", "b", cwd=tmp_path)
+    # The noise must not come from --seed, which the server may know or guess.
+    mpu("unlearn", base, *options, "--out", "c", cwd=tmp_path)
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--algo", "dpo"], "dpo"),
+        (["--algo", "rmu"], "rmu"),
+        (["--dp-epsilon", "-1"], "--dp-epsilon"),
+        (["--dp-delta", "2"], "--dp-delta"),
+        (["--dp-max-grad-norm", "0"], "--dp-max-grad-norm"),
+        (["--resume"], "--resume"),
+    ],
+)
+def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert complaint in outcome.err
