@@ -65,9 +65,10 @@ def test_checkpoints_of_something_else_are_refused(mpu, folder):
 
 
 def launch(folder: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    # accelerate's launcher would quietly start one process on a CPU; torch's starts what it is told
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "mpu_cli",
-        "unlearn", "base", *TRAINING, "--device", "cpu", *arguments,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        "-m", "mpu_cli", "unlearn", "base", *TRAINING, "--device", "cpu", *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -226,7 +227,8 @@ def train(
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision says what to compute in, not the environment
     with ExitStack() as stack:
         folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
-        log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log else None
+        first = PartialState().is_main_process
+        log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log and first else None
         arguments = TrainingArguments(
             output_dir=str(folder),
             num_train_epochs=1,
@@ -256,8 +258,8 @@ def train(
         accumulation = -(-per_process // (loop.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation
         started = time.monotonic()
-        first = last_checkpoint(folder) if loop.resume else None
-        done = int(first.name.rsplit("-", 1)[1]) if first else 0
+        begin = last_checkpoint(folder) if loop.resume else None
+        done = int(begin.name.rsplit("-", 1)[1]) if begin else 0
 
         def record(losses: Losses) -> None:
             nonlocal done
@@ -283,7 +285,7 @@ def train(
         )
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
-        trainer.train(resume_from_checkpoint=str(first) if first else None)
+        trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
 
 
