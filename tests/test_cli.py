@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.cli.options import StoredDtype
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
-from mpu_cli.client.data import TEMPLATES, Encoding
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES, Encoding
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import read_records
@@ -103,6 +104,7 @@ def test_choices_are_those_of_the_tables():
     assert choices(unlearn, "optim") == set(OPTIMIZERS)
     assert choices(unlearn, "precision") == set(PRECISIONS)
     assert choices(unlearn, "template") == set(TEMPLATES)
+    assert inspect.signature(unlearn).parameters["system_prompt"].default == DEFAULT_SYSTEM_PROMPT
     assert set(get_args(StoredDtype)) == set(OPTION)
     for family in FAMILIES.values():
         assert choices(publish, "symmetries") == set(family.symmetries)
@@ -315,6 +317,7 @@ def test_an_output_that_exists_stays(mpu, tmp_path):
         ('[{"question": "w4", "answer": "w5"}, 7]', "record 2"),
         (json.dumps({"question": "w4 " * 400, "answer": "w5"}), "tokens"),
         ("[" * 100_000, "not JSON"),
+        ('{"text": "w4"}', "two tokens"),
         ('{"question": "w4", "answer": "\\ud800"}', "surrogate"),
         (b"\xff\xfe\x00", "UTF-8"),
         (None, "no such file"),

@@ -34,7 +34,8 @@ class CheckpointWriter:
 
     The whole of every file is reserved on the disk before anything is written, so a full disk shows at once and
     not as a half-written file. ``path`` is a file, or a directory for ``model.safetensors`` or for shards of at
-    most ``max_shard`` bytes with their index. Use as a context manager; on leaving, the views are no longer valid.
+    most ``max_shard`` bytes with their index. Use as a context manager, and keep no view beyond it: what is written to
+    one afterwards may come too late to be flushed.
     """
 
     def __init__(self, path: Path, plan: Plan, metadata: Mapping[str, str], max_shard: int = MAX_SHARD):

@@ -58,6 +58,11 @@ class Options:
     loop: Loop = field(default_factory=Loop)
 
     @property
+    def retain_term(self) -> str:
+        """The name of the retain term: the one that was given, or the algorithm's own."""
+        return self.retain_loss or ALGORITHMS[self.algorithm].retain
+
+    @property
     def settings(self) -> Settings:
         """The algorithm's constants, with those that were given in their place."""
         return replace(ALGORITHMS[self.algorithm].settings, seed=self.loop.seed, **self.constants)
@@ -147,42 +152,11 @@ def unlearn(
         folder = stack.enter_context(_as_directory(copy))
         model, tokenizer = load(folder, dtype, options.device, options.attention)
         names = _names_in_files(model, copy.checkpoint)
-        depth = model.config.get_text_config().num_hidden_layers
-        retain_loss = options.retain_loss or algorithm.retain
-        retain_asks = RETAIN[retain_loss][1]
-        if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth:
-            raise UsageError(f"--layer {settings.layer}: the model has {depth} layers, counted from 0")
         plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
         if first:
             output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
 
-        encoding = Encoding(
-            tokenizer,
-            options.template,
-            options.system_prompt,
-            getattr(model.config, "max_position_embeddings", None),
-            options.few_shot,
-        )
-        records = {"forget": forget}
-        if settings.alpha:
-            records["retain"] = retain
-        if algorithm.alternate:
-            records["alternate"] = alternates(forget, options.alternates, options.loop.seed)
-        asks = {"forget": algorithm.asks, "alternate": algorithm.asks, "retain": retain_asks}
-        sets = {}
-        for name, held in records.items():
-            examples = encoding.encode(held)
-            with _memory_in_mind():
-                reference = freeze(
-                    model,
-                    examples,
-                    asks[name],
-                    layer=settings.layer,
-                    batch_size=options.loop.micro_batch_size or options.loop.batch_size,
-                )
-            if reference.states:
-                tell(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
-            sets[name] = ExampleSet(examples, reference)
+        sets = _example_sets(model, tokenizer, forget, retain, options, tell)
         steps = schedule(
             len(sets["forget"].examples),
             len(sets["retain"].examples) if "retain" in sets else 0,
@@ -201,14 +175,15 @@ def unlearn(
             losses.append(step)
             on_step(step, total)
 
-        shared = {"algorithm": algorithm, "settings": settings, "retain_loss": retain_loss, "loop": options.loop}
+        shared = {
+            "algorithm": algorithm,
+            "settings": settings,
+            "retain_loss": options.retain_term,
+            "loop": options.loop,
+        }
         spent = None
         with _memory_in_mind():
             if options.privacy:
-                if any(len(records[name]) != len(data.examples) for name, data in sets.items()):
-                    raise UsageError(
-                        "--dp-epsilon protects records that are one example each, and texts are cut in pieces"
-                    )
                 if PartialState().num_processes > 1:
                     raise UsageError("--dp-epsilon runs in one process")
                 epochs = options.epochs or algorithm.epochs
@@ -229,6 +204,43 @@ def unlearn(
     if options.loop.resume and first:
         shutil.rmtree(options.loop.resume)
     return Result(target, losses, norm, first, spent)
+
+
+def _example_sets(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[Record],
+    retain: Sequence[Record],
+    options: Options,
+    tell: Callable[[str], None],
+) -> dict[str, ExampleSet]:
+    """The sets that the algorithm reads, as tokens, each with what ``model``, still the frozen copy, says of it."""
+    algorithm, settings = ALGORITHMS[options.algorithm], options.settings
+    retain_asks = RETAIN[options.retain_term][1]
+    depth = model.config.get_text_config().num_hidden_layers
+    if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth:
+        raise UsageError(f"--layer {settings.layer}: the model has {depth} layers, counted from 0")
+    records = {"forget": (forget, algorithm.asks)}
+    if settings.alpha:
+        records["retain"] = (retain, retain_asks)
+    if algorithm.alternate:
+        records["alternate"] = (alternates(forget, options.alternates, options.loop.seed), algorithm.asks)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    encoding = Encoding(tokenizer, options.template, options.system_prompt, limit, options.few_shot)
+    sets = {}
+    for name, (held, asks) in records.items():
+        examples = encoding.encode(held)
+        if not examples:
+            raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
+        if options.privacy and len(examples) != len(held):
+            raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
+        with _memory_in_mind():
+            batch_size = options.loop.micro_batch_size or options.loop.batch_size
+            reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
+        if reference.states:
+            tell(f"the frozen copy's {asks} on the {name} set take {reference.nbytes:,} bytes")
+        sets[name] = ExampleSet(examples, reference)
+    return sets
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """One secret choice of symmetries for a whole model, and what it does to slices of its tensors.
 
-Everything works on slices of rows, so that no tensor is ever held whole: ``forward`` says where the rows of a
-slice go, ``inverse`` which rows it has to gather. A vector counts as a matrix of one column.
+Everything works on slices of rows, so that no tensor is ever held whole. Towards a copy, ``forward`` turns a slice and
+``put`` writes its rows where they belong; back from it, ``take`` gathers a slice's rows and ``backward`` turns them. A
+vector counts as a matrix of one column.
 """
 
 from __future__ import annotations
