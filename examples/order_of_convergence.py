@@ -5,7 +5,7 @@
 
 Runs `mpu publish`, `mpu unlearn`, `mpu aggregate` and `mpu invert` in a temporary folder for each point, in float64.
 Under SGD and blockwise AdamW the error of the aggregate falls as κ² and that of one copy as κ; under AdamW neither.
-Needs matplotlib (`pip install 'mpu-cli[plot]'`).
+Needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations

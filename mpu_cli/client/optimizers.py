@@ -70,9 +70,7 @@ def make_optimizer(name: str, groups: list[dict], lr: float) -> torch.optim.Opti
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MpuError(
-            f"--optim {name} needs bitsandbytes; install it with pip install 'mpu-cli[bitsandbytes]'"
-        ) from error
+        raise MpuError(f"--optim {name} needs bitsandbytes; install it with pip install bitsandbytes") from error
     if name == "paged_adamw_32bit":
         return bitsandbytes.optim.PagedAdamW32bit(groups, lr=lr)
     return bitsandbytes.optim.AdamW8bit(groups, lr=lr)

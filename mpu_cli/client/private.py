@@ -64,7 +64,7 @@ def train_privately(
         from opacus.accountants.utils import get_noise_multiplier
         from opacus.optimizers import DPOptimizer
     except ImportError as error:
-        raise MpuError("--dp-epsilon needs Opacus; install it with pip install 'mpu-cli[dp]'") from error
+        raise MpuError("--dp-epsilon needs Opacus; install it with pip install opacus") from error
 
     rates = {name: min(1.0, loop.batch_size / len(data.examples)) for name, data in sets.items()}
     rate = max(rates.values())
