@@ -34,7 +34,7 @@ class CopyManifest:
 class DeltaManifest:
     """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline).
 
-    ``privacy`` is what the client says it spent of a budget of differential privacy, if it trained with one.
+    ``privacy`` is the (epsilon, delta) within which the client says it trained, if it did so privately.
     """
 
     origin: CopyManifest | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 
 from mpu_cli.checkpoint.header import TensorInfo
@@ -35,10 +35,13 @@ def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]
     return hashlib.sha256(json.dumps(table, separators=(",", ":")).encode()).hexdigest()
 
 
+def piece_digests(checkpoint: Checkpoint, name: str, pool: Executor) -> Iterator[bytes]:
+    """The digests of the pieces of one tensor; the threads of ``pool`` begin at once."""
+    raw = checkpoint.raw(name)
+    return pool.map(lambda offset: piece_digest(raw, offset), pieces(checkpoint.tensors[name]))
+
+
 def fingerprint(checkpoint: Checkpoint, pool: Executor) -> str:
     """Fingerprint of a whole checkpoint: reads all of it once, on the threads of ``pool``."""
-    digests = {}
-    for name, info in checkpoint.tensors.items():
-        raw = checkpoint.raw(name)
-        digests[name] = list(pool.map(lambda offset, raw=raw: piece_digest(raw, offset), pieces(info)))
+    digests = {name: list(piece_digests(checkpoint, name, pool)) for name in checkpoint.tensors}
     return combine(checkpoint.tensors, digests)

@@ -1,8 +1,8 @@
 """Training with differential privacy for the client's records: DP-SGD (Abadi et al., 2016) through Opacus.
 
 The unit is a record of the forget or of the retain set. Each step takes every record with a chance of its own (Poisson
-sampling), clips the gradient of each record's loss, and adds Gaussian noise. What the server is told with the delta
-is what the accountant says was spent.
+sampling), clips the gradient of each record's loss, and adds Gaussian noise. The server is told the bound
+with the delta; what exactly was spent stays with the client, for it depends on how many records there are.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def train_privately(
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps.
 
-    ``noise_multiplier`` overrides the one that meets ``privacy``. Noise and samples come from the operating system's
-    randomness, never from ``loop.seed``: who knows them could take the noise off.
+    ``noise_multiplier`` overrides the one that meets ``privacy``. The generators of noise and samples are torch's,
+    seeded by the operating system, never from ``loop.seed``: who knows the noise could take it off.
     """
     try:
         from opacus import GradSampleModule
@@ -80,12 +80,11 @@ def train_privately(
     generator = torch.Generator(model.device).manual_seed(secrets.randbits(63))
     sampler = torch.Generator().manual_seed(secrets.randbits(63))
     model.train()
-    warnings.filterwarnings(
-        "ignore", message="Full backward hook is firing"
-    )  # embeddings have no input to differentiate
+    # Embeddings have no input to differentiate, and torch says so at every step.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    decayed = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": decayed, "weight_decay": loop.weight_decay}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained, "weight_decay": loop.weight_decay}]
     optimizer = DPOptimizer(
         make_optimizer(loop.optimizer, groups, loop.lr),
         noise_multiplier=noise_multiplier,

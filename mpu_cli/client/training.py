@@ -224,6 +224,8 @@ def train(
     The rate is constant after ``loop.warmup_steps``. ``on_step`` is told the losses of each step and how many steps
     there are. With ``loop.resume``, goes on from the last checkpoint there.
     """
+    if loop.report_to == "tensorboard":  # else it lands in the scratch folder, and goes with it
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision says what to compute in, not the environment
     with ExitStack() as stack:
         folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))

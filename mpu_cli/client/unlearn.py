@@ -195,7 +195,10 @@ def unlearn(
         kind = "lora" if options.lora else "full"
         norm = 0.0
         if first:
-            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=spent))
+            # The bound that was asked for, and no more: the exact figure, the sampling rate and the number of steps
+            # would tell the server how many records there are.
+            bound = {"epsilon": options.privacy.epsilon, "delta": options.privacy.delta} if options.privacy else None
+            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
         else:

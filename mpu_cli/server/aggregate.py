@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
-from mpu_cli.checkpoint.fingerprint import combine, fingerprint, piece_digest, pieces
+from mpu_cli.checkpoint.fingerprint import combine, fingerprint, piece_digests
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
@@ -35,7 +35,7 @@ from mpu_cli.manifest import (
     delta_manifest,
 )
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.publish import MEASURED_SLICES, make_transform, write_json, write_small_files
+from mpu_cli.server.publish import MEASURED_SLICES, make_transform, model_plan, write_json, write_small_files
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
@@ -243,11 +243,7 @@ def aggregate(
     """
     layout, weights = _ready(base, deltas, keys, server_lr)
     source = base.checkpoint
-    plan: Plan = {
-        name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
-        for name, info in source.tensors.items()
-        if name != layout.alias
-    }
+    plan = model_plan(source, layout, dtype)
     facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
     undoing = _Undoing(deltas, keys, layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
@@ -259,7 +255,7 @@ def aggregate(
             writer = stack.enter_context(CheckpointWriter(folder, plan, as_metadata(facts)))
             pool = stack.enter_context(worker_pool())
             for name, tensor in layout.tensors.items():
-                digesting = _digest(pool, source, name)
+                digesting = piece_digests(source, name, pool)
                 if tensor.constant:
                     writer.tensor(name).copy_(source.tensor(name))
                 else:
@@ -269,12 +265,12 @@ def aggregate(
                     for delta in deltas:
                         if name in delta.checkpoint.tensors:
                             delta.checkpoint.forget_pages(name)
-                digests[name] = [future.result() for future in digesting]
+                digests[name] = list(digesting)
                 source.forget_pages(name)
                 writer.forget_pages(name)
                 progress(source.tensors[name].nbytes)
             if layout.alias:
-                digests[layout.alias] = [future.result() for future in _digest(pool, source, layout.alias)]
+                digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
             _check_base(base, keys, combine(source.tensors, digests))
         write_small_files(base, folder, plan)
         write_json(folder / MANIFEST_NAME, facts)
@@ -374,11 +370,6 @@ def _check_base(base: Model, keys: Keys, found: str) -> None:
             f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys); "
             "name the right one with --base"
         )
-
-
-def _digest(pool: Executor, source: Checkpoint, name: str) -> list[Future[bytes]]:
-    raw = source.raw(name)
-    return [pool.submit(piece_digest, raw, offset) for offset in pieces(source.tensors[name])]
 
 
 def _combine(

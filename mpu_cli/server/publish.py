@@ -15,7 +15,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, WORD, compute_dtype
-from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, pieces
+from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, piece_digests, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
@@ -112,11 +112,7 @@ def publish(
         CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
         for k in range(1, len(alphas) + 1)
     ]
-    plan: Plan = {
-        name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
-        for name, info in base.checkpoint.tensors.items()
-        if name != layout.alias
-    }
+    plan = model_plan(base.checkpoint, layout, dtype)
     with Transaction(force=force) as transaction:
         keys_output = transaction.add(keys_path)  # renamed first: copies whose keys are lost would be wasted work
         targets = [out / f"copy_{manifest.copy}" for manifest in manifests]
@@ -210,11 +206,8 @@ class _Writing:
 
     def fingerprint(self) -> str:
         """The base's, from the digests that the blocks left; the alias, which no block has, is added."""
-        if self.layout.alias:
-            raw = self.base.raw(self.layout.alias)
-            self._digests[self.layout.alias] = [
-                piece_digest(raw, o) for o in pieces(self.base.tensors[self.layout.alias])
-            ]
+        if alias := self.layout.alias:
+            self._digests[alias] = list(piece_digests(self.base, alias, self.pool))
         return combine(self.base.tensors, self._digests)
 
     def _square(self, tensor: TensorLayout) -> float:
@@ -304,6 +297,16 @@ def _matching(base: Model, layout: Layout, reference: Model | None) -> dict[str,
                 "a reference must have the base's shapes"
             )
     return {name: reference.checkpoint.tensor(match) for name, match in zip(names, others, strict=True)}
+
+
+def model_plan(checkpoint: Checkpoint, layout: Layout, dtype: str | None) -> Plan:
+    """What a model made from ``checkpoint`` holds: its tensors in ``dtype`` (None: their own), constants as they are,
+    and no second copy of a tied head."""
+    return {
+        name: (dtype if dtype and not layout.tensors[name].constant else info.dtype, info.shape)
+        for name, info in checkpoint.tensors.items()
+        if name != layout.alias
+    }
 
 
 def write_small_files(model: Model, folder: Path, plan: Plan) -> None:
