@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.client.data import Example, pad
+from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.losses import Frozen, Scores, score
 
 
@@ -63,14 +63,18 @@ def run(
 
     Layers count from 0; −1 is the state that the head reads.
     """
+    labels = batch["labels"]
+    labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
+    kept = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # the logits of prompts are never made
     output = model(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         use_cache=False,
         output_hidden_states=layer is not None,
+        logits_to_keep=kept,
     )
-    hidden = None if layer is None else output.hidden_states[layer if layer < 0 else layer + 1]
-    return score(output.logits, batch["labels"], hidden=hidden, weights=batch.get("weights"), **counts)
+    hidden = None if layer is None else output.hidden_states[layer if layer < 0 else layer + 1][:, -kept:]
+    return score(output.logits, labels[:, -kept:], hidden=hidden, weights=batch.get("weights"), **counts)
 
 
 @torch.no_grad()
