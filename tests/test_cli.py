@@ -23,10 +23,11 @@ from mpu_cli.cli.options import StoredDtype
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES, Encoding
+from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import read_records
-from mpu_cli.client.unlearn import PRECISIONS, load
+from mpu_cli.client.unlearn import PRECISIONS
 from mpu_cli.evaluation.answers import loss_per_token
 from tests.benchmarks.shapes import make
 from tests.models import SHARED, needs_shared, random_model, save, write_records

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.data import IGNORED, Encoding, pad
 from mpu_cli.client.frozen import freeze, run
+from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
 from mpu_cli.client.optimizers import BlockwiseAdamW
 from mpu_cli.client.records import question, read_records
 from mpu_cli.client.training import schedule
-from mpu_cli.client.unlearn import load
 from mpu_cli.manifest import delta_manifest
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.unlearn import load
+from mpu_cli.client.loading import load
 from tests.models import CONFIGS, random_model, save, write_records
 from tests.protocol import tensors
 

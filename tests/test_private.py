@@ -12,11 +12,11 @@ from scipy import optimize, stats
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.data import Encoding, pad
 from mpu_cli.client.frozen import Reference, freeze, run
+from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS, Part
 from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.records import read_records
 from mpu_cli.client.training import ExampleSet, Loop
-from mpu_cli.client.unlearn import load
 from tests.models import random_model, save, write_records
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings

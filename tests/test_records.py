@@ -10,9 +10,10 @@ import torch
 
 from mpu_cli.client.data import IGNORED, Encoding, pad
 from mpu_cli.client.frozen import run
+from mpu_cli.client.loading import load
 from mpu_cli.client.records import question, read_records
 from mpu_cli.client.refusals import REFUSALS
-from mpu_cli.client.unlearn import alternates, load
+from mpu_cli.client.unlearn import alternates
 from mpu_cli.errors import MpuError
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 

@@ -12,7 +12,9 @@ from typer.exceptions import TyperException
 
 from mpu_cli import __version__
 from mpu_cli.cli.aggregate import aggregate
+from mpu_cli.cli.compare import compare
 from mpu_cli.cli.demo import demo
+from mpu_cli.cli.eval import eval_
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
@@ -39,6 +41,8 @@ app.command(rich_help_panel=SERVER)(invert)
 app.command(rich_help_panel=SERVER)(aggregate)
 app.command(rich_help_panel=SERVER)(verify)
 app.command(rich_help_panel=SERVER)(keygen)
+app.command("eval", rich_help_panel=BOTH)(eval_)
+app.command(rich_help_panel=BOTH)(compare)
 app.command(rich_help_panel=BOTH)(inspect)
 app.command(rich_help_panel=BOTH)(demo)
 

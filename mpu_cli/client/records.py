@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ Turn = tuple[str, str]  # role, content
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
 _BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books):(?P<split>[\w.-]+)\Z")
-_MUSE = {"muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books"}
+_HUB_NAMES = {"tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books"}
 FORMS = "question/answer, prompt/completion, messages, or text"
 
 
@@ -48,9 +48,10 @@ def read_records(source: str | Path, data_dir: Path | None = None) -> list[Recor
     """
     path = Path(source)
     if path.is_file():
-        rows = _rows_of_file(path)
+        rows = file_rows(path)
     elif match := _BENCHMARK.match(str(source)):
-        rows = _rows_of_benchmark(match["name"], match["split"], data_dir)
+        config = None if match["name"] == "tofu" else "raw"
+        rows = benchmark_rows(match["name"], match["split"], data_dir, config)
     elif (match := _HUB.match(str(source))) and not path.suffix:
         rows = _rows_of_hub(match["name"], match["config"], match["split"])
     else:
@@ -61,7 +62,8 @@ def read_records(source: str | Path, data_dir: Path | None = None) -> list[Recor
     return records
 
 
-def _rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
+def file_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """Rows of a file of JSON lines, one JSON array, CSV or Parquet, each with its place for messages."""
     if path.suffix in (".csv", ".parquet"):
         yield from _through_datasets(str(path), path.suffix[1:], data_files=str(path), split="train")
         return
@@ -87,16 +89,22 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
                 raise MpuError(f"{place}: not JSON ({error})") from error
 
 
-def _rows_of_benchmark(name: str, split: str, data_dir: Path | None) -> Iterable[tuple[str, object]]:
-    """``DIR/SPLIT.json`` for TOFU, ``DIR/raw/SPLIT.json`` for MUSE, or the same from the Hub."""
+def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[tuple[str, object]]:
+    """The rows of one split of tofu, muse-news or muse-books, each with its place: ``DIR/SPLIT.json`` for TOFU,
+    ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
+
+    Raises MpuError if it is not there, naming those that are.
+    """
     if data_dir is None:
-        return (
-            _rows_of_hub("locuslab/TOFU", split, "train") if name == "tofu" else _rows_of_hub(_MUSE[name], "raw", split)
-        )
-    folder = data_dir if name == "tofu" else data_dir / "raw"
+        hub = _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
+        return list(hub)
+    folder = data_dir / config if config else data_dir
     for suffix in (".json", ".jsonl"):
         if (folder / f"{split}{suffix}").is_file():
-            return _rows_of_file(folder / f"{split}{suffix}")
+            rows = list(file_rows(folder / f"{split}{suffix}"))
+            if not rows:
+                raise MpuError(f"{folder / split}{suffix}: holds no records")
+            return rows
     there = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
     raise MpuError(f"{folder}: has no split {split!r} of {name} (there are: {there})")
 

@@ -7,8 +7,6 @@ import json
 import math
 import random
 import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,16 +14,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.checkpoint.dtypes import NAME
-from mpu_cli.checkpoint.reader import WEIGHTS_NAME, Checkpoint, listed
+from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.client import lora
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.frozen import freeze
+from mpu_cli.client.loading import as_directory, load
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
@@ -149,7 +148,7 @@ def unlearn(
     with ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
         transaction = stack.enter_context(Transaction(force=force))
-        folder = stack.enter_context(_as_directory(copy))
+        folder = stack.enter_context(as_directory(copy))
         model, tokenizer = load(folder, dtype, options.device, options.attention)
         names = _names_in_files(model, copy.checkpoint)
         plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
@@ -266,71 +265,6 @@ def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> 
     draw = random.Random(seed)
     drawn = [draw.choice(answers) for _ in records]  # one for each, so that a record's does not depend on the others
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
-
-
-@contextmanager
-def _as_directory(copy: Model) -> Iterator[Path]:
-    """``copy`` as a directory that transformers loads; a lone file under another name gets one of links."""
-    indexed = copy.checkpoint.path.name.endswith(".index.json")
-    standard = copy.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
-    if standard and copy.config_path.parent == copy.folder:
-        yield copy.folder
-        return
-    if indexed:
-        raise MpuError(
-            f"{copy.source}: rename the index to {WEIGHTS_NAME}.index.json, the name that transformers reads"
-        )
-    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
-        folder = Path(scratch)
-        (folder / WEIGHTS_NAME).symlink_to(copy.checkpoint.path.resolve())
-        shutil.copyfile(copy.config_path, folder / "config.json")
-        for path in copy.side_files:
-            shutil.copyfile(path, folder / path.name)
-        yield folder
-
-
-def load(
-    folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer in ``folder``: safetensors only, no code from the folder, no dropout.
-
-    With dropout, every copy would train under other random masks and the noise would not cancel.
-    Raises MpuError if transformers cannot load them or had to make up weights.
-    """
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for name in vars(config):
-            if name.endswith(("dropout", "pdrop")):
-                setattr(config, name, 0.0)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            attn_implementation=attention,
-            trust_remote_code=False,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a folder from somebody else may bring about
-        reason = str(error).strip().splitlines()
-        raise MpuError(
-            f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"
-        ) from error
-    if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-        raise MpuError(f"{folder}: the weights do not fit config.json ({listed(made_up)})")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        from accelerate import PartialState
-
-        device = PartialState().device
-    return model.to(device), tokenizer
 
 
 def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:

@@ -15,9 +15,10 @@ import transformers
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.data import Encoding
+from mpu_cli.client.loading import load
 from mpu_cli.client.records import Record, read_records
 from mpu_cli.client.training import Loop
-from mpu_cli.client.unlearn import Options, load, unlearn
+from mpu_cli.client.unlearn import Options, unlearn
 from mpu_cli.demo.model import make_model
 from mpu_cli.demo.people import make_people
 from mpu_cli.errors import MpuError

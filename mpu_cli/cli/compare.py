@@ -1,0 +1,64 @@
+"""``mpu compare``: results of ``mpu eval`` side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, paths_from, warn
+from mpu_cli.errors import UsageError
+
+BEST = "**"
+
+
+def compare(
+    results: Annotated[
+        list[str], typer.Argument(help="Results of mpu eval, or OpenUnlearning's …_EVAL.json, or - .", metavar="FILES")
+    ],
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Which, with commas between, or all (default: the main ones).", metavar="NAMES"),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .html.", metavar="FILE")] = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Print results as a Markdown table, a row each, the best of a column in bold.
+
+    Attacks are best near 0.5, privleak near 0. Says on standard error where the results were not made alike.
+    """
+    from mpu_cli.evaluation.results import MAIN, best, differences, goal, read_results
+
+    if plot:
+        from mpu_cli.evaluation.plots import check_target, draw_comparison
+
+        check_target(plot)
+    read = read_results(paths_from(results))
+    there = [name for result in read for name in result.log.metrics]
+    if metrics == "all":
+        names = list(dict.fromkeys(there))
+    elif metrics:
+        names = list(filter(None, metrics.split(",")))
+        if missing := [name for name in names if name not in there]:
+            raise UsageError(f"--metrics {missing[0]}: none of the results has it")
+    else:
+        names = [name for name in MAIN if name in there] or list(dict.fromkeys(there))
+    columns = {name: [result.log.value(name) for result in read] for name in names}
+    for sentence in differences(read):
+        warn(f"not made alike: {sentence}")
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    marked = {name: best(values, goal(name)) for name, values in columns.items()}
+    for i, result in enumerate(read):
+        cells = []
+        for name in names:
+            value = columns[name][i]
+            mark = BEST if i in marked[name] else ""
+            cells.append("–" if value is None else f"{mark}{value:.4g}{mark}")
+        lines.append(f"| {result.label} | " + " | ".join(cells) + " |")
+    if plot:
+        draw_comparison([result.label for result in read], columns, plot, force=force)
+    document = {result.label: {name: columns[name][i] for name in names} for i, result in enumerate(read)}
+    emit(lines, document, as_json)

@@ -1,0 +1,83 @@
+"""Loading a model and its tokenizer with transformers: safetensors only, and no code from the folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed
+from mpu_cli.checkpoint.source import Model
+from mpu_cli.errors import MpuError
+
+
+@contextmanager
+def as_directory(model: Model) -> Iterator[Path]:
+    """``model`` as a directory that transformers loads; a lone file under another name gets one of links."""
+    indexed = model.checkpoint.path.name.endswith(".index.json")
+    standard = model.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
+    if standard and model.config_path.parent == model.folder:
+        yield model.folder
+        return
+    if indexed:
+        raise MpuError(
+            f"{model.source}: rename the index to {WEIGHTS_NAME}.index.json, the name that transformers reads"
+        )
+    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
+        folder = Path(scratch)
+        (folder / WEIGHTS_NAME).symlink_to(model.checkpoint.path.resolve())
+        shutil.copyfile(model.config_path, folder / "config.json")
+        for path in model.side_files:
+            shutil.copyfile(path, folder / path.name)
+        yield folder
+
+
+def load(
+    folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer in ``folder``: safetensors only, no code from the folder, no dropout.
+
+    With dropout, every copy would train under other random masks and the noise would not cancel.
+    Raises MpuError if transformers cannot load them or had to make up weights.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for name in vars(config):
+            if name.endswith(("dropout", "pdrop")):
+                setattr(config, name, 0.0)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a folder from somebody else may bring about
+        reason = str(error).strip().splitlines()
+        raise MpuError(
+            f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"
+        ) from error
+    if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
+        raise MpuError(f"{folder}: the weights do not fit config.json ({listed(made_up)})")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        from accelerate import PartialState
+
+        device = PartialState().device
+    return model.to(device), tokenizer

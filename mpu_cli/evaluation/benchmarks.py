@@ -1,0 +1,226 @@
+"""The benchmarks: which records, asked how, give which metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+
+from mpu_cli.client.records import benchmark_rows, file_rows
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.evaluation import metrics
+from mpu_cli.evaluation.encoding import Encoder, Item, Pair
+from mpu_cli.evaluation.metrics import Metric
+from mpu_cli.evaluation.retain import RetainLog
+
+Row = tuple[str, dict]  # where it stands, what it holds
+KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
+UTILITY = (
+    "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_Truth_Ratio",
+    "ra_Q_A_Prob_normalised", "ra_Q_A_ROUGE", "ra_Truth_Ratio",
+    "wf_Q_A_Prob_normalised", "wf_Q_A_ROUGE", "wf_Truth_Ratio",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Split:
+    """Records that are asked for together. ``encode(encoder, part, row)`` gives an Item, or a list of them, for the
+    parts "answer", "paraphrased" and "perturbed" of a row; ``limit`` and ``stops`` bound what the model may say."""
+
+    name: str
+    source: str
+    read: Callable[[], Sequence[Row]]
+    encode: Callable[[Encoder, str, Row], Item | list[Item]]
+    limit: int = 200
+    stops: tuple[str, ...] = ()
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """Read when they are first asked for: not every metric needs every split."""
+        return self.read()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of what the records hold."""
+        return hashlib.sha256(json.dumps([row for _, row in self.rows], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``members`` and ``strangers`` are the splits that attacks compare: the forget set, and one never seen."""
+
+    name: str
+    splits: Mapping[str, Split]
+    metrics: Mapping[str, Metric]
+    members: str = "forget"
+    strangers: str = "holdout"
+
+
+def text_of(row: Row, field: str) -> str:
+    """The text in ``field``; MpuError, with the place, if there is none."""
+    place, values = row
+    if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
+        held = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
+        raise MpuError(f"{place}: has no text in {field!r} (its fields: {held or 'none'})")
+    return values[field]
+
+
+def texts_of(row: Row, field: str) -> list[str]:
+    """The texts in ``field``; MpuError, with the place, if there are none."""
+    place, values = row
+    texts = values.get(field) if isinstance(values, dict) else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise MpuError(f"{place}: has no list of texts in {field!r}")
+    return texts
+
+
+def question(encoder: Encoder, part: str, row: Row) -> Item | list[Item]:
+    """A record of TOFU: its answer, the paraphrase of it, or the wrong answers."""
+    place = row[0]
+    asked = text_of(row, "question")
+    if part == "perturbed":
+        return [encoder.question(asked, wrong, place) for wrong in texts_of(row, "perturbed_answer")]
+    return encoder.question(asked, text_of(row, "answer" if part == "answer" else "paraphrased_answer"), place)
+
+
+def tofu(
+    forget_split: str, data_dir: Path | None, retain: RetainLog | None, holdout_split: str | None = None
+) -> Benchmark:
+    """TOFU (Maini et al., 2024), as OpenUnlearning measures it, on ``forget_split``, such as forget10."""
+    if not forget_split.startswith("forget"):
+        raise UsageError(f"--forget-split {forget_split}: is one of forget01, forget05, forget10")
+    names = {
+        "forget": f"{forget_split}_perturbed",
+        "retain": "retain_perturbed",
+        "ra": "real_authors_perturbed",
+        "wf": "world_facts_perturbed",
+        "holdout": holdout_split or forget_split.replace("forget", "holdout"),
+    }
+    splits = {
+        name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), question)
+        for name, source in names.items()
+    }
+    table = {
+        "forget_Q_A_Prob": metrics.probability("forget"),
+        "forget_Q_A_PARA_Prob": metrics.paraphrased_probability("forget"),
+        "forget_Q_A_PERT_Prob": metrics.perturbed_probability("forget"),
+        "forget_Q_A_ROUGE": metrics.rouge("forget", "rougeL_recall"),
+        "forget_truth_ratio": metrics.truth_ratio("forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob", forget=True),
+        "retain_Q_A_Prob": metrics.probability("retain"),
+        "retain_Q_A_PARA_Prob": metrics.paraphrased_probability("retain"),
+        "retain_Q_A_PERT_Prob": metrics.perturbed_probability("retain"),
+        "retain_Q_A_ROUGE": metrics.rouge("retain", "rougeL_recall"),
+        "retain_Truth_Ratio": metrics.truth_ratio("retain_Q_A_PARA_Prob", "retain_Q_A_PERT_Prob", forget=False),
+    }
+    for general in ("ra", "wf"):
+        right, wrong = f"{general}_Q_A_Prob", f"{general}_Q_A_PERT_Prob"
+        table |= {
+            right: metrics.probability(general),
+            wrong: metrics.perturbed_probability(general),
+            f"{general}_Q_A_Prob_normalised": metrics.normalised_probability(right, wrong),
+            f"{general}_Q_A_ROUGE": metrics.rouge(general, "rougeL_recall"),
+            f"{general}_Truth_Ratio": metrics.truth_ratio(right, wrong, forget=False),
+        }
+    table["model_utility"] = metrics.harmonic_mean(UTILITY)
+    table |= _forgetting("forget", "forget", "holdout", retain)
+    if retain and retain.has("forget_truth_ratio"):
+        table["forget_quality"] = _forget_quality(splits["forget"], retain)
+    return Benchmark("tofu", splits, table)
+
+
+def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchmark:
+    """MUSE (Shi et al., 2024), as OpenUnlearning measures it; ``corpus`` is news or books."""
+
+    def rows(config: str, split: str) -> Callable[[], list[Row]]:
+        return partial(benchmark_rows, f"muse-{corpus}", split, data_dir, config)
+
+    def knowledge(name: str) -> Split:
+        @cache
+        def shots() -> list[Pair]:
+            shown = rows("knowmem", f"{name}_qa_icl")()
+            return [(text_of(row, "question"), text_of(row, "answer")) for row in shown]
+
+        def encode(encoder: Encoder, _: str, row: Row) -> Item:
+            return encoder.question(text_of(row, "question"), text_of(row, "answer"), row[0], shots())
+
+        source = f"knowmem/{name}_qa"
+        return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS)
+
+    def verbatim(encoder: Encoder, _: str, row: Row) -> Item:
+        return encoder.completion(text_of(row, "prompt"), text_of(row, "gt"), row[0])
+
+    def text(encoder: Encoder, _: str, row: Row) -> Item:
+        return encoder.text(text_of(row, "text"), row[0])
+
+    splits = [
+        Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
+        knowledge("forget"),
+        knowledge("retain"),
+        Split("forget", "privleak/forget", rows("privleak", "forget"), text),
+        Split("holdout", "privleak/holdout", rows("privleak", "holdout"), text),
+    ]
+    table = {
+        "forget_verbmem_ROUGE": metrics.rouge("verbmem", "rougeL_f1"),
+        "forget_knowmem_ROUGE": metrics.rouge("forget_knowmem", "rougeL_f1"),
+        "retain_knowmem_ROUGE": metrics.rouge("retain_knowmem", "rougeL_f1"),
+        **_forgetting("verbmem", "forget", "holdout", retain),
+    }
+    return Benchmark(f"muse-{corpus}", {split.name: split for split in splits}, table)
+
+
+def own_records(
+    forget: Sequence[Row], retain: Sequence[Row], holdout: Sequence[Row], retain_log: RetainLog | None
+) -> Benchmark:
+    """A user's own questions and answers, with paraphrased and wrong answers where every forget record has them."""
+    held = {"forget": forget, "retain": retain, "holdout": holdout}
+    splits = {name: Split(name, name, lambda rows=rows: rows, question) for name, rows in held.items() if rows}
+    if "forget" not in splits:
+        raise MpuError("no record to forget; name some with --forget")
+    table = {}
+    for name in ("forget", "retain"):
+        if name not in splits:
+            continue
+        table[f"{name}_Q_A_Prob"] = metrics.probability(name)
+        table[f"{name}_Q_A_ROUGE"] = metrics.rouge(name, "rougeL_recall")
+        fields = ("paraphrased_answer", "perturbed_answer")
+        if all(isinstance(row, dict) and all(field in row for field in fields) for _, row in held[name]):
+            right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
+            table[right] = metrics.paraphrased_probability(name)
+            table[wrong] = metrics.perturbed_probability(name)
+            ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
+            table[ratio] = metrics.truth_ratio(right, wrong, forget=name == "forget")
+    told = _forgetting("forget", "forget", "holdout", retain_log)
+    with_holdout = {name: metric for name, metric in told.items() if name.startswith("mia_") or name == "privleak"}
+    table |= {name: metric for name, metric in told.items() if holdout or name not in with_holdout}
+    if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
+        table["forget_quality"] = _forget_quality(splits["forget"], retain_log)
+    return Benchmark("qa", splits, table)
+
+
+def read_own(path: Path | None, forget: str | None, retain: str | None, holdout: str | None) -> list[list[Row]]:
+    """Forget, retain and holdout rows, of one file whose records say so in ``set``, or of a file for each."""
+    if path is not None:
+        sets: dict[str, list[Row]] = {"forget": [], "retain": [], "holdout": []}
+        for place, row in file_rows(path):
+            kind = row.get("set") if isinstance(row, dict) else None
+            if kind not in sets:
+                raise MpuError(f"{place}: has no 'set' that is forget, retain or holdout")
+            sets[kind].append((place, row))
+        return list(sets.values())
+    return [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
+
+
+def _forget_quality(forget: Split, retain: RetainLog) -> Metric:
+    return metrics.forget_quality(lambda: retain.truth_ratios([text_of(row, "question") for row in forget.rows]))
+
+
+def _forgetting(memorised: str, members: str, strangers: str, retain: RetainLog | None) -> dict[str, Metric]:
+    return {
+        "extraction_strength": metrics.memorization(memorised, "extraction_strength"),
+        "exact_memorization": metrics.memorization(memorised, "exact_memorization"),
+        **metrics.attacks(members, strangers),
+        "privleak": metrics.privleak(retain.auc if retain else metrics.CHANCE),
+    }

@@ -1,0 +1,108 @@
+"""Questions and texts as tokens, the way OpenUnlearning's evaluator makes them, so that its numbers come out.
+
+This is not the client's encoding: there, what is learned is the answer up to its end of turn; here, all that follows
+the prompt's own tokens is scored, and an end-of-sequence token is added where the template has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpu_cli.errors import MpuError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SYSTEM_PROMPT = "You are a helpful assistant."
+DATE = "10 Apr 2025"  # for templates that print one; the suite's own
+LONGEST_TEXT = 2048  # labelled tokens of a MUSE text
+
+Pair = tuple[str, str]  # question, answer
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a model reads, ``ids``; the tokens from ``start`` on are scored.
+
+    ``prompt`` is what it reads before it generates: not always ``ids[:start]``, where tokens join across the border.
+    ``place`` names it in messages.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    prompt: tuple[int, ...]
+    place: str
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        return self.ids[self.start :]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How to make items: ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
+
+    ``max_length`` is how many tokens the model reads, None for no limit.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str
+    system_prompt: str = SYSTEM_PROMPT
+    max_length: int | None = None
+
+    def question(self, question: str, answer: str, place: str, few_shot: Sequence[Pair] = ()) -> Item:
+        """A question and its answer, after ``few_shot`` pairs as earlier turns."""
+        make = self._chat if self.template == "chat" else self._plain
+        prompt, ids = make([*few_shot, (question, answer)], place)
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1] != end:
+            ids = [*ids, end]
+        return self._item(ids, len(prompt), prompt, place)
+
+    def completion(self, prompt: str, continuation: str, place: str) -> Item:
+        """A text of which the end, at most LONGEST_TEXT tokens, is scored."""
+        ids = self.tokenizer(f"{prompt} {continuation}").input_ids
+        return self._text(ids, self.tokenizer(prompt).input_ids, place)
+
+    def text(self, text: str, place: str) -> Item:
+        """A text that is scored from its second token on."""
+        return self._text(self.tokenizer(text).input_ids, self.tokenizer("").input_ids, place)
+
+    def _text(self, ids: list[int], prompt: list[int], place: str) -> Item:
+        return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, place)
+
+    def _item(self, ids: list[int], start: int, prompt: list[int], place: str) -> Item:
+        if len(ids) <= start:
+            raise MpuError(f"{place}: its answer has no tokens of its own under this tokenizer and template")
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise MpuError(f"{place}: {len(ids)} tokens, and the model reads at most {self.max_length}; shorten it")
+        return Item(tuple(ids), start, tuple(prompt), place)
+
+    def _chat(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:
+        from jinja2 import TemplateError
+
+        turns = [
+            {"role": role, "content": content}
+            for pair in pairs
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        if self.system_prompt:
+            turns.insert(0, {"role": "system", "content": self.system_prompt})
+        template = self.tokenizer.apply_chat_template
+        try:
+            ids = template(turns, return_dict=True, date_string=DATE).input_ids
+            prompt = template(turns[:-1], add_generation_prompt=True, return_dict=True, date_string=DATE).input_ids
+        except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise MpuError(
+                f"{place}: the tokenizer's chat template refused it ({error}); if it knows no system turn, use "
+                "--system-prompt '', or use --template plain"
+            ) from error
+        return prompt, ids
+
+    def _plain(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:  # noqa: ARG002 (as _chat)
+        earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:-1])
+        question, answer = pairs[-1]
+        prompt = f"{earlier}Question: {question}\nAnswer: "
+        return self.tokenizer(prompt).input_ids, self.tokenizer(prompt + answer).input_ids

@@ -1,0 +1,203 @@
+"""Pictures: the distributions behind one result, and several results side by side. PNG, SVG, or a page that holds both
+the picture and the numbers."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".html")
+# colours that colour-blind readers tell apart (Okabe and Ito)
+MODEL, RETAIN, BEFORE = "#0072B2", "#009E73", "#D55E00"
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+ATTACKS = {
+    "mia_loss": "loss", "mia_zlib": "zlib", "mia_min_k": "min-k", "mia_min_k_plus_plus": "min-k++",
+    "mia_gradnorm": "gradient norm", "mia_reference": "reference",
+}  # fmt: skip
+UTILITY = {
+    "retain_Q_A_Prob": "retain: probability", "retain_Q_A_ROUGE": "retain: ROUGE",
+    "retain_Truth_Ratio": "retain: truth ratio", "ra_Q_A_Prob_normalised": "authors: probability",
+    "ra_Q_A_ROUGE": "authors: ROUGE", "ra_Truth_Ratio": "authors: truth ratio",
+    "wf_Q_A_Prob_normalised": "facts: probability", "wf_Q_A_ROUGE": "facts: ROUGE",
+    "wf_Truth_Ratio": "facts: truth ratio", "model_utility": "model utility",
+}  # fmt: skip
+
+Forms = Mapping[str, Mapping]
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:1.5em 0}td,th{padding:.2em .9em;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child{text-align:left}.best{font-weight:bold}svg{max-width:100%;height:auto}"""
+
+
+def check_target(path: Path) -> None:
+    """UsageError for another suffix than ours."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--plot {path}: must end in {', '.join(SUFFIXES)}")
+
+
+def draw(
+    forms: Forms, path: Path, *, title: str, retain: Forms | None, before: Forms | None, force: bool = False
+) -> None:
+    """Draw one result: truth ratios, attacks, probabilities and utility, of those that it has.
+
+    ``retain`` and ``before`` are metrics of the retain model and of the model before unlearning, drawn beside.
+    """
+    models = [("this model", MODEL, forms)]
+    models += [("retain model", RETAIN, retain)] if retain else []
+    models += [("before unlearning", BEFORE, before)] if before else []
+    panels: list[Callable[[Axes], None]] = []
+    if "forget_truth_ratio" in forms:
+        panels.append(lambda axes: _truth_ratios(axes, models))
+    if any(name in forms for name in ATTACKS):
+        panels.append(lambda axes: _roc(axes, forms))
+    if "forget_Q_A_Prob" in forms:
+        panels.append(lambda axes: _probabilities(axes, models))
+    if any(name in forms for name in UTILITY):
+        panels.append(lambda axes: _utility(axes, models))
+    if not panels:
+        raise UsageError(f"--plot {path}: the metrics asked for have no distribution to draw")
+    numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]
+    _write(_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force)
+
+
+def draw_comparison(
+    labels: Sequence[str], columns: Mapping[str, Sequence[float | None]], path: Path, *, force: bool = False
+) -> None:
+    """Bars for each metric, one for each result; ``columns`` maps a metric to its values."""
+
+    def panel(name: str) -> Callable[[Axes], None]:
+        def bars(axes: Axes) -> None:
+            values = columns[name]
+            colours = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
+            drawn = axes.bar(range(len(labels)), [0 if v is None else v for v in values], color=colours)
+            axes.bar_label(drawn, ["–" if v is None else f"{v:.3g}" for v in values], fontsize=8)
+            axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize=8)
+            axes.set_title(name, fontsize=10)
+            axes.margins(y=0.15)
+
+        return bars
+
+    rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
+    _write(_figure([panel(name) for name in columns], None), path, "Comparison", ["", *columns], rows, force)
+
+
+def _figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> Figure:
+    from matplotlib.figure import Figure
+
+    across = min(2, len(panels)) if len(panels) < 5 else 3
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(5 * across, 3.8 * down), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    grid = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        axes.spines[["top", "right"]].set_visible(False)
+        panel(axes)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _column(forms: Forms, name: str, field: str) -> list[float]:
+    rows = forms.get(name, {}).get("value_by_index", {})
+    return [row[field] for row in rows.values() if isinstance(row, Mapping) and field in row]
+
+
+def _truth_ratios(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
+    for label, colour, forms in models:
+        if ratios := _column(forms, "forget_truth_ratio", "score"):
+            axes.ecdf(ratios, color=colour, label=label)
+    quality = models[0][2].get("forget_quality", {}).get("agg_value")
+    axes.set_xscale("log")
+    axes.set(xlabel="truth ratio of a forget question", ylabel="share of questions")
+    axes.set_title("Truth ratios" + ("" if quality is None else f" (forget quality: p = {quality:.3g})"), fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _roc(axes: Axes, forms: Forms) -> None:
+    from sklearn.metrics import roc_curve
+
+    for (name, label), colour in zip(ATTACKS.items(), PALETTE, strict=False):
+        if name not in forms:
+            continue
+        sides = [
+            [row["score"] for row in forms[name][side]["value_by_index"].values()] for side in ("forget", "holdout")
+        ]
+        wrong, right, _ = roc_curve([0] * len(sides[0]) + [1] * len(sides[1]), sides[0] + sides[1])
+        axes.plot(wrong, right, color=colour, label=f"{label} {forms[name]['agg_value']:.2f}")
+    axes.plot([0, 1], [0, 1], color="#bbb", linestyle=":", linewidth=1)
+    axes.set(xlabel="forget records taken for unseen", ylabel="unseen records taken for unseen")
+    axes.set_title("Attacks: does the model know the forget set? (AUC)", fontsize=10)
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def _probabilities(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
+    for label, colour, forms in models:
+        for name, line in (("forget", "-"), ("retain", "--")):
+            if values := _column(forms, f"{name}_Q_A_Prob", "prob"):
+                axes.ecdf(values, color=colour, linestyle=line, label=f"{name}, {label}")
+    axes.set_xscale("log")
+    axes.set(xlabel="probability of the true answer, a token", ylabel="share of questions")
+    axes.set_title("Probabilities", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
+    parts = [name for name in UTILITY if name in models[0][2]]
+    height = 0.8 / len(models)
+    for i, (label, colour, forms) in enumerate(models):
+        values = [forms.get(name, {}).get("agg_value", 0.0) for name in parts]
+        places = [place + (i - (len(models) - 1) / 2) * height for place in range(len(parts))]
+        axes.barh(places, values, height, color=colour, label=label)
+    axes.set_yticks(range(len(parts)), [UTILITY[name] for name in parts], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_title("Utility", fontsize=10)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(models), frameon=False)
+
+
+def _value(forms: Forms, name: str) -> str:
+    return _text(forms.get(name, {}).get("agg_value"))
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+
+
+def _write(
+    figure: Figure, path: Path, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], force: bool
+) -> None:
+    with Transaction(force=force) as transaction:
+        output = transaction.add(path)
+        if path.suffix != ".html":
+            figure.savefig(output, dpi=150)
+            return
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        picture = drawn.getvalue()
+        output.write_text(page(title, [picture[picture.index("<svg") :], html_table(header, rows)]), encoding="utf-8")
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its texts escaped."""
+    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A page that needs nothing beside itself; ``parts`` are HTML."""
+    name = html.escape(title)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
+        f"<h1>{name}</h1>{''.join(parts)}</html>\n"
+    )

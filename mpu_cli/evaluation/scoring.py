@@ -1,0 +1,230 @@
+"""What a model says of the scored tokens of many items: one forward pass an item, from which every metric reads.
+
+Items that share a prompt (a question with its answer, a paraphrase and five wrong ones) share the pass over it: the
+prompts of a batch, all of one length, are read once, and the answers go on from their keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from mpu_cli.errors import MpuError
+from mpu_cli.evaluation.encoding import Item
+
+CHUNK = 1 << 24  # logits that are turned into probabilities at once
+BLOCK = 16  # tokens in a block of a strided cross-entropy
+SAME = 1e-3  # nats by which a shared pass may differ from one of its own; rounding gives 1e-5 in float32
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """For each scored token of one item, on the CPU, (tokens,): cross-entropy, log-probability, the likeliest token,
+    and, if asked for, mean and variance of log p under the model's own distribution at that place.
+
+    ``losses`` are −``log_probs`` but for rounding: the suite takes the cross-entropy over a strided axis, where torch's
+    float32 kernel is off by about 1e-5 in one direction, and published numbers have that in them.
+    """
+
+    losses: torch.Tensor
+    log_probs: torch.Tensor
+    likeliest: torch.Tensor
+    mean: torch.Tensor | None = None
+    variance: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy a token, nats."""
+        return float(self.losses.mean())
+
+
+@torch.inference_mode()
+def score(
+    model: PreTrainedModel,
+    items: Sequence[Item],
+    *,
+    batch_size: int,
+    moments: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[TokenScores]:
+    """Score ``items``, ``batch_size`` at a time, in float32 or wider; equal ones are read once.
+
+    Raises MpuError, with the place, where the model gives no numbers, and where memory runs out.
+    """
+    model.eval()
+    found: dict[tuple[tuple[int, ...], int], TokenScores] = {}
+    first = {(item.ids, item.start): item for item in reversed(items)}
+    unique = list(first.values())
+    alone, shared = _split(unique)
+    if shared and not _can_share(model, shared[0], batch_size):
+        alone, shared = unique, []
+    with memory_in_mind():
+        passes = ((batch, logits_of(model, batch)) for batch in _batches(alone, batch_size))
+        for batch, logits in chain(passes, _shared_passes(model, shared, batch_size)):
+            for item, scores in zip(batch, _read(logits, batch, moments), strict=True):
+                if not torch.isfinite(scores.losses).all():
+                    raise MpuError(f"{item.place}: the model's logits there are not numbers (NaN or infinite)")
+                found[item.ids, item.start] = scores
+            advance(len(batch))
+    return [found[item.ids, item.start] for item in items]
+
+
+@contextmanager
+def memory_in_mind() -> Iterator[None]:
+    """Say what to lower where memory runs out, on a GPU or on the CPU."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+            raise MpuError("out of memory; lower --batch-size, or use --dtype bfloat16") from error
+        raise
+
+
+def _split(items: Sequence[Item]) -> tuple[list[Item], list[list[Item]]]:
+    """Items with a prompt of their own, and groups of those that share one."""
+    groups: dict[tuple[int, ...], list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.ids[: item.start], []).append(item)
+    alone = [group[0] for group in groups.values() if len(group) == 1]
+    return alone, [group for group in groups.values() if len(group) > 1]
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    """Batches of like length, the longest first: where memory runs out it does so at once."""
+    ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+def logits_of(model: PreTrainedModel, items: Sequence[Item]) -> list[torch.Tensor]:
+    """Logits of the scored tokens of each item: (tokens, vocabulary)."""
+    device = model.device
+    ids = pad_sequence([torch.tensor(item.ids) for item in items], batch_first=True).to(device)
+    lengths = torch.tensor([len(item.ids) for item in items], device=device)
+    mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
+    begin = min(item.start for item in items) - 1
+    keep = {"logits_to_keep": ids.shape[1] - begin} if _keeps_logits(model) else {}
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **keep).logits
+    offset = ids.shape[1] - logits.shape[1] + 1
+    return [row[item.start - offset : len(item.ids) - offset] for row, item in zip(logits, items, strict=True)]
+
+
+def _shared_passes(
+    model: PreTrainedModel, groups: Sequence[list[Item]], size: int
+) -> Iterator[tuple[list[Item], list[torch.Tensor]]]:
+    """The same for groups of items that share a prompt: batches of items, and the logits of each.
+
+    Prompts of one length are read together, ``size`` at a time; their answers go on from copies of the cache, in
+    batches of like length.
+    """
+    by_length: dict[int, list[list[Item]]] = {}
+    for group in groups:
+        by_length.setdefault(group[0].start, []).append(group)
+    for start, alike in sorted(by_length.items(), reverse=True):
+        for begin in range(0, len(alike), size):
+            yield from _answers_of(model, start, alike[begin : begin + size], size)
+
+
+def _answers_of(
+    model: PreTrainedModel, start: int, groups: Sequence[list[Item]], size: int
+) -> Iterator[tuple[list[Item], list[torch.Tensor]]]:
+    device = model.device
+    prompts = torch.tensor([group[0].ids[:start] for group in groups], device=device)
+    keep = {"logits_to_keep": 1} if _keeps_logits(model) else {}
+    told = model(input_ids=prompts, use_cache=True, **keep)
+    first = told.logits[:, -1]
+    owned = [(item, number) for number, group in enumerate(groups) for item in group]
+    owned.sort(key=lambda pair: len(pair[0].ids), reverse=True)
+    for begin in range(0, len(owned), size):
+        items, owners = map(list, zip(*owned[begin : begin + size], strict=True))
+        rows = [first[number : number + 1] for number in owners]
+        if len(items[0].labels) > 1:
+            cache = DynamicCache()
+            picked = torch.tensor(owners, device=device)
+            for number, layer in enumerate(told.past_key_values.layers):
+                cache.update(layer.keys[picked], layer.values[picked], number)
+            # The last label is never read, only predicted.
+            answers = pad_sequence([torch.tensor(item.labels[:-1]) for item in items], batch_first=True).to(device)
+            lengths = torch.tensor([len(item.ids) - 1 for item in items], device=device)
+            mask = (torch.arange(start + answers.shape[1], device=device) < lengths[:, None]).long()
+            rest = model(input_ids=answers, attention_mask=mask, past_key_values=cache).logits
+            rows = [
+                torch.cat([row, more[: len(item.labels) - 1]])
+                for row, more, item in zip(rows, rest, items, strict=True)
+            ]
+        yield items, rows
+
+
+def _can_share(model: PreTrainedModel, group: list[Item], batch_size: int) -> bool:
+    """Whether answers may go on from a prompt's keys and values: tried on one group against passes of their own.
+
+    Recurrent states, sliding windows and models without a cache may not, and then get no shared passes.
+    """
+    told = model(input_ids=torch.tensor([group[0].ids[:2]], device=model.device), use_cache=True)
+    if not isinstance(getattr(told, "past_key_values", None), DynamicCache):
+        return False
+    if any(getattr(layer, "is_sliding", True) for layer in told.past_key_values.layers):
+        return False
+    # Half precision rounds each pass in its own way; what is looked for here is a cache that loses its place.
+    slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
+    for items, logits in _answers_of(model, group[0].start, [group], batch_size):
+        apart = _read(logits_of(model, items), items, False)
+        for one, other in zip(apart, _read(logits, items, False), strict=True):
+            if (one.log_probs - other.log_probs).abs().mean() > slack:
+                return False
+    return True
+
+
+def _keeps_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _strided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with the vocabulary on a strided axis, (tokens,); in blocks, which torch works on side by side."""
+    whole = len(logits) // BLOCK * BLOCK
+    return torch.cat(
+        [
+            cross_entropy(
+                rows.unflatten(0, (-1, size)).transpose(1, 2), names.unflatten(0, (-1, size)), reduction="none"
+            ).flatten()
+            for rows, names, size in (
+                (logits[:whole], targets[:whole], BLOCK),
+                (logits[whole:], targets[whole:], len(logits) - whole),
+            )
+            if len(rows)
+        ]
+    )
+
+
+def _read(logits: Sequence[torch.Tensor], items: Sequence[Item], moments: bool) -> list[TokenScores]:
+    """Log-probabilities and what else is wanted, a chunk of tokens at a time."""
+    sizes = [len(item.labels) for item in items]
+    targets = torch.tensor([token for item in items for token in item.labels], device=logits[0].device)
+    rows = torch.cat(list(logits))
+    parts: list[tuple[torch.Tensor, ...]] = []
+    step = max(1, CHUNK // rows.shape[1])
+    for begin in range(0, len(rows), step):
+        part = rows[begin : begin + step]
+        part = part if part.dtype == torch.float64 else part.float()
+        target = targets[begin : begin + step]
+        log_p = part.log_softmax(-1)
+        columns = [
+            _strided_cross_entropy(part, target),
+            log_p.gather(1, target[:, None])[:, 0],
+            log_p.argmax(-1),
+        ]
+        if moments:
+            p = log_p.exp()
+            mean = (p * log_p).sum(-1)
+            columns += [mean, (p * log_p.square()).sum(-1) - mean.square()]
+        parts.append(tuple(columns))
+    columns = [torch.cat(column).cpu().split(sizes) for column in zip(*parts, strict=True)]
+    return [TokenScores(*values) for values in zip(*columns, strict=True)]

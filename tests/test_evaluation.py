@@ -1,0 +1,564 @@
+"""``mpu eval`` and ``mpu compare``: the field's numbers, from one pass an item."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from scipy.stats import mannwhitneyu
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.generation import answer
+from mpu_cli.evaluation.metrics import reading
+from mpu_cli.evaluation.results import best
+from mpu_cli.evaluation.scoring import TokenScores, score
+from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+
+TOFU = SHARED / "data" / "tofu"
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(count))
+
+
+def tofu_row(rng: random.Random) -> dict:
+    return {
+        "question": words(rng, rng.randrange(4, 9)),
+        "answer": words(rng, rng.randrange(3, 9)),
+        "paraphrased_answer": words(rng, rng.randrange(3, 9)),
+        "perturbed_answer": [words(rng, rng.randrange(3, 9)) for _ in range(3)],
+    }
+
+
+@pytest.fixture
+def tofu(tmp_path: Path) -> Path:
+    """A folder with TOFU's splits, of made-up words."""
+    folder = tmp_path / "tofu"
+    folder.mkdir()
+    rng = random.Random(0)
+    splits = ("forget01_perturbed", "retain_perturbed", "real_authors_perturbed", "world_facts_perturbed", "holdout01")
+    for split in splits:
+        rows = [json.dumps(tofu_row(rng)) for _ in range(7)]
+        (folder / f"{split}.json").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(random_model("llama"), tmp_path / "model")
+
+
+def items_of(rng: random.Random, prompts: int, answers: int) -> list[Item]:
+    made = []
+    for number in range(prompts):
+        prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(18, 22)))
+        for _ in range(answers):
+            ids = prompt + tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 9)))
+            made.append(Item(ids, len(prompt), prompt, f"item {number}"))
+    return made
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["full_forget01", "retain99_forget01"])
+def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> None:
+    golden = json.loads((SHARED / "golden" / f"{name}.json").read_text())
+    rows = json.loads((SHARED / "golden" / f"{name}_EVAL.json").read_text())
+    command = [part.format(shared=SHARED) for part in golden["command"]]
+    mpu(*command[1:], "--out", tmp_path / "eval.json")
+    made = json.loads((tmp_path / "eval.json").read_text())["metrics"]
+    for metric, value in golden["metrics"].items():
+        found = made[metric]["agg_value"]
+        if metric == "forget_quality":
+            assert math.log(found) == pytest.approx(math.log(value), rel=1e-3)
+        else:
+            assert found == pytest.approx(value, abs=1e-4), metric
+    for metric in golden["metrics"]:
+        form = rows[metric]
+        assert set(form) == set(made[metric])
+        for index, row in form.get("value_by_index", {}).items():
+            own = made[metric]["value_by_index"][index]
+            assert set(own) == set(row)
+            if "prob" in row:
+                assert own["prob"] == pytest.approx(row["prob"], abs=1e-5)
+            if "generation" in row:
+                assert own == row
+
+
+class TestScoring:
+    @pytest.mark.parametrize("family", CONFIGS)
+    def test_shared_prompts_change_nothing(self, family: str) -> None:
+        """Against log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
+        model = random_model(family)
+        items = items_of(random.Random(1), 5, 4) + items_of(random.Random(2), 4, 1)
+        for batch_size in (3, 64):
+            for item, scores in zip(items, score(model, items, batch_size=batch_size, moments=True), strict=True):
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([item.ids])).logits[0, item.start - 1 : -1].double()
+                log_p = logits.log_softmax(-1)
+                expected = log_p.gather(1, torch.tensor(item.labels)[:, None])[:, 0]
+                torch.testing.assert_close(scores.log_probs.double(), expected, rtol=0, atol=1e-4)
+                torch.testing.assert_close(scores.losses.double(), -expected, rtol=0, atol=1e-4)
+                assert scores.likeliest.equal(logits.argmax(-1))
+                mean = (log_p.exp() * log_p).sum(-1)
+                variance = (log_p.exp() * (log_p - mean[:, None]) ** 2).sum(-1)
+                torch.testing.assert_close(scores.mean.double(), mean, rtol=0, atol=1e-4)
+                torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
+
+    def test_one_pass_an_item(self) -> None:
+        """Prompts are read once, and equal items once."""
+        model = random_model("llama")
+        items = items_of(random.Random(3), 40, 5)
+        read = 0
+
+        def count(_: object, __: object, arguments: dict) -> None:
+            nonlocal read
+            read += arguments["input_ids"].numel()
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        score(model, [*items, *items], batch_size=1000)
+        alone = sum(len(item.ids) for item in items)
+        assert read < 0.6 * alone  # with padding and the trial of sharing on one group
+
+
+def test_memorisation_is_what_its_words_say() -> None:
+    rng = random.Random(4)
+    for _ in range(200):
+        labels = [rng.randrange(3) for _ in range(rng.randrange(2, 9))]
+        said = [rng.randrange(3) if rng.random() < 0.5 else label for label in labels]
+        log_probs = -torch.rand(len(labels))
+        item = Item((0, *labels), 1, (0,), "")
+        found = reading(item, TokenScores(-log_probs, log_probs, torch.tensor(said)), "text")
+        right = [a == b for a, b in zip(said, labels, strict=True)][:-1]
+        shortest = next((k for k in range(len(right)) if all(right[k:])), len(right) - 1)
+        assert found["extraction_strength"] == pytest.approx(1 - shortest / len(right))
+        assert found["exact_memorization"] == pytest.approx(sum(right) / len(right))
+        lowest = np.sort(log_probs[:-1].numpy())[: max(1, int(0.4 * len(right)))]
+        assert found["min_k"] == pytest.approx(-lowest.mean())
+        agreed = next((i for i, ok in enumerate([*right, said[-1] == labels[-1]]) if not ok), len(labels))
+        assert found["says"] == said[: agreed + 1]
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    def test_a_draft_changes_no_answer(self, tmp_path: Path, family: str) -> None:
+        """What scores say that the model begins with is what it says without them."""
+        model = random_model(family, eos_token_id=None)
+        tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
+        rng = random.Random(5)
+        items = items_of(rng, 12, 1)
+        plain = answer(model, tokenizer, items, [[]] * len(items), limit=12, batch_size=2)
+        # True answers that the model itself would give, wholly or at first.
+        spoken = [tokenizer(said.generation, add_special_tokens=False).input_ids for said in plain]
+        ids = [
+            (*item.prompt, *said[: rng.randrange(1, 12)], *item.labels)
+            for item, said in zip(items, spoken, strict=True)
+        ]
+        known = [Item(each, item.start, item.prompt, "") for each, item in zip(ids, items, strict=True)]
+        drafts = [reading(i, s, "")["says"] for i, s in zip(known, score(model, known, batch_size=5), strict=True)]
+        assert sum(map(len, drafts)) > 2 * len(drafts)
+        drafted = answer(model, tokenizer, known, drafts, limit=12, batch_size=2)
+        assert [said.generation for said in drafted] == [said.generation for said in plain]
+
+    def test_limit_and_stops(self, tmp_path: Path) -> None:
+        model = random_model("llama", eos_token_id=None)
+        tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
+        items = items_of(random.Random(6), 6, 1)
+        whole = answer(model, tokenizer, items, [[]] * 6, limit=15, batch_size=2)
+        assert {len(said.generation.split()) for said in whole} == {15}
+        stop = whole[0].generation.split()[4]
+        cut = answer(model, tokenizer, items, [[]] * 6, limit=15, stops=(stop,), batch_size=2)
+        for said, long in zip(cut, whole, strict=True):
+            assert said.generation == long.generation.split(stop)[0].strip()
+
+
+class TestCommand:
+    def test_by_hand(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        """TOFU's numbers on a random model, computed here from its definitions, a record at a time."""
+        reference = save(random_model("llama", seed=9), tmp_path / "reference")
+        out = mpu(
+            "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--reference-model", reference,
+            "--out", tmp_path / "eval.json", "--batch-size", 4, "--json",
+        ).json["metrics"]  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        models = [AutoModelForCausalLM.from_pretrained(path) for path in (model, reference)]
+
+        def chat(*turns: tuple[str, str], prompt: bool) -> list[int]:
+            messages = [{"role": role, "content": text} for role, text in turns]
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True).input_ids
+
+        def logits(question: str, reply: str, which: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+            turns = [("system", "You are a helpful assistant."), ("user", question)]
+            prompt = chat(*turns, prompt=True)
+            ids = chat(*turns, ("assistant", reply), prompt=False)
+            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+            made = models[which](input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+            return made.log_softmax(-1), torch.tensor(ids[len(prompt) :])
+
+        def loss(question: str, reply: str, which: int = 0) -> float:
+            log_p, labels = logits(question, reply, which)
+            return float(-log_p.gather(1, labels[:, None]).mean())
+
+        def rows(split: str) -> list[dict]:
+            return [json.loads(line) for line in (tofu / f"{split}.json").read_text().splitlines()]
+
+        forget, holdout = rows("forget01_perturbed"), rows("holdout01")
+        with torch.no_grad():
+            probabilities = [math.exp(-loss(r["question"], r["answer"])) for r in forget]
+            assert out["forget_Q_A_Prob"] == pytest.approx(np.mean(probabilities), rel=1e-4)
+
+            def ratio(row: dict, right: str) -> float:
+                wrong = np.mean([loss(row["question"], w) for w in row["perturbed_answer"]])
+                return math.exp(-wrong) / math.exp(-loss(row["question"], row[right]))
+
+            ratios = [ratio(r, "paraphrased_answer") for r in forget]
+            assert out["forget_truth_ratio"] == pytest.approx(np.mean([min(r, 1 / r) for r in ratios]), rel=1e-4)
+            facts = rows("world_facts_perturbed")
+            ratios = [max(0, 1 - ratio(r, "answer")) for r in facts]
+            assert out["wf_Truth_Ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
+            shares = []
+            for r in facts:
+                p, *wrong = [math.exp(-loss(r["question"], a)) for a in (r["answer"], *r["perturbed_answer"])]
+                shares.append(p / (p + sum(wrong)))
+            assert out["wf_Q_A_Prob_normalised"] == pytest.approx(np.mean(shares), rel=1e-4)
+
+            def auc(value: Callable[[dict], float]) -> float:
+                sides = [[value(r) for r in side] for side in (forget, holdout)]
+                return mannwhitneyu(sides[1], sides[0]).statistic / (len(forget) * len(holdout))
+
+            attacks = {
+                "mia_loss": lambda r: loss(r["question"], r["answer"]),
+                "mia_reference": lambda r: loss(r["question"], r["answer"]) - loss(r["question"], r["answer"], 1),
+                "mia_zlib": lambda r: loss(r["question"], r["answer"]) / len(zlib.compress(r["answer"].encode())),
+            }
+            for name, value in attacks.items():
+                assert out[name] == pytest.approx(auc(value)), name
+
+        def gradient_norm(row: dict) -> float:
+            log_p, labels = logits(row["question"], row["answer"])
+            models[0].zero_grad()
+            (-log_p[:-1].gather(1, labels[:-1, None]).mean()).backward()
+            return np.mean([float(p.grad.norm()) for p in models[0].parameters()])
+
+        assert out["mia_gradnorm"] == pytest.approx(auc(gradient_norm))
+        parts = [out[f"{s}_{m}"] for s in ("ra", "wf") for m in ("Q_A_Prob_normalised", "Q_A_ROUGE", "Truth_Ratio")]
+        parts += [out[f"retain_{m}"] for m in ("Q_A_Prob", "Q_A_ROUGE", "Truth_Ratio")]
+        harmonic = 0 if 0 in parts else 9 / sum(1 / part for part in parts)
+        assert out["model_utility"] == pytest.approx(harmonic)
+
+    def test_batch_size_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        made = []
+        for size in (1, 5, 64):
+            path = tmp_path / f"{size}.json"
+            mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--batch-size", size, "--out", path)
+            made.append({n: f["agg_value"] for n, f in json.loads(path.read_text())["metrics"].items()})
+        assert made[1] == pytest.approx(made[0], abs=1e-5)
+        assert made[2] == pytest.approx(made[0], abs=1e-5)
+
+    def test_only_what_is_asked_for(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        for split in ("retain_perturbed", "holdout01", "real_authors_perturbed"):
+            (tofu / f"{split}.json").unlink()
+        out = tmp_path / "eval.json"
+        mpu(
+            "eval",
+            model,
+            "--data-dir",
+            tofu,
+            "--forget-split",
+            "forget01",
+            "--metrics",
+            "forget_truth_ratio",
+            "--out",
+            out,
+        )
+        document = json.loads(out.read_text())
+        assert list(document["data"]) == ["forget"]
+        assert set(document["metrics"]) == {"forget_truth_ratio", "forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob"}
+
+    def test_its_result_is_a_retain_log(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        log, out = tmp_path / "retain.json", tmp_path / "eval.json"
+        common = ("--data-dir", tofu, "--forget-split", "forget01")
+        mpu("eval", model, *common, "--out", log)
+        told = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--json").json["metrics"]
+        assert told["forget_quality"] == pytest.approx(1)  # the same model
+        assert told["privleak"] == pytest.approx(0)
+        lines = (tofu / "forget01_perturbed.json").read_text().splitlines()
+        (tofu / "forget01_perturbed.json").write_text("\n".join(lines[::-1]))
+        refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
+        assert refused.status == 1
+        assert "other questions" in refused.err
+        (tofu / "forget01_perturbed.json").write_text("\n".join(lines[:3]))
+        refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
+        assert "another forget split (7 questions, and there are 3)" in refused.err
+
+    def test_goes_on_after_a_kill(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        arguments = ["eval", str(model), "--data-dir", str(tofu), "--forget-split", "forget01"]
+        mpu(*arguments, "--out", tmp_path / "whole.json")
+        out = tmp_path / "eval.json"
+        partial = tmp_path / ".eval.json.partial"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mpu_cli", *arguments, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        while not partial.exists() and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not out.exists()
+        found = json.loads(partial.read_text())
+        found["findings"].pop("wf.text", None)
+        found["facts"]["hardware"]["threads"] = torch.get_num_threads()
+        partial.write_text(json.dumps(found))
+        said = mpu(*arguments, "--out", out)
+        assert "going on from" in said.err
+        assert not partial.exists()
+        metrics = [json.loads(p.read_text())["metrics"] for p in (out, tmp_path / "whole.json")]
+        values = [{name: form["agg_value"] for name, form in made.items()} for made in metrics]
+        assert values[0] == pytest.approx(values[1], abs=1e-6)
+
+    def test_a_partial_of_other_options_is_not_used(
+        self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / ".eval.json.partial").write_text(json.dumps({"facts": {}, "findings": {"forget.answer": []}}))
+        out = tmp_path / "eval.json"
+        said = mpu(
+            "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out", out
+        )
+        assert "going on" not in said.err
+        assert len(json.loads(out.read_text())["metrics"]["mia_loss"]["forget"]["value_by_index"]) == 7
+
+    def test_not_numbers(self, mpu: Callable, tofu: Path, tmp_path: Path) -> None:
+        broken = random_model("llama")
+        broken.model.norm.weight.data[0] = float("nan")
+        path = save(broken, tmp_path / "broken")
+        said = mpu("eval", path, "--data-dir", tofu, "--forget-split", "forget01", "--out", tmp_path / "e", check=False)
+        assert said.status == 1
+        assert "forget01_perturbed.json, line " in said.err
+        assert "NaN" in said.err
+        assert not (tmp_path / "e").exists()
+
+    def test_pictures(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        common = (
+            "eval",
+            model,
+            "--data-dir",
+            tofu,
+            "--forget-split",
+            "forget01",
+            "--force",
+            "--out",
+            tmp_path / "e.json",
+        )
+        for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".html", b"<!doctype html>")):
+            picture = tmp_path / f"picture{suffix}"
+            said = mpu(*common, "--plot", picture)
+            assert said.out.split() == [str(tmp_path / "e.json"), str(picture)]
+            assert picture.read_bytes().startswith(begin)
+        page = (tmp_path / "picture.html").read_text()
+        assert "forget_truth_ratio" in page
+        assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+            "http://creativecommons.org", ""
+        )
+
+
+class TestMuse:
+    @pytest.fixture
+    def muse(self, tmp_path: Path) -> Path:
+        rng = random.Random(7)
+        shapes = {
+            "knowmem/forget_qa": "qa", "knowmem/forget_qa_icl": "qa", "knowmem/retain_qa": "qa",
+            "knowmem/retain_qa_icl": "qa", "verbmem/forget": "verbatim", "privleak/forget": "text",
+            "privleak/holdout": "text",
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            path = tmp_path / "muse" / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = []
+            for _ in range(3 if name.endswith("icl") else 5):
+                made = {
+                    "qa": lambda: {"question": words(rng, 4), "answer": words(rng, 2)},
+                    "verbatim": lambda: {"prompt": words(rng, 6), "gt": words(rng, 9)},
+                    "text": lambda: {"text": words(rng, 12)},
+                }[shape]()
+                rows.append(made)
+            path.write_text(json.dumps(rows))
+        return tmp_path / "muse"
+
+    def test_by_hand(self, mpu: Callable, model: Path, muse: Path, tmp_path: Path) -> None:
+        out = tmp_path / "eval.json"
+        mpu(
+            "eval",
+            model,
+            "--benchmark",
+            "muse",
+            "--corpus",
+            "books",
+            "--data-dir",
+            muse,
+            "--template",
+            "plain",
+            "--out",
+            out,
+        )
+        document = json.loads(out.read_text())
+        made = document["metrics"]
+        assert document["benchmark"] == "muse-books"
+        tokenizer, loaded = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+
+        def say(prompt: str, limit: int) -> str:
+            ids = tokenizer(prompt, return_tensors="pt")
+            said = loaded.generate(**ids, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+            return tokenizer.decode(said[0, ids.input_ids.shape[1] :], skip_special_tokens=True).strip()
+
+        def rows(name: str) -> list[dict]:
+            return json.loads((muse / f"{name}.json").read_text())
+
+        scorer = RougeScorer(["rougeL"], use_stemmer=True)
+        verbatim = [scorer.score(r["gt"], say(r["prompt"], 128))["rougeL"].fmeasure for r in rows("verbmem/forget")]
+        assert made["forget_verbmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(verbatim))
+        shots = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in rows("knowmem/retain_qa_icl"))
+        known = [
+            scorer.score(r["answer"], say(f"{shots}Question: {r['question']}\nAnswer: ", 32))["rougeL"].fmeasure
+            for r in rows("knowmem/retain_qa")
+        ]
+        assert made["retain_knowmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(known))
+
+        def lowest(text: str) -> float:
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            begin = len(tokenizer("").input_ids) or 1
+            with torch.no_grad():
+                log_p = loaded(ids).logits[0, begin - 1 : -1].log_softmax(-1)
+            picked = log_p.gather(1, ids[0, begin:, None])[:-1, 0].sort().values
+            return -float(picked[: max(1, int(0.4 * len(picked)))].mean())
+
+        sides = [[lowest(r["text"]) for r in rows(f"privleak/{side}")] for side in ("holdout", "forget")]
+        auc = mannwhitneyu(*sides).statistic / 25
+        assert made["mia_min_k"]["agg_value"] == pytest.approx(auc)
+        assert made["privleak"]["agg_value"] == pytest.approx(100 * (0.5 - auc) / 0.5)
+        assert made["extraction_strength"]["value_by_index"].keys() == {str(i) for i in range(5)}
+
+    def test_knowledge_stops(self, tmp_path: Path) -> None:
+        """The prompt's tokens may join the answer's; what is scored is what follows the prompt's own count."""
+        tokenizer = AutoTokenizer.from_pretrained(save(random_model("qwen2"), tmp_path / "qwen"))
+        encoder = Encoder(tokenizer, "plain")
+        item = encoder.question("w3?", "w4", "here", [("w5?", "w6")])
+        prompt = "Question: w5?\nAnswer: w6\n\nQuestion: w3?\nAnswer: "
+        assert list(item.prompt) == tokenizer(prompt).input_ids
+        assert item.ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(item.labels, skip_special_tokens=True) == "w4"
+
+
+class TestOwnRecords:
+    def test_one_file_or_three(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
+        rng = random.Random(8)
+        sets = {name: [tofu_row(rng) for _ in range(4)] for name in ("forget", "retain", "holdout")}
+        with open(tmp_path / "all.jsonl", "w") as one:
+            for name, rows in sets.items():
+                (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                one.writelines(json.dumps(row | {"set": name}) + "\n" for row in rows)
+        told = mpu("eval", model, "--benchmark", "qa", tmp_path / "all.jsonl", "--out", tmp_path / "a", "--json").json[
+            "metrics"
+        ]
+        each = [part for name in sets for part in (f"--{name}", tmp_path / f"{name}.jsonl")]
+        assert mpu("eval", model, "--benchmark", "qa", *each, "--out", tmp_path / "b", "--json").json["metrics"] == told
+        assert {"forget_Q_A_Prob", "retain_Q_A_ROUGE", "forget_truth_ratio", "mia_loss", "privleak"} <= set(told)
+        (tmp_path / "plain.jsonl").write_text('{"question": "w3", "answer": "w4 w5"}\n')
+        told = mpu(
+            "eval", model, "--benchmark", "qa", "--forget", tmp_path / "plain.jsonl", "--out", tmp_path / "c", "--json"
+        ).json["metrics"]
+        assert set(told) == {"forget_Q_A_Prob", "forget_Q_A_ROUGE", "extraction_strength", "exact_memorization"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--forget-split", "forget02"], 1, "no split 'forget02_perturbed'"),
+        (["--forget-split", "retain90"], 2, "forget01"),
+        (["--forget-split", "forget01", "--metrics", "accuracy"], 2, "no such metric"),
+        (["--forget-split", "forget01", "--metrics", "forget_quality"], 2, "needs --retain-log"),
+        (["--forget-split", "forget01", "--metrics", "mia_reference"], 2, "--reference-model"),
+        (["--forget-split", "forget01", "--retain-log", "{tofu}/holdout01.json"], 1, "holdout01.json: not JSON"),
+        (["--forget-split", "forget01", "--batch-size", "0"], 2, "at least 1"),
+        (["--forget-split", "forget01", "--plot", "picture.jpg"], 2, ".png, .svg, .html"),
+        (["--benchmark", "muse"], 1, "no split"),
+        (["--benchmark", "qa", "--forget", "{tofu}/missing.json"], 1, "missing.json"),
+        (["--forget", "{tofu}/holdout01.json"], 2, "--benchmark qa"),
+    ],
+)  # fmt: skip
+def test_bad_input(
+    mpu: Callable, model: Path, tofu: Path, tmp_path: Path, arguments: list[str], status: int, said: str
+) -> None:
+    given = [argument.format(tofu=tofu) for argument in arguments]
+    outcome = mpu("eval", model, "--data-dir", tofu, *given, check=False, cwd=tmp_path)
+    assert outcome.status == status
+    assert said in outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "tofu"}
+
+
+def test_a_record_without_its_fields(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+    path = tofu / "retain_perturbed.json"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[4]["perturbed_answer"]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ("eval", model, "--data-dir", tofu, "--forget-split", "forget01")
+    outcome = mpu(*arguments, check=False, cwd=tmp_path)
+    assert "retain_perturbed.json, line 5: has no list of texts in 'perturbed_answer'" in outcome.err
+
+
+def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, bare)
+    outcome = mpu("eval", bare, "--data-dir", tofu, "--forget-split", "forget01", check=False, cwd=tmp_path)
+    assert outcome.status == 1
+    assert str(bare) in outcome.err
+    assert "tokenizer" in outcome.err
+
+
+class TestCompare:
+    def test_marks_and_warnings(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        other = save(random_model("llama", seed=5), tmp_path / "other")
+        common = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,mia_loss")
+        mpu("eval", model, *common, "--out", tmp_path / "a.json")
+        mpu("eval", other, *common, "--out", tmp_path / "b.json")
+        alike = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
+        assert "not made alike" not in alike.err
+        values = alike.json
+        lower = min(values, key=lambda name: values[name]["forget_Q_A_Prob"])
+        lines = mpu("compare", tmp_path / "a.json", tmp_path / "b.json").out.splitlines()
+        [row] = [line for line in lines if line.startswith(f"| {lower} |")]
+        assert row.split("|")[2].strip() == f"**{values[lower]['forget_Q_A_Prob']:.4g}**"
+        mpu("eval", other, *common, "--out", tmp_path / "c.json", "--batch-size", 2, "--dtype", "bfloat16")
+        (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
+        mpu("eval", other, *common, "--out", tmp_path / "d.json")
+        said = mpu("compare", *(tmp_path / f"{n}.json" for n in "acd"), "--plot", tmp_path / "p.png").err
+        for words_of in ("options batch size (a: 32; c: 2; d: 32)", "options dtype", "other records in forget"):
+            assert words_of in said
+        assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_best(self) -> None:
+        assert best([0.2, None, 0.9, 0.9], "up") == {2, 3}
+        assert best([0.2, 0.1], "down") == {1}
+        assert best([-80.0, 20.0, 30.0], "zero") == {1}
+        assert best([0.9, 0.45, 0.3], "retain") == {1}
+        assert best([1.0, 1.0], "up") == set()
+
+    def test_bad_input(self, mpu: Callable, tmp_path: Path) -> None:
+        (tmp_path / "x.json").write_text("[]")
+        assert "holds no JSON object" in mpu("compare", tmp_path / "x.json", check=False).err
+        assert mpu("compare", tmp_path / "none.json", check=False).status == 1
