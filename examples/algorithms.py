@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
 from mpu_cli.client.data import Encoding
+from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import read_records
-from mpu_cli.client.loading import load
 from mpu_cli.evaluation.answers import loss_per_token
 
 OPTIMIZERS = ("adamw", "adamw-blockwise")

@@ -191,7 +191,9 @@ def _passes(
     """Every pass that is needed and not yet in ``kept``."""
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
     loaded, tokenizer = _load(model, dtype, device)
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    config = loaded.config.get_text_config()
+    # Rotary positions go on past what a model was trained on, and the suite lets them.
+    limit = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
     encoder = Encoder(tokenizer, _template(settings, tokenizer), settings.system_prompt, limit)
     run = _Run(loaded, tokenizer, encoder, settings.batch_size, kept, partial, facts)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
