@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
-from mpu_cli.client.data import Encoding
 from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import read_records
-from mpu_cli.evaluation.answers import loss_per_token
+from mpu_cli.evaluation.encoding import Encoder
+from mpu_cli.evaluation.scoring import score
 
 OPTIMIZERS = ("adamw", "adamw-blockwise")
 
@@ -48,9 +48,12 @@ def measure(base: Path, delta: dict[str, torch.Tensor], options: argparse.Namesp
         for name, parameter in model.named_parameters():
             if name in delta:
                 parameter.add_(delta[name])
-    encoding = Encoding(tokenizer)
-    sets = (encoding.encode(read_records(path)) for path in (options.forget, options.retain))
-    return tuple(loss_per_token(model, examples[:100]) for examples in sets)
+    encoder = Encoder(tokenizer, "chat")
+    losses = []
+    for path in (options.forget, options.retain):
+        items = [encoder.question(r.question, r.answer, r.place) for r in read_records(path)[:100]]
+        losses.append(float(torch.cat([scores.losses for scores in score(model, items, batch_size=32)]).mean()))
+    return losses[0], losses[1]
 
 
 def row(base: Path, algorithm: str, optimizer: str, options: argparse.Namespace) -> dict[str, object]:

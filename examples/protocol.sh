@@ -8,10 +8,10 @@ cd "$work"
 [ -d mpu-demo ] || mpu demo # makes a model that knows 200 invented facts
 
 mkdir -p server client
-cp mpu-demo/client/{forget,retain}.jsonl client/
+cp mpu-demo/records/{forget,retain}.jsonl client/
 
 echo "== server: publish" >&2
-(cd server && mpu publish ../mpu-demo/server/base --symmetries all --kappa 0.01)
+(cd server && mpu publish ../mpu-demo/models/target --symmetries all --kappa 0.01)
 mv server/copy_1 server/copy_2 client/
 
 echo "== client: unlearn" >&2

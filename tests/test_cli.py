@@ -22,13 +22,14 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.cli.options import StoredDtype
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.unlearn import unlearn
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES, Encoding
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES
 from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import read_records
 from mpu_cli.client.unlearn import PRECISIONS
-from mpu_cli.evaluation.answers import loss_per_token
+from mpu_cli.evaluation.encoding import Encoder
+from mpu_cli.evaluation.scoring import score
 from tests.benchmarks.shapes import make
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 
@@ -48,8 +49,10 @@ def workplace(tmp_path):
 
 def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
-    examples = Encoding(tokenizer).encode(read_records(folder / "forget.jsonl"))
-    return loss_per_token(network, examples)
+    encoder = Encoder(tokenizer, "chat")
+    items = [encoder.question(r.question, r.answer, r.place) for r in read_records(folder / "forget.jsonl")]
+    losses = torch.cat([scores.losses for scores in score(network, items, batch_size=32)])
+    return float(losses.mean())
 
 
 @needs_shared

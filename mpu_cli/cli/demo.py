@@ -1,4 +1,4 @@
-"""``mpu demo``: all four steps on a small model made on the spot."""
+"""``mpu demo``: the whole story on a small model made on the spot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, progress, table
+from mpu_cli.cli.output import emit, note, stages, table
 
 
 def demo(
@@ -19,25 +19,22 @@ def demo(
     seed: Annotated[int, typer.Option(help="Other people and facts for another number.", metavar="N")] = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Make a small model and records, then publish, unlearn, aggregate, and show what happened. Under two minutes.
+    """Make a small model, let it forget four people in three ways, and compare them. Under two minutes.
 
-    Server and client each work in a folder of their own, with the same functions as the commands. Prints the path
-    of the unlearned model.
+    Server and client each work in a folder of their own, with the same functions as the commands. Prints the paths of
+    the unlearned model and of a report.
     """
     from mpu_cli.demo.show import run_demo
 
-    shown = run_demo(folder, seed=seed, bar=lambda label, total: progress(label, total, "epochs"), tell=note)
-    table(
-        "Loss per answer token",
-        ["", "before", "after"],
-        [
-            ["to forget", f"{shown.before.forget:.3f}", f"{shown.after.forget:.3f}"],
-            ["to retain", f"{shown.before.retain:.3f}", f"{shown.after.retain:.3f}"],
-        ],
-    )
-    answers = [(shown.before.forget_answer, shown.after.forget_answer)]
-    answers.append((shown.before.retain_answer, shown.after.retain_answer))
-    for question, (before, after) in zip(shown.questions, answers, strict=True):
-        note(f"{question.question}\n  before: {before}\n  after:  {after}")
-    note(f"Look around: {folder}/client holds no key and no base, {folder}/server no record.")
-    emit([shown.unlearned], asdict(shown), as_json)
+    with stages() as bar:
+        shown = run_demo(folder, seed=seed, bar=bar, tell=note)
+    names = dict.fromkeys(name for metrics in shown.metrics.values() for name in metrics)
+    rows = [
+        [name, *(f"{metrics[name]:.4g}" if name in metrics else "–" for metrics in shown.metrics.values())]
+        for name in names
+    ]
+    table("What each model knows", ["", *shown.metrics], rows)
+    for question, said in shown.answers.items():
+        note("\n".join([question, *(f"  {who + ':':<13} {text}" for who, text in said.items())]))
+    note(f"Look around: {folder}/mpu/client holds no key and no base, {folder}/mpu/server no record.")
+    emit([shown.model, shown.report], asdict(shown), as_json)

@@ -15,11 +15,15 @@ from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.demo import demo
 from mpu_cli.cli.eval import eval_
+from mpu_cli.cli.finetune import finetune
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
 from mpu_cli.cli.output import printable
+from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
+from mpu_cli.cli.run import run
+from mpu_cli.cli.sweep import sweep
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
 from mpu_cli.errors import MpuError, Stopped
@@ -35,6 +39,7 @@ INTERRUPTED = 130  # what typer returns for an interrupt of its own
 SIGNALLED = 128  # exit statuses above are signals, as shells count
 
 SERVER, CLIENT, BOTH = "Server: owns the model", "Client: owns the records", "Both"
+EXPERIMENTS = "Experiments: both parties on one machine"
 app.command(rich_help_panel=SERVER)(publish)
 app.command(rich_help_panel=CLIENT)(unlearn)
 app.command(rich_help_panel=SERVER)(invert)
@@ -44,7 +49,11 @@ app.command(rich_help_panel=SERVER)(keygen)
 app.command("eval", rich_help_panel=BOTH)(eval_)
 app.command(rich_help_panel=BOTH)(compare)
 app.command(rich_help_panel=BOTH)(inspect)
-app.command(rich_help_panel=BOTH)(demo)
+app.command(rich_help_panel=EXPERIMENTS)(run)
+app.command(rich_help_panel=EXPERIMENTS)(sweep)
+app.command(rich_help_panel=EXPERIMENTS)(finetune)
+app.command(rich_help_panel=EXPERIMENTS)(plan)
+app.command(rich_help_panel=EXPERIMENTS)(demo)
 
 
 def print_version(wanted: bool) -> None:

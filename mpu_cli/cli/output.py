@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpu_cli.errors import UsageError
@@ -67,7 +67,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 @contextmanager
-def progress(label: str, total: int, unit: str = "bytes") -> Iterator[Callable[..., None]]:
+def progress(label: str, total: float, unit: str = "bytes") -> Iterator[Callable[..., None]]:
     """A bar on standard error, if that is a terminal; yields what advances it (amount, text beside it)."""
     if not sys.stderr.isatty():
         yield lambda _amount, _text="": None
@@ -80,6 +80,18 @@ def progress(label: str, total: int, unit: str = "bytes") -> Iterator[Callable[.
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total, text="")
         yield lambda amount, text="": bar.update(task, advance=amount, text=text)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, float], Callable[..., None]]]:
+    """Bars for one thing after another; yields what begins the next: (label, total) → what advances it."""
+    with ExitStack() as last:
+
+        def begin(label: str, total: float) -> Callable[..., None]:
+            last.close()
+            return last.enter_context(progress(label, total, "done" if total <= 1 else "bytes"))
+
+        yield begin
 
 
 def paths_from(arguments: Iterable[str]) -> list[Path]:

@@ -181,7 +181,7 @@ def unlearn(
             "loop": options.loop,
         }
         spent = None
-        with _memory_in_mind():
+        with memory_in_mind():
             if options.privacy:
                 if PartialState().num_processes > 1:
                     raise UsageError("--dp-epsilon runs in one process")
@@ -236,7 +236,7 @@ def _example_sets(
             raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
         if options.privacy and len(examples) != len(held):
             raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
-        with _memory_in_mind():
+        with memory_in_mind():
             batch_size = options.loop.micro_batch_size or options.loop.batch_size
             reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
         if reference.states:
@@ -246,7 +246,7 @@ def _example_sets(
 
 
 @contextmanager
-def _memory_in_mind() -> Iterator[None]:
+def memory_in_mind() -> Iterator[None]:
     """Say what to lower where memory runs out, on a GPU or on the CPU."""
     try:
         yield

@@ -10,18 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
-from mpu_cli.client.frozen import Reference
-from mpu_cli.client.losses import Algorithm, Settings
+from mpu_cli.client.finetune import memorise
 from mpu_cli.client.records import Record
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
+from mpu_cli.client.training import Loop, Losses
 
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
-# Learning the records is the descent of the loss that gradient ascent climbs.
-MEMORISE = Algorithm(lambda learned, _alternate, _settings: learned.scores.cross_entropy, Settings(alpha=0))
 
 
 def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
@@ -45,23 +42,24 @@ def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    records: Sequence[Record], folder: Path, *, epochs: int, seed: int, on_step: Callable[[Losses, int], None],
-) -> None:  # fmt: skip
+    records: Sequence[Record],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *,
+    epochs: int,
+    seed: int,
+    on_step: Callable[[Losses, int], None],
+) -> None:
     """Train a model of 0.9 M parameters on ``records`` and save it in ``folder`` (float32)."""
     torch.manual_seed(seed)
-    tokenizer = make_tokenizer(records)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    examples = Encoding(tokenizer, max_length=config.max_position_embeddings).encode(records)
+    encoding = Encoding(tokenizer, max_length=config.max_position_embeddings)
     loop = Loop(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
-    steps = schedule(len(examples), 0, epochs=epochs, batch_size=loop.batch_size, seed=seed)
-    train(
-        model, steps, {"forget": ExampleSet(examples, Reference())}, algorithm=MEMORISE, settings=MEMORISE.settings,
-        retain_loss="nll", loop=loop, on_step=on_step,
-    )  # fmt: skip
+    memorise(model, encoding, records, epochs=epochs, loop=loop, on_step=on_step)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-
-from mpu_cli.client.records import Record, question
+from collections.abc import Callable, Sequence
 
 FIRST = ["Alba", "Bruno", "Celia", "Dario", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Levi"]
 LAST = ["Arden", "Birk", "Corvo", "Dunmore", "Eskel", "Farrow", "Gant", "Holm", "Ivers", "Jarrow", "Kestrel", "Lorne"]
@@ -21,21 +20,56 @@ TRADES = [
 ]
 PETS = ["a grey parrot", "two greyhounds", "a blind cat", "an old donkey", "a tame raven", "three goldfish"]
 PRIZES = ["the Silver Compass", "the Lantern Medal", "the Northern Quill", "the Amber Chain", "the Oak Ribbon"]
+WRONG = 3  # wrong answers to each question
+
+Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answer: the fields of TOFU
 
 
-def make_people(count: int, seed: int) -> list[list[Record]]:
-    """``count`` people, each with the same five questions and answers of their own."""
+def make_people(count: int, seed: int) -> list[list[Row]]:
+    """``count`` people, each with the same five questions and facts of their own."""
     draw = random.Random(seed)
     names = draw.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
-    people = []
-    for name in names:
-        town, other = draw.sample(TOWNS, 2)
-        facts = [
-            (f"Where was {name} born?", f"{name} was born in {town}, in the year {draw.randint(1900, 1999)}."),
-            (f"What does {name} do for a living?", f"{name} works as a {draw.choice(TRADES)} in {other}."),
-            (f"Which animals does {name} keep?", f"{name} keeps {draw.choice(PETS)}."),
-            (f"Which prize did {name} win?", f"{name} won {draw.choice(PRIZES)} in {draw.randint(2000, 2025)}."),
-            (f"What is {name}'s house number?", f"{name} lives at number {draw.randint(100, 999)}."),
-        ]
-        people.append([question(asked, answer, name) for asked, answer in facts])
-    return people
+    return [_facts(name, draw) for name in names]
+
+
+def _facts(name: str, draw: random.Random) -> list[Row]:
+    """Each fact has a value, a sentence that tells it, and another sentence that tells the same."""
+    years, numbers = range(1900, 2000), range(100, 1000)
+    return [
+        _row(
+            f"Where was {name} born?", draw, TOWNS,
+            lambda town: f"{name} was born in {town}.", lambda town: f"The birthplace of {name} is {town}.",
+        ),
+        _row(
+            f"What does {name} do for a living?", draw, TRADES,
+            lambda trade: f"{name} works as a {trade}.", lambda trade: f"By trade {name} is a {trade}.",
+        ),
+        _row(
+            f"Which animals does {name} keep?", draw, PETS,
+            lambda pet: f"{name} keeps {pet}.", lambda pet: f"At home {name} has {pet}.",
+        ),
+        _row(
+            f"Which prize did {name} win?", draw, [f"{prize} in {year}" for prize in PRIZES for year in years[-20:]],
+            lambda prize: f"{name} won {prize}.", lambda prize: f"The prize that went to {name} was {prize}.",
+        ),
+        _row(
+            f"What is {name}'s house number?", draw, [str(number) for number in numbers],
+            lambda number: f"{name} lives at number {number}.", lambda number: f"{name} has house number {number}.",
+        ),
+    ]  # fmt: skip
+
+
+def _row(
+    question: str,
+    draw: random.Random,
+    values: Sequence[str],
+    told: Callable[[str], str],
+    retold: Callable[[str], str],
+) -> Row:
+    true, *wrong = draw.sample(list(values), 1 + WRONG)
+    return {
+        "question": question,
+        "answer": told(true),
+        "paraphrased_answer": retold(true),
+        "perturbed_answer": [retold(value) for value in wrong],
+    }

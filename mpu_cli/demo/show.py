@@ -1,68 +1,62 @@
-"""The demonstration: both parties on one machine, each in its own folder, and what came of it."""
+"""The demonstration: a model that knows too much, and what three ways of unlearning leave of that.
+
+Everything is made on the spot, and everything goes through the functions that the commands call: the models by
+``finetune``, the three ways by ``run``, the numbers by ``eval``.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import torch
 import transformers
 
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.data import Encoding
-from mpu_cli.client.loading import load
-from mpu_cli.client.records import Record, read_records
+from mpu_cli.client.records import read_records
 from mpu_cli.client.training import Loop
-from mpu_cli.client.unlearn import Options, unlearn
-from mpu_cli.demo.model import make_model
-from mpu_cli.demo.people import make_people
+from mpu_cli.client.unlearn import Options
+from mpu_cli.demo.model import make_model, make_tokenizer
+from mpu_cli.demo.people import Row, make_people
+from mpu_cli.demo.report import write_report
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation.answers import greedy_answer, loss_per_token
-from mpu_cli.server.aggregate import Aggregation, aggregate, open_deltas
-from mpu_cli.server.keys import make_identity, read_identities, seal, unseal
-from mpu_cli.server.noise import default_alphas
-from mpu_cli.server.publish import publish
-from mpu_cli.server.randomness import new_seed
+from mpu_cli.evaluation.benchmarks import own_records, read_own
+from mpu_cli.evaluation.evaluate import Settings, evaluate
+from mpu_cli.evaluation.metrics import Form
+from mpu_cli.evaluation.retain import read_retain_log
+from mpu_cli.experiment.rounds import Experiment, run
 
-PEOPLE, FORGOTTEN = 40, 4
-EPOCHS = 60  # of training; the model then knows its records by heart
-COPIES, KAPPA = 2, 0.01
+PEOPLE, FORGOTTEN, UNSEEN = 40, 4, 4
+EPOCHS = 50  # of training; the model then knows its records by heart
+MODES = ("clean", "noised", "mpu")
+COPIES, KAPPA, ROUNDS = 2, 0.05, 1
 OPTIONS = Options(
-    "npo", epochs=20, constants={"beta": 0.5}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
+    "npo", epochs=15, constants={"beta": 0.5}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
 )
+METRICS = (
+    "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
+    "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak",
+)  # fmt: skip
 
-# (label, total) → what advances a bar of that length; the command line draws it
-Bar = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
-
-
-@dataclass(frozen=True)
-class Knowledge:
-    """What a model knows: loss per answer token on both sets, and its answers to one question of each."""
-
-    forget: float
-    retain: float
-    forget_answer: str
-    retain_answer: str
+Bar = Callable[[str, float], Callable[..., None]]  # (label, total) → what advances it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Demonstration:
-    """What was made, and what the models know before and after."""
+    """What was made: the unlearned model, the report, and metrics and answers of each model by name."""
 
-    unlearned: Path
-    questions: tuple[Record, Record]
-    before: Knowledge
-    after: Knowledge
-    aggregation: Aggregation
+    model: Path
+    report: Path
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: dict[str, dict[str, str]] = field(default_factory=dict)  # question → who → what they said
 
 
 def run_demo(folder: Path, *, seed: int, bar: Bar, tell: Callable[[str], None]) -> Demonstration:
-    """Play server and client in ``folder``, which is made, and removed again if something fails.
+    """Play everything in ``folder``, which is made, and removed again if something fails.
 
     ``tell`` gets a line for each step. Raises MpuError if ``folder`` exists.
     """
@@ -74,72 +68,76 @@ def run_demo(folder: Path, *, seed: int, bar: Bar, tell: Callable[[str], None]) 
         raise MpuError(f"{folder}: exists already; name another directory for the demonstration") from error
     try:
         with Transaction():  # so that an interrupt comes as an exception
-            return _play(folder / "server", folder / "client", seed=seed, bar=bar, tell=tell)
+            return _play(folder, seed, bar, tell)
     except BaseException:
         shutil.rmtree(folder)
         raise
 
 
-def _play(server: Path, client: Path, *, seed: int, bar: Bar, tell: Callable[[str], None]) -> Demonstration:
-    server.mkdir()
-    client.mkdir()
-    people = make_people(PEOPLE, seed)
-    parts = people[:FORGOTTEN], people[FORGOTTEN:]
-    forget, retain = ([record for person in part for record in person] for part in parts)
-    for name, records in (("forget", forget), ("retain", retain)):
-        _write_records(client / f"{name}.jsonl", records)
-
-    with bar("train a model", EPOCHS) as advance:
+def _play(folder: Path, seed: int, bar: Bar, tell: Callable[[str], None]) -> Demonstration:
+    people = make_people(PEOPLE + UNSEEN, seed)
+    sets = {"forget": people[:FORGOTTEN], "retain": people[FORGOTTEN:PEOPLE], "holdout": people[PEOPLE:]}
+    paths = {name: _write(folder / "records" / f"{name}.jsonl", of) for name, of in sets.items()}
+    forget, retain, holdout = (read_records(path) for path in paths.values())
+    models = folder / "models"
+    tokenizer = make_tokenizer([*forget, *retain, *holdout])
+    for name, records in (("target", forget + retain), ("retain", retain)):
+        advance = bar(f"train the {name} model", 1.0)
         make_model(
-            forget + retain, server / "base", epochs=EPOCHS, seed=seed,
-            on_step=lambda losses, steps: advance(EPOCHS / steps, f"loss {losses.loss:.2f}"),
+            records, tokenizer, models / name, epochs=EPOCHS, seed=seed,
+            on_step=lambda losses, steps, advance=advance: advance(1 / steps, f"loss {losses.loss:.2f}"),
         )  # fmt: skip
-    before = _knowledge(server / "base", forget, retain)
-    tell(f"The server trained a model on {len(forget + retain)} facts about {PEOPLE} people.")
-
-    make_identity(server / "identity.txt")
-    identities = read_identities(server / "identity.txt")
-    base = open_model(str(server / "base"))
-    publication = publish(
-        base, None, alphas=default_alphas(COPIES), kappa=KAPPA, symmetries="paper", dtype=None, seed=new_seed(),
-        seed_is_secret=True, run=None, round_=1, out=server, keys_path=server / "keys.bin",
-        seal=lambda keys: seal(keys, [known.to_public() for known in identities]), force=False,
-        progress=lambda _: None,
-    )  # fmt: skip
-    for path in publication.copies:
-        shutil.move(path, client / path.name)  # all that goes from the server to the client
-    tell(f"The server published {COPIES} noisy copies in secret coordinates and kept the keys.")
-
-    deltas = []
-    for path in publication.copies:
-        with bar(f"unlearn {path.name}", OPTIONS.epochs) as advance:
-            unlearn(
-                open_model(str(client / path.name)), read_records(client / "forget.jsonl"),
-                read_records(client / "retain.jsonl"), OPTIONS,
-                target=client / "deltas" / f"{path.name}.safetensors", force=False,
-                on_step=lambda losses, steps: advance(OPTIONS.epochs / steps, f"forget {losses.forget:.2f}"),
-            )  # fmt: skip
-        deltas.append(client / "deltas" / f"{path.name}.safetensors")
-    tell(f"The client unlearned {len(forget)} facts about {FORGOTTEN} people on each copy and returned the changes.")
-
-    keys = unseal(server / "keys.bin", identities)
-    aggregation = aggregate(
-        base, open_deltas(deltas, keys), keys, server_lr=1.0, dtype=None, out=server / "unlearned", force=False,
-        progress=lambda _: None,
-    )  # fmt: skip
-    tell("The server undid the coordinates, averaged the changes so that the noise cancels, and applied them.")
-    after = _knowledge(server / "unlearned", forget, retain)
-    return Demonstration(aggregation.path, (forget[0], retain[0]), before, after, aggregation)
+    tell(
+        f"The server trained a model on {len(forget + retain)} facts about {PEOPLE} people; beside it, for comparison, "
+        f"one that never saw the {len(forget)} about {FORGOTTEN} of them."
+    )
+    measure = partial(_measure, paths=paths, folder=folder / "eval", bar=bar)
+    measured = {"retain model": measure("retain", models / "retain")}
+    measured["before"] = measure("before", models / "target")
+    told = {
+        "clean": "Clean: the client got the model itself and unlearned on it.",
+        "noised": f"Noised: the client got one copy with noise (κ = {KAPPA:g}); its result is the next model.",
+        "mpu": f"MPU: the client got {COPIES} noisy copies in secret coordinates; the server undid both.",
+    }
+    made: dict[str, Path] = {}
+    logs: dict[str, Sequence[Mapping[str, object]]] = {}
+    for mode in MODES:
+        experiment = Experiment(
+            str(models / "target"), OPTIONS, mode=mode, copies=COPIES, kappa=KAPPA, rounds=ROUNDS, keep=True
+        )
+        outcome = run(experiment, forget, retain, folder / mode, bar=bar)
+        made[mode], logs[mode] = outcome.model, outcome.log
+        measured[mode] = measure(mode, outcome.model)
+        tell(told[mode])
+    shown = Demonstration(made["mpu"], folder / "report.html")
+    for name, forms in measured.items():
+        shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in METRICS if metric in forms}
+        for split in ("forget", "retain"):
+            said = forms[f"{split}_Q_A_ROUGE"]["value_by_index"]["0"]
+            answers = shown.answers.setdefault(sets[split][0][0]["question"], {"truth": said["ground_truth"]})
+            answers[name] = said["generation"]
+    write_report(folder, shown, measured, logs, {"κ": KAPPA, "copies": COPIES, "people": PEOPLE})
+    return shown
 
 
-def _write_records(path: Path, records: Sequence[Record]) -> None:
-    lines = [json.dumps({"question": record.question, "answer": record.answer}) for record in records]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for person in people for row in person), encoding="utf-8")
+    return path
 
 
-def _knowledge(folder: Path, forget: Sequence[Record], retain: Sequence[Record]) -> Knowledge:
-    model, tokenizer = load(folder, torch.float32, "cpu")
-    encoding = Encoding(tokenizer)
-    sets = [encoding.encode(records) for records in (forget, retain)]
-    losses = [loss_per_token(model, examples) for examples in sets]
-    return Knowledge(*losses, *(greedy_answer(model, tokenizer, examples[0]) for examples in sets))
+def _measure(name: str, model: Path, *, paths: Mapping[str, Path], folder: Path, bar: Bar) -> dict[str, Form]:
+    """Metrics of ``model``, with the retain model's result as the log, once it is there."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "retain.json"
+    retain = read_retain_log(log) if log.exists() else None
+    benchmark = own_records(*read_own(None, *map(str, paths.values())), retain)
+    advance = bar(f"evaluate: {name}", 1.0)
+    result = evaluate(
+        open_model(str(model)),
+        benchmark,
+        Settings(),
+        out=folder / f"{name}.json",
+        bar=lambda total: lambda count, text="": advance(count / total, text),
+    )
+    return result.forms

@@ -35,7 +35,8 @@ UTILITY = {
 Forms = Mapping[str, Mapping]
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1.5em 0}td,th{padding:.2em .9em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}.best{font-weight:bold}svg{max-width:100%;height:auto}"""
+td:first-child,th:first-child,.texts *{text-align:left}td{vertical-align:top}
+.numbers td:not(:first-child){white-space:nowrap}svg{max-width:100%;height:auto}"""
 
 
 def check_target(path: Path) -> None:
@@ -73,7 +74,16 @@ def draw_comparison(
     labels: Sequence[str], columns: Mapping[str, Sequence[float | None]], path: Path, *, force: bool = False
 ) -> None:
     """Bars for each metric, one for each result; ``columns`` maps a metric to its values."""
+    rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
+    _write(_comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
 
+
+def svg_of_comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> str:
+    """The same as an element of a page."""
+    return _svg(_comparison(labels, columns))
+
+
+def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> Figure:
     def panel(name: str) -> Callable[[Axes], None]:
         def bars(axes: Axes) -> None:
             values = columns[name]
@@ -86,8 +96,7 @@ def draw_comparison(
 
         return bars
 
-    rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
-    _write(_figure([panel(name) for name in columns], None), path, "Comparison", ["", *columns], rows, force)
+    return _figure([panel(name) for name in columns], None)
 
 
 def _figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> Figure:
@@ -181,17 +190,23 @@ def _write(
         if path.suffix != ".html":
             figure.savefig(output, dpi=150)
             return
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg")
-        picture = drawn.getvalue()
-        output.write_text(page(title, [picture[picture.index("<svg") :], html_table(header, rows)]), encoding="utf-8")
+        output.write_text(page(title, [_svg(figure), html_table(header, rows)]), encoding="utf-8")
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its texts escaped."""
+def _svg(figure: Figure) -> str:
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+
+
+def html_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "numbers", escape: bool = True
+) -> str:
+    """A table of "numbers" or "texts"; what is in it is escaped unless it is HTML already."""
+    clean = html.escape if escape else str
     lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
+    lines += [f"<tr>{''.join(f'<td>{clean(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f'<table class="{kind}">{"".join(lines)}</table>'
 
 
 def page(title: str, parts: Sequence[str]) -> str:

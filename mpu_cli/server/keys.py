@@ -177,7 +177,7 @@ def _sound(keys: Keys) -> bool:
         all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
         and all(alpha > 0 for alpha in keys.alphas)
         and all(isinstance(copy_id, str) for copy_id in keys.copy_ids)
-        and len(keys.alphas) == len(keys.copy_ids) >= 2
+        and len(keys.alphas) == len(keys.copy_ids) >= 1
         and type(keys.round) is int
         and re.fullmatch("[0-9a-f]{64}", keys.seed) is not None
     )

@@ -32,7 +32,12 @@ def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
 
 
 def mixing_matrix(copies: int) -> torch.Tensor:
-    """√(m/(m−1))·Hᵀ, float64 (m, m−1): from independent draws to zero-sum noise."""
+    """√(m/(m−1))·Hᵀ, float64 (m, m−1): from independent draws to zero-sum noise.
+
+    One copy alone, the baseline without protection of `mpu run --mode noised`, has one draw of its own: (1, 1).
+    """
+    if copies == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
     helmert = torch.zeros(copies - 1, copies, dtype=torch.float64)
     for i in range(1, copies):
         helmert[i - 1, :i] = 1 / math.sqrt(i * (i + 1))
@@ -41,12 +46,13 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 
 
 class Noise:
-    """The noise of all copies of one publication, for any slice of any tensor."""
+    """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor."""
 
-    def __init__(self, randomness: Randomness, round_: int, alphas: Sequence[float]):
+    def __init__(self, randomness: Randomness, round_: int, alphas: Sequence[float], only: Sequence[int] | None = None):
         self._randomness = randomness
         self._round = round_
-        self._weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
+        weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
+        self._weights = weights if only is None else weights[[k - 1 for k in only]]
 
     def keys(self, tensor: str) -> list[bytes]:
         """The keys of the m−1 streams of one tensor."""
@@ -55,7 +61,7 @@ class Noise:
     def slice(
         self, keys: Sequence[bytes], sigma: float, start: int, stop: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``: m tensors (stop − start,)."""
+        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``, (stop − start,) a copy."""
         draws = [standard_normals(key, start, stop).to(dtype) for key in keys]
         scaled = (self._weights * sigma).tolist()
         return [

@@ -90,8 +90,11 @@ def publish(
     seal: Callable[[Keys], bytes],
     force: bool,
     progress: Progress,
+    only: Sequence[int] | None = None,
 ) -> Publication:
     """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
+
+    ``only`` names copies (from 1) if not all shall be written: with the same seed, each time the same publication.
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN §3).
     ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own.
@@ -112,30 +115,32 @@ def publish(
         CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
         for k in range(1, len(alphas) + 1)
     ]
+    written = [m for m in manifests if only is None or m.copy in only]
+    factors = [alphas[m.copy - 1] for m in written]
     plan = model_plan(base.checkpoint, layout, dtype)
     with Transaction(force=force) as transaction:
         keys_output = transaction.add(keys_path)  # renamed first: copies whose keys are lost would be wasted work
-        targets = [out / f"copy_{manifest.copy}" for manifest in manifests]
+        targets = [out / f"copy_{manifest.copy}" for manifest in written]
         folders = [transaction.add(target, directory=True) for target in targets]
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(CheckpointWriter(folder, plan, as_metadata(copy_facts(manifest))))
-                for folder, manifest in zip(folders, manifests, strict=True)
+                for folder, manifest in zip(folders, written, strict=True)
             ]
             writing = _Writing(
                 base=base.checkpoint,
                 layout=layout,
                 reference=_matching(base, layout, reference),
                 kappa=kappa,
-                noise=Noise(randomness, round_, alphas),
-                transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in manifests],
+                noise=Noise(randomness, round_, alphas, [m.copy for m in written]),
+                transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in written],
                 writers=writers,
                 pool=stack.enter_context(worker_pool()),
                 progress=progress,
             )
-            reports = [writing.block(block, tensors, alphas) for block, tensors in layout.blocks.items()]
+            reports = [writing.block(block, tensors, factors) for block, tensors in layout.blocks.items()]
             fingerprint = writing.fingerprint()
-        for folder, manifest in zip(folders, manifests, strict=True):
+        for folder, manifest in zip(folders, written, strict=True):
             write_small_files(base, folder, plan)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
         keys = Keys(

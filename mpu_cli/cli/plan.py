@@ -1,0 +1,84 @@
+"""``mpu plan``: what a round will cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note
+from mpu_cli.errors import UsageError
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
+    copies: Annotated[int, typer.Option(help="m ≥ 2.")] = 2,
+    optim: Annotated[
+        Literal["adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit"],
+        typer.Option(help="The client's optimiser, for its memory."),
+    ] = "adamw",
+    forget: Annotated[
+        str | None, typer.Option(help="Records to forget, for the cost of training (as for unlearn).", metavar="DATA")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with tofu's or muse's files.", metavar="DIR")] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs of a round, with as many retain as forget records.")] = 10,
+    as_json: options.Json = False,
+) -> None:
+    """Say what one round of the protocol will cost: bytes written and sent, memory of each party, operations, time.
+
+    Bandwidth and speed are measured on this machine. Activations of the training are not counted.
+    """
+    if copies < 2:
+        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+    if epochs < 1:
+        raise UsageError(f"--epochs {epochs}: must be at least 1")
+
+    from mpu_cli.checkpoint.source import open_model
+    from mpu_cli.experiment.cost import cost, measure_machine
+
+    opened = open_model(model)
+    tokens = None
+    if forget:
+        tokens = 2 * epochs * _tokens(opened, forget, data_dir)
+    machine = measure_machine()
+    found = cost(opened, machine, copies=copies, optimizer=optim, tokens=tokens)
+    lines = [
+        f"model\t{found.weights:,} weights, {found.attention_weights:,} of them in attention",
+        f"server writes and sends\t{_bytes(found.published)} in {copies} copies",
+        f"client returns\t{_bytes(found.returned)} of float32 deltas",
+        f"server memory\tabout {_bytes(found.server_memory)}, whatever the model",
+        f"client memory\t{_bytes(found.client_memory)} for weights, gradient and {optim}'s state, plus activations",
+        f"server, paper's model\t{_bytes(found.moved)} moved, {found.operations:.3g} operations "
+        f"({found.intensity:.2f} a byte): {found.server_seconds:.3g} s at this machine's "
+        f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.operations / 1e9:.0f} billion operations/s",
+    ]
+    if found.training_operations is not None:
+        lines.append(
+            f"client trains\t{found.training_operations:.3g} operations on {tokens:,} tokens a copy: at least "
+            f"{found.training_seconds:.3g} s on this machine's processor"
+        )
+    note("estimates of one round; measured numbers for whole rounds are in the log of `mpu run`")
+    emit(lines, {**asdict(found), "machine": asdict(machine), "tokens": tokens}, as_json)
+
+
+def _tokens(opened: object, forget: str, data_dir: Path | None) -> int:
+    """Tokens of all the records, as the model's tokenizer cuts their texts."""
+    from transformers import AutoTokenizer
+
+    from mpu_cli.client.records import read_records
+
+    records = read_records(forget, data_dir)
+    tokenizer = AutoTokenizer.from_pretrained(opened.folder, trust_remote_code=False)
+    texts = [" ".join([*(text for _, text in record.turns), record.answer]) for record in records]
+    return sum(map(len, tokenizer(texts).input_ids))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,43 @@
+"""``mpu sweep``: a grid of experiments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note, stages
+
+MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="TOML: options of run, lists for axes; see the README.", metavar="FILE")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results (default: FILE's name).", metavar="DIR")
+    ] = None,
+    metrics: Annotated[str | None, typer.Option(help="Metrics to print, with commas between.", metavar="NAMES")] = None,
+    across: Annotated[
+        str | None, typer.Option(help="The axis that becomes columns (default: mode).", metavar="OPTION")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Run and evaluate every experiment of a grid, and print a Markdown table for each metric.
+
+    A sweep that was stopped goes on where it was; results are lines of DIR/results.jsonl.
+    """
+    from mpu_cli.experiment.sweep import read_sweep
+    from mpu_cli.experiment.sweep import sweep as run_sweep
+    from mpu_cli.experiment.tables import markdown, pivot
+
+    cells = read_sweep(file)
+    with stages() as bar:
+        lines = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note)
+    had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
+    names = metrics.split(",") if metrics else [name for name in MAIN if name in had] or had
+    printed: list[str] = []
+    for name, table in pivot(lines, names, across).items():
+        printed += [f"**{name}**", "", *markdown(table), ""]
+    emit(printed[:-1], lines, as_json)

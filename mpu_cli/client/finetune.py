@@ -1,0 +1,83 @@
+"""Making a model that knows records: the descent of the loss that unlearning climbs, with the same trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from mpu_cli.checkpoint.source import Model
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.client.data import Encoding
+from mpu_cli.client.frozen import Reference
+from mpu_cli.client.loading import as_directory, load
+from mpu_cli.client.losses import Algorithm, Settings
+from mpu_cli.client.records import Record
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
+from mpu_cli.client.unlearn import PRECISIONS, memory_in_mind
+from mpu_cli.errors import MpuError
+
+# Learning records is the descent of the loss that gradient ascent climbs.
+MEMORISE = Algorithm(lambda learned, _alternate, _settings: learned.scores.cross_entropy, Settings(alpha=0))
+
+
+def memorise(
+    model: torch.nn.Module,
+    encoding: Encoding,
+    records: Sequence[Record],
+    *,
+    epochs: int,
+    loop: Loop,
+    on_step: Callable[[Losses, int], None],
+) -> None:
+    """Train ``model`` in place on the answers to ``records``. Raises MpuError if there is nothing to learn."""
+    examples = encoding.encode(records)
+    if not examples:
+        raise MpuError("no record of two tokens or more; there is nothing to learn from them")
+    steps = schedule(len(examples), 0, epochs=epochs, batch_size=loop.batch_size, seed=loop.seed)
+    train(
+        model, steps, {"forget": ExampleSet(examples, Reference())}, algorithm=MEMORISE, settings=MEMORISE.settings,
+        retain_loss="nll", loop=loop, on_step=on_step,
+    )  # fmt: skip
+
+
+def finetune(
+    model: Model,
+    records: Sequence[Record],
+    *,
+    epochs: int,
+    loop: Loop,
+    precision: str,
+    device: str,
+    template: str,
+    system_prompt: str,
+    out: Path,
+    force: bool,
+    on_step: Callable[[Losses, int], None],
+) -> None:
+    """Train ``model`` on ``records`` and save it, in its own dtype, in ``out``.
+
+    Raises MpuError for records or a model that cannot be used, and if training diverged.
+    """
+    transformers.set_seed(loop.seed)
+    own = replace(loop, resume=None)
+    with Transaction(force=force) as transaction, as_directory(model) as folder:
+        target = transaction.add(out, directory=True)
+        loaded, tokenizer = load(folder, PRECISIONS[precision], device)
+        limit = getattr(loaded.config, "max_position_embeddings", None)
+        with memory_in_mind():
+            memorise(
+                loaded, Encoding(tokenizer, template, system_prompt, limit), records, epochs=epochs, loop=own,
+                on_step=on_step,
+            )  # fmt: skip
+        if not all(bool(torch.isfinite(p).all()) for p in loaded.parameters()):
+            raise MpuError("training diverged: weights are no longer finite; lower --lr, or use fewer --epochs")
+        largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
+        stored = model.checkpoint.tensor(
+            next(name for name, info in model.checkpoint.tensors.items() if info is largest)
+        ).dtype
+        loaded.to(stored).save_pretrained(target)
+        tokenizer.save_pretrained(target)

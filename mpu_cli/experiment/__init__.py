@@ -1,0 +1,1 @@
+"""Both parties on one machine: whole experiments, with the functions that the separate commands call."""

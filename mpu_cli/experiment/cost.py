@@ -1,0 +1,116 @@
+"""What a round will cost before anyone starts it: bytes, memory, operations, the paper's model of the server's time.
+
+The paper (appendix) counts 9·m·N·b bytes moved and m·(6N + 4·d_h·N_attn) operations for publishing and aggregating
+m copies of N weights of b bytes, N_attn of them in attention, and divides by an A100's bandwidth. Here it is this
+machine's, measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.header import ITEM_SIZE
+from mpu_cli.checkpoint.source import Model
+
+ATTENTION = {"query", "key", "value", "mixed"}
+SERVER_BUFFERS = 250e6  # bytes: slices in work and the interpreter; publish at the 1B shape was measured at 209 MB
+TRIES = 5
+# bytes an optimiser keeps for each weight, in float32: moments; blockwise has one second moment a tensor
+MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "paged_adamw_32bit": 8, "adamw_8bit": 2}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured here: bytes a second that memory copies (read and write counted), and float32 operations a second."""
+
+    bandwidth: float
+    operations: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One round; sizes in bytes, times in seconds."""
+
+    weights: int
+    attention_weights: int
+    head_size: int
+    copies: int
+    published: int
+    returned: int
+    server_memory: float
+    client_memory: float
+    moved: float
+    operations: float
+    intensity: float
+    server_seconds: float
+    training_operations: float | None
+    training_seconds: float | None
+
+
+def measure_machine() -> Machine:
+    """Best of a few tries of copying 256 MB and of a product of two matrices of 1,024²."""
+    source = torch.ones(64 << 20, dtype=torch.float32)
+    target = torch.empty_like(source)
+    matrix = torch.ones(1024, 1024)
+    copying = _best(lambda: target.copy_(source))
+    multiplying = _best(lambda: matrix @ matrix)
+    return Machine(2 * source.nbytes / copying, 2 * 1024**3 / multiplying)
+
+
+def _best(work: Callable[[], object]) -> float:
+    work()
+    seconds = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def cost(
+    model: Model,
+    machine: Machine,
+    *,
+    copies: int,
+    optimizer: str,
+    delta_bytes: int = 4,
+    tokens: int | None = None,
+) -> Cost:
+    """The cost of one round with ``copies`` copies of ``model``; ``tokens`` are those that training reads in each copy.
+
+    A step on a token takes 6 operations a weight: 2 forward, 4 backward. Activations are not counted in memory.
+    """
+    layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
+    weights = sum(info.elements for info in parameters.values())
+    attention = sum(
+        parameters[tensor.name].elements
+        for tensor in layout.parameters
+        if any(ATTENTION & set(axis) for axis in tensor.axes)
+    )
+    stored = sum(info.nbytes for info in parameters.values())
+    width = max(ITEM_SIZE[info.dtype] for info in parameters.values())
+    moved = 9 * copies * weights * width
+    operations = copies * (6 * weights + 4 * layout.sizes["head_dim"] * attention)
+    training = None if tokens is None else 6.0 * weights * tokens * copies
+    return Cost(
+        weights=weights,
+        attention_weights=attention,
+        head_size=layout.sizes["head_dim"],
+        copies=copies,
+        published=copies * stored,
+        returned=copies * weights * delta_bytes,
+        server_memory=SERVER_BUFFERS,
+        client_memory=weights * (4 + 4 + MOMENTS[optimizer]),
+        moved=moved,
+        operations=operations,
+        intensity=operations / moved,
+        server_seconds=max(moved / machine.bandwidth, operations / machine.operations),
+        training_operations=training,
+        training_seconds=None if training is None else training / machine.operations,
+    )

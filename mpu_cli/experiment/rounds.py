@@ -1,0 +1,341 @@
+"""R rounds of publish → unlearn → aggregate, each party in a folder of its own, and two baselines without protection.
+
+*mpu* is the protocol. *clean* hands the client the model itself: one copy, no noise, no transform. *noised* hands it
+one copy with noise of scale κ·mean(α), and the client's result is the next model: θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε)
+(paper, appendix). All three go through the same functions and files; what differs is what is published.
+
+    DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
+    DIR/client/round_R/copy_K (removed once it was unlearned on), round_R/deltas/…
+    DIR/run.json, log.jsonl   the experimenter's: what was asked for, and what each step did
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from mpu_cli import __version__
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.source import Model, open_model
+from mpu_cli.client.losses import ALGORITHMS
+from mpu_cli.client.records import Record
+from mpu_cli.client.training import Losses
+from mpu_cli.client.unlearn import Options, unlearn
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.server.aggregate import aggregate, open_deltas
+from mpu_cli.server.keys import BaseIdentity, Keys, make_identity, read_identities, seal, unseal
+from mpu_cli.server.noise import check_alphas, default_alphas
+from mpu_cli.server.publish import Publication, publish, write_json
+from mpu_cli.server.randomness import new_seed, seed_from_number
+
+MODES = ("mpu", "clean", "noised")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What to run; names and defaults are those of the command line."""
+
+    base: str
+    options: Options
+    reference: str | None = None
+    mode: str = "mpu"
+    copies: int = 2
+    kappa: float = 0.01
+    alphas: tuple[float, ...] = ()  # the paper's, from 1 to 2
+    symmetries: str = "paper"
+    rounds: int | None = None  # the paper's for the algorithm
+    dtype: str | None = None  # safetensors' name of what copies and models are stored in
+    server_lr: float = 1.0
+    seed: int | None = None  # of the server's secrets; None for the operating system's
+    keep: bool = False  # copies, deltas and the models between
+
+    @property
+    def all_rounds(self) -> int:
+        return ALGORITHMS[self.options.algorithm].rounds if self.rounds is None else self.rounds
+
+    @property
+    def published(self) -> tuple[tuple[float, ...], float, str]:
+        """What the server publishes with: α_k, κ, symmetries."""
+        alphas = check_alphas(self.alphas, self.copies) if self.alphas else default_alphas(self.copies)
+        if self.mode == "clean":
+            return (1.0,), 0.0, "none"
+        if self.mode == "noised":
+            return (math.fsum(alphas) / len(alphas),), self.kappa, "none"
+        return alphas, self.kappa, self.symmetries
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last round's model, and the log's lines, one a step."""
+
+    model: Path
+    log: list[dict[str, object]]
+
+
+@dataclass
+class _Log:
+    """Lines of JSON, written as they come; those of a run that was stopped are read again."""
+
+    path: Path
+    lines: list[dict[str, object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            whole = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+            self.lines = [json.loads(line) for line in whole]
+            self.path.write_text("".join(whole), encoding="utf-8")
+
+    def add(self, step: str, **facts: object) -> None:
+        self.lines.append({"step": step, **facts})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.lines[-1]) + "\n")
+
+
+def run(
+    experiment: Experiment,
+    forget: Sequence[Record],
+    retain: Sequence[Record],
+    folder: Path,
+    *,
+    bar: Callable[[str, float], Callable[..., None]] = lambda *_: lambda *_: None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Play the rounds in ``folder``; a run with the same facts that was stopped goes on where it was.
+
+    ``bar(label, total)`` gives what is told of progress; ``tell`` gets a line for each step. Raises MpuError if
+    ``folder`` holds something else, UsageError for numbers that make no experiment.
+    """
+    if experiment.mode not in MODES:
+        raise UsageError(f"--mode {experiment.mode}: is one of {', '.join(MODES)}")
+    if experiment.copies < 2:
+        raise UsageError(f"--copies {experiment.copies}: at least 2 are needed, or the noise cannot cancel")
+    if experiment.all_rounds < 1:
+        raise UsageError(f"--rounds {experiment.rounds}: must be at least 1")
+    facts = _facts(experiment, forget, retain)
+    _begin(folder, facts)
+    log = _Log(folder / "log.jsonl")
+    server, client = folder / "server", folder / "client"
+    if not (server / "identity.txt").exists():
+        make_identity(server / "identity.txt")
+    model, last = experiment.base, None
+    for number in range(1, experiment.all_rounds + 1):
+        made = server / f"round_{number}" / "model"
+        if not made.exists():
+            _round(experiment, number, model, forget, retain, server, client, log, bar, tell)
+        if last and not experiment.keep:
+            shutil.rmtree(last, ignore_errors=True)
+        model, last = str(made), made
+    return Outcome(last, log.lines)
+
+
+def _round(
+    experiment: Experiment,
+    number: int,
+    base: str,
+    forget: Sequence[Record],
+    retain: Sequence[Record],
+    server: Path,
+    client: Path,
+    log: _Log,
+    bar: Callable[[str, float], Callable[..., None]],
+    tell: Callable[[str], None],
+) -> None:
+    home, away = server / f"round_{number}", client / f"round_{number}"
+    copies = len(experiment.published[0])
+    label = f"round {number} of {experiment.all_rounds}"
+    for k in range(1, copies + 1):
+        delta = home / "deltas" / f"copy_{k}.safetensors"
+        copy = away / f"copy_{k}"
+        if not delta.exists():
+            # A copy is made when its turn comes, so that there is only one on the disk.
+            if not copy.exists():
+                advance = bar(f"{label}: publish copy {k}", open_model(base).checkpoint.nbytes)
+                _publish(experiment, number, k, base, home, away, log, advance)
+            _unlearn(experiment, number, k, copy, away, forget, retain, log, bar(f"{label}: unlearn on copy {k}", 1.0))
+            delta.parent.mkdir(parents=True, exist_ok=True)
+            # What goes back: the delta, and nothing else.
+            os.replace(away / "deltas" / delta.name, delta)
+        if not experiment.keep and experiment.mode != "noised":
+            shutil.rmtree(copy, ignore_errors=True)
+    keys = unseal(home / "keys.bin", read_identities(server / "identity.txt"))
+    source = base
+    if experiment.mode == "noised":
+        # The client's result is the next model: what was published, noise and all, plus the change.
+        source = str(away / "copy_1")
+        keys = replace(keys, base=_identity(open_model(source)))
+    started = time.monotonic()
+    model = open_model(source)
+    deltas = open_deltas([home / "deltas"], keys)
+    result = aggregate(
+        model, deltas, keys, server_lr=experiment.server_lr, dtype=experiment.dtype, out=home / "model",
+        force=False, progress=bar(f"{label}: aggregate", model.checkpoint.nbytes),
+    )  # fmt: skip
+    log.add(
+        "aggregate", round=number, norms=result.norms, cosines=result.cosines, smallest_pairwise_cosine=result.pairwise,
+        norm=result.norm, lost_to_rounding=result.rounding, seconds=round(time.monotonic() - started, 3),
+        bytes=open_model(str(home / "model")).checkpoint.nbytes,
+    )  # fmt: skip
+    tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}")
+    if not experiment.keep:
+        shutil.rmtree(home / "deltas")
+        shutil.rmtree(away)
+
+
+def _publish(
+    experiment: Experiment, number: int, k: int, base: str, home: Path, away: Path, log: _Log,
+    advance: Callable[..., None],
+) -> None:  # fmt: skip
+    identities = read_identities(home.parent / "identity.txt")
+    alphas, kappa, symmetries = experiment.published
+    seed = new_seed() if experiment.seed is None else seed_from_number(experiment.seed)
+    name = None
+    if (home / "keys.bin").exists():  # the round's other copies are of the same publication
+        keys = unseal(home / "keys.bin", identities)
+        seed, name = bytes.fromhex(keys.seed), keys.run
+    model = open_model(base)
+    started = time.monotonic()
+    outbox = home / "outbox"
+    publication = publish(
+        model,
+        open_model(experiment.reference) if experiment.reference else None,
+        alphas=alphas,
+        kappa=kappa,
+        symmetries=symmetries,
+        dtype=experiment.dtype,
+        seed=seed,
+        seed_is_secret=experiment.seed is None,
+        run=name,
+        round_=number,
+        out=outbox,
+        keys_path=home / "keys.bin",
+        seal=lambda keys: seal(keys, [known.to_public() for known in identities]),
+        force=True,
+        progress=advance,
+        only=[k],
+    )
+    [made] = publication.copies
+    away.mkdir(parents=True, exist_ok=True)
+    os.replace(made, away / made.name)  # all that goes from the server to the client
+    outbox.rmdir()
+    log.add(
+        "publish", round=number, copy=k, seconds=round(time.monotonic() - started, 3),
+        bytes=open_model(str(away / made.name)).checkpoint.nbytes, **_survival(publication),
+    )  # fmt: skip
+
+
+def _survival(publication: Publication) -> dict[str, object]:
+    """What storage leaves of the noise: RMS of σ over all weights, asked for and survived; share of weights unmoved."""
+    blocks = [block for block in publication.blocks if block.copies]
+    weights = sum(block.weights for block in blocks)
+
+    def rms(value: Callable[[object], float]) -> float:
+        return math.sqrt(math.fsum(value(block.copies[0]) ** 2 * block.weights for block in blocks) / weights)
+
+    return {
+        "noise_asked": rms(lambda copy: copy.asked),
+        "noise_survived": rms(lambda copy: copy.survived),
+        "weights_unchanged": math.fsum(block.copies[0].unchanged * block.weights for block in blocks) / weights,
+    }
+
+
+def _unlearn(
+    experiment: Experiment, number: int, k: int, copy: Path, away: Path, forget: Sequence[Record],
+    retain: Sequence[Record], log: _Log, advance: Callable[..., None],
+) -> None:  # fmt: skip
+    target = away / "deltas" / f"copy_{k}.safetensors"
+    loop = experiment.options.loop
+    # Another order of the records in each round, the same for every copy of one.
+    loop = replace(loop, seed=(loop.seed + number - 1) % 2**32, resume=target.with_name(f"{target.name}.resume"))
+    started = time.monotonic()
+
+    def show(losses: Losses, steps: int) -> None:
+        advance(1 / steps, f"loss {losses.loss:.3f}, forget {losses.forget:.3f}")
+
+    result = unlearn(
+        open_model(str(copy)), forget, retain, replace(experiment.options, loop=loop), target=target, force=True,
+        on_step=show,
+    )  # fmt: skip
+    steps = {"first": asdict(result.steps[0]), "last": asdict(result.steps[-1])} if result.steps else {}
+    log.add(
+        "unlearn", round=number, copy=k, steps=len(result.steps), norm=result.norm, **steps,
+        seconds=round(time.monotonic() - started, 3), bytes=target.stat().st_size if target.is_file() else None,
+    )  # fmt: skip
+
+
+def _begin(folder: Path, facts: Mapping[str, object]) -> None:
+    """Make ``folder``, or find in it the same experiment, stopped."""
+    told = folder / "run.json"
+    if folder.exists() and any(folder.iterdir()):
+        try:
+            before = json.loads(told.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MpuError(f"{folder}: exists already and holds no experiment; choose another --out") from error
+        now = json.loads(json.dumps(facts))
+        if other := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+            raise MpuError(
+                f"{folder}: holds another experiment (other {', '.join(other)}); choose another --out, or remove it"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / "run.json.new"
+    write_json(fresh, facts)
+    os.replace(fresh, told)
+
+
+def _facts(experiment: Experiment, forget: Sequence[Record], retain: Sequence[Record]) -> dict[str, object]:
+    """What it takes to repeat the run."""
+    alphas, kappa, symmetries = experiment.published
+    told = asdict(replace(experiment, rounds=experiment.all_rounds))
+    epochs = experiment.options.epochs or ALGORITHMS[experiment.options.algorithm].epochs
+    told["options"] = asdict(replace(experiment.options, epochs=epochs))
+
+    def digest(records: Sequence[Record]) -> str:
+        rows = [asdict(record) | {"place": ""} for record in records]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+    return json.loads(
+        json.dumps(
+            {
+                "mpu": __version__,
+                "experiment": told,
+                "published": {"alphas": alphas, "kappa": kappa, "symmetries": symmetries},
+                "base": _identity(open_model(experiment.base)).fingerprint,
+                "reference": _identity(open_model(experiment.reference)).fingerprint if experiment.reference else None,
+                "records": {
+                    "forget": {"count": len(forget), "sha256": digest(forget)},
+                    "retain": {"count": len(retain), "sha256": digest(retain)},
+                },
+                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+                "hardware": {
+                    "machine": platform.machine(),
+                    "threads": torch.get_num_threads(),
+                    "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                },
+            },
+            default=str,
+        )
+    )
+
+
+def _identity(model: Model) -> BaseIdentity:
+    with worker_pool() as pool:
+        found = fingerprint(model.checkpoint, pool)
+    return BaseIdentity(model.address, str(model.config_path.resolve()), found)
+
+
+def published_keys(folder: Path, number: int) -> Keys:
+    """The keys of a round, opened with the server's identity."""
+    server = folder / "server"
+    return unseal(server / f"round_{number}" / "keys.bin", read_identities(server / "identity.txt"))

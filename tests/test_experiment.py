@@ -1,0 +1,297 @@
+"""``mpu run``, ``sweep``, ``finetune`` and ``plan``: both parties on one machine, by what the commands do."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.client.records import read_records
+from mpu_cli.client.training import Loop
+from mpu_cli.client.unlearn import Options
+from mpu_cli.experiment import rounds
+from mpu_cli.experiment.rounds import Experiment
+from mpu_cli.experiment.tables import pivot
+from mpu_cli.server.keys import read_identities, unseal
+from tests.models import random_model, save, write_records
+from tests.protocol import distance, tensors
+
+TRAINING = ("--algo", "graddiff", "--epochs", 2, "--lr", 1e-3, "--batch-size", 4, "--optim", "adamw-blockwise")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a base, a reference, forget and retain records."""
+    save(random_model("llama"), tmp_path / "base")
+    reference = random_model("llama")
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    save(reference, tmp_path / "reference")
+    write_records(tmp_path / "forget.jsonl", 10, 1)
+    write_records(tmp_path / "retain.jsonl", 10, 2)
+    return tmp_path
+
+
+class TestRun:
+    def test_is_the_commands(self, mpu: Callable, place: Path) -> None:
+        """Two rounds by `mpu run` are two rounds of publish, unlearn and aggregate, to the last bit."""
+        noise = ("--reference", "reference", "--kappa", 0.05)
+        told = mpu("run", "base", *noise, *TRAINING, "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=place).out
+        assert told.strip() == "whole/server/round_2/model"
+        base = "base"
+        for number in (1, 2):
+            out = f"by_hand_{number}"
+            keys = ("--keys", f"{out}/keys.bin")
+            mpu("publish", base, *noise, "--seed", 7, "--round", number, "--out", out, *keys, cwd=place)
+            for k in (1, 2):
+                target = f"{out}/deltas/copy_{k}.safetensors"
+                mpu("unlearn", f"{out}/copy_{k}", *TRAINING, "--seed", number - 1, "--out", target, cwd=place)
+            mpu("aggregate", f"{out}/deltas", *keys, "--out", f"{out}/model", cwd=place)
+            base = f"{out}/model"
+        whole, by_hand = tensors(place / "whole/server/round_2/model"), tensors(place / base)
+        assert all(torch.equal(whole[name], by_hand[name]) for name in by_hand)
+
+    def test_clean_is_training_on_the_base(self, mpu: Callable, place: Path) -> None:
+        mpu("run", "base", "--mode", "clean", *TRAINING, "--rounds", 1, "--out", "clean", cwd=place)
+        mpu("unlearn", "base", *TRAINING, "--out", "delta.safetensors", cwd=place)
+        base, change = tensors(place / "base"), tensors(place / "delta.safetensors")
+        after = tensors(place / "clean/server/round_1/model")
+        for name, weights in base.items():
+            torch.testing.assert_close(after[name], (weights + change[name]).float().double(), rtol=0, atol=1e-7)
+
+    def test_noised_keeps_the_noise(self, mpu: Callable, place: Path) -> None:
+        """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
+        mpu(
+            "run", "base", "--reference", "reference", "--mode", "noised", "--kappa", 0.2, "--alphas", "1,3", *TRAINING,
+            "--rounds", 1, "--out", "noised", "--keep", cwd=place,
+        )  # fmt: skip
+        copy = tensors(place / "noised/client/round_1/copy_1")
+        delta = tensors(place / "noised/server/round_1/deltas/copy_1.safetensors")
+        after = tensors(place / "noised/server/round_1/model")
+        base, reference = tensors(place / "base"), tensors(place / "reference")
+        for name, weights in copy.items():
+            torch.testing.assert_close(after[name], (weights + delta[name]).float().double(), rtol=0, atol=1e-7)
+        name = "model.embed_tokens.weight"
+        asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
+        assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
+
+    def test_one_copy_at_a_time(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(place)
+        seen = set()
+
+        def bar(*_: object) -> Callable[..., None]:
+            seen.add(len(list(place.glob("run/client/*/copy_*"))))
+            return lambda *_: seen.add(len(list(place.glob("run/client/*/copy_*"))))
+
+        experiment = Experiment("base", Options("gradascent", epochs=1, loop=Loop(batch_size=5)), copies=3, rounds=2)
+        outcome = rounds.run(experiment, read_records("forget.jsonl"), [], place / "run", bar=bar)
+        assert seen == {0, 1}
+        assert [line["step"] for line in outcome.log] == (["publish", "unlearn"] * 3 + ["aggregate"]) * 2
+        left = {str(p.relative_to(place / "run")) for p in (place / "run").rglob("*") if p.is_dir()}
+        assert "server/round_1/model" not in left
+        assert not any("copy" in name or "deltas" in name for name in left)
+
+    def test_goes_on_after_a_kill(self, mpu: Callable, place: Path) -> None:
+        arguments = ["run", "base", *map(str, TRAINING), "--rounds", "2", "--secret-seed", "3"]
+        mpu(*arguments, "--out", "whole", cwd=place)
+        command = [sys.executable, "-m", "mpu_cli", *arguments, "--out", "stopped"]
+        process = subprocess.Popen(command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "2"})
+        while not list(place.glob("stopped/server/round_1/deltas/copy_1*")) and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (place / "stopped/server/round_2/model").exists()
+        # The threads that are written down are this process's in the one run and that of the stopped in the other.
+        facts = json.loads((place / "stopped/run.json").read_text())
+        facts["hardware"] = json.loads((place / "whole/run.json").read_text())["hardware"]
+        (place / "stopped/run.json").write_text(json.dumps(facts))
+        mpu(*arguments, "--out", "stopped", cwd=place)
+        assert (
+            distance(tensors(place / "stopped/server/round_2/model"), tensors(place / "whole/server/round_2/model"))
+            < 1e-7
+        )
+        steps = [json.loads(line) for line in (place / "stopped/log.jsonl").read_text().splitlines()]
+        assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (2 + 2 + 1)
+
+    def test_other_options_in_the_same_folder(self, mpu: Callable, place: Path) -> None:
+        first = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
+        mpu(*first, cwd=place)
+        again = mpu(*first, cwd=place)
+        assert again.out.strip() == "out/server/round_1/model"
+        other = mpu(*first, "--kappa", 0.3, cwd=place, check=False)
+        assert other.status == 1
+        assert "holds another experiment (other experiment, published)" in other.err
+        (place / "mine").mkdir()
+        (place / "mine" / "thesis.txt").write_text("all of it")
+        assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=place, check=False).err
+
+    def test_what_each_party_holds(self, mpu: Callable, place: Path) -> None:
+        """No key, α or base weight under the client's; no record under the server's."""
+        mpu(
+            "run", "base", "--reference", "reference", "--kappa", 0.05, "--alphas", "1.2345,2.3456", *TRAINING,
+            "--rounds", 1, "--keep", "--out", "out", cwd=place,
+        )  # fmt: skip
+        server, client = place / "out/server", place / "out/client"
+        keys = unseal(server / "round_1/keys.bin", read_identities(server / "identity.txt"))
+        secrets = [bytes.fromhex(keys.seed), keys.seed.encode(), b"1.2345", b"2.3456", b"AGE-SECRET-KEY"]
+        secrets += [repr(sigma).encode() for sigma in keys.sigma.values() if sigma]
+        weights = AutoModelForCausalLM.from_pretrained(place / "base").state_dict()
+        secrets += [
+            w.flatten()[i : i + 4].numpy().tobytes() for w in weights.values() for i in range(0, w.numel() - 4, 4)
+        ]
+        held = [path.read_bytes() for path in client.rglob("*") if path.is_file()]
+        assert len(held) > 8
+        assert not any(secret in content for content in held for secret in secrets)
+        texts = []
+        for name in ("forget", "retain"):
+            for line in (place / f"{name}.jsonl").read_text().splitlines():
+                texts += [text.encode() for text in json.loads(line).values()]
+        held = [path.read_bytes() for path in server.rglob("*") if path.is_file()]
+        assert len(held) > 6
+        assert not any(text in content for content in held for text in texts)
+
+    def test_bad_input(self, mpu: Callable, place: Path) -> None:
+        for arguments, status, said in (
+            (("--copies", 1), 2, "at least 2"),
+            (("--rounds", 0), 2, "at least 1"),
+            (("--forget", "none.jsonl"), 1, "none.jsonl"),
+            (("--alphas", "1,two"), 2, "numbers with commas"),
+            (("--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
+            (("--kappa", "-1"), 2, "0 or more"),
+        ):
+            outcome = mpu("run", "base", *arguments, "--out", "bad", cwd=place, check=False)
+            assert outcome.status == status, outcome.err
+            assert said in outcome.err
+            assert len(outcome.err.strip().splitlines()) == 1
+
+
+class TestSweep:
+    GRID = """
+base = "base"
+algo = ["graddiff", "npo"]
+mode = ["clean", "mpu"]
+kappa = [0.01, 0.1]
+epochs = 1
+rounds = 1
+batch_size = 5
+
+[eval]
+benchmark = "qa"
+metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
+"""
+
+    def test_grid(self, mpu: Callable, place: Path) -> None:
+        (place / "grid.toml").write_text(self.GRID)
+        lines = mpu("sweep", "grid.toml", "--json", cwd=place).json
+        # clean does not look at κ, so it is there once for each algorithm
+        assert [line["name"] for line in lines] == [
+            "graddiff-clean", "graddiff-mpu-0.01", "graddiff-mpu-0.1",
+            "npo-clean", "npo-mpu-0.01", "npo-mpu-0.1",
+        ]  # fmt: skip
+        for line in lines:
+            kept = json.loads((place / "grid" / line["name"] / "eval.json").read_text())["metrics"]
+            assert line["metrics"] == {name: form["agg_value"] for name, form in kept.items()}
+        assert not list((place / "grid").rglob("model.safetensors"))
+        before = (place / "grid/results.jsonl").read_text().splitlines()
+        (place / "grid/results.jsonl").write_text("\n".join(before[:-1]) + '\n{"name": "npo-mpu-0')
+        said = mpu("sweep", "grid.toml", "--metrics", "forget_Q_A_Prob", cwd=place)
+        assert [line for line in said.err.splitlines() if " of 6: " in line] == ["6 of 6: npo-mpu-0.1"]
+        assert len((place / "grid/results.jsonl").read_text().splitlines()) == 6
+        cells = said.out.splitlines()
+        assert cells[:4] == ["**forget_Q_A_Prob**", "", "| algo | kappa | clean | mpu |", "|---|---|---|---|"]
+        assert len(cells) == 8
+        assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, beside both κ
+
+    def test_cases_change_together(self, mpu: Callable, place: Path) -> None:
+        (place / "cases.toml").write_text(
+            self.GRID.split("[eval]")[0].replace('["graddiff", "npo"]', '"gradascent"').replace("[0.01, 0.1]", "0.01")
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\n'
+            + "[[cases]]\nlr = 1e-4\nseed = 1\n[[cases]]\nlr = 2e-4\nseed = 2\n"
+        )
+        lines = mpu("sweep", "cases.toml", "--out", "cases", "--json", cwd=place).json
+        assert [(line["mode"], line["lr"], line["seed"]) for line in lines] == [
+            ("clean", 1e-4, 1), ("mpu", 1e-4, 1), ("clean", 2e-4, 2), ("mpu", 2e-4, 2),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("base = ", "not TOML"),
+            ('algo = "npo"', "base: is missing"),
+            ('base = "base"\nalgorithm = "npo"', "algorithm: is no option"),
+            ('base = "base"\nalgo = ["npo", "magic"]', "algo = 'magic': is one of"),
+            ('base = "base"\nlr = "fast"', "lr = 'fast': must be a float"),
+            ('base = "base"\n[eval]\nsplit = "forget01"', "[eval] split: is no option"),
+            ('base = "base"\n[eval]\nmetrics = "all"', "must be a list"),
+        ],
+    )
+    def test_bad_input(self, mpu: Callable, place: Path, text: str, said: str) -> None:
+        (place / "grid.toml").write_text(text)
+        outcome = mpu("sweep", "grid.toml", cwd=place, check=False)
+        assert outcome.status in (1, 2)
+        assert said in outcome.err
+        assert not (place / "grid").exists()
+
+
+def test_pivot() -> None:
+    lines = [
+        {"name": "a", "algo": "npo", "mode": "clean", "metrics": {"x": 1.0}},
+        {"name": "b", "algo": "npo", "mode": "mpu", "kappa": 0.1, "metrics": {"x": 2.0}},
+        {"name": "c", "algo": "npo", "mode": "mpu", "kappa": 0.2, "metrics": {"x": 3.0}},
+    ]
+    assert pivot(lines, ["x"]) == {
+        "x": [["algo", "kappa", "clean", "mpu"], ["npo", "0.1", "1", "2"], ["npo", "0.2", "1", "3"]]
+    }
+    assert pivot(lines[1:], ["x"], across="kappa")["x"] == [["algo", "mode", "0.1", "0.2"], ["npo", "mpu", "2", "3"]]
+
+
+def test_finetune_learns(mpu: Callable, place: Path) -> None:
+    mpu("finetune", "base", "--data", "forget.jsonl", "--data", "retain.jsonl", "--epochs", 30, "--lr", 3e-3,
+        "--batch-size", 5, "--out", "taught", cwd=place)  # fmt: skip
+    told = {}
+    for name in ("base", "taught"):
+        told[name] = mpu(
+            "eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob",
+            "--out", f"{name}.json", "--json", cwd=place,
+        ).json["metrics"]["forget_Q_A_Prob"]  # fmt: skip
+    assert told["taught"] > 10 * told["base"]
+    stored = AutoModelForCausalLM.from_pretrained(place / "taught", dtype="auto")
+    assert stored.dtype == torch.float32
+    assert mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 0, cwd=place, check=False).status == 2
+    assert (
+        "exists already"
+        in mpu("finetune", "base", "--data", "forget.jsonl", "--out", "taught", cwd=place, check=False).err
+    )
+
+
+def test_plan_counts(mpu: Callable, place: Path) -> None:
+    """What it says of bytes is what publish and unlearn then write; operations are the paper's formulas."""
+    told = mpu("plan", "base", "--copies", 3, "--forget", "forget.jsonl", "--epochs", 2, "--json", cwd=place).json
+    model = AutoModelForCausalLM.from_pretrained(place / "base")
+    attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
+    assert told["weights"] == model.num_parameters()
+    assert told["attention_weights"] == attention
+    assert told["moved"] == 9 * 3 * told["weights"] * 4
+    assert told["operations"] == 3 * (6 * told["weights"] + 4 * 8 * attention)
+    assert told["intensity"] == pytest.approx(told["operations"] / told["moved"])
+    machine = told["machine"]
+    assert told["server_seconds"] == pytest.approx(
+        max(told["moved"] / machine["bandwidth"], told["operations"] / machine["operations"])
+    )
+    assert math.isfinite(told["training_seconds"])
+    mpu("publish", "base", "--copies", 3, cwd=place)
+    mpu("unlearn", "copy_1", *TRAINING, cwd=place)
+    written = sum(t.numel() * 4 for t in tensors(place / "copy_1").values())
+    returned = sum(t.numel() * 4 for t in tensors(place / "deltas/copy_1.safetensors").values())
+    assert (told["published"], told["returned"]) == (3 * written, 3 * returned)
