@@ -87,9 +87,20 @@ class TestPublish:
         mpu(*arguments, "--out", tmp_path / "a", "--keys", tmp_path / "a/keys.bin")
         monkeypatch.setattr("mpu_cli.checkpoint.pool.os.sched_getaffinity", lambda _: {0})
         mpu(*arguments, "--out", tmp_path / "b", "--keys", tmp_path / "b/keys.bin")
-        for k in (1, 2):
-            for name in ("model.safetensors", "mpu.json", "config.json"):
-                assert (tmp_path / f"a/copy_{k}/{name}").read_bytes() == (tmp_path / f"b/copy_{k}/{name}").read_bytes()
+        monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 1000)
+        mpu(*arguments, "--out", tmp_path / "c", "--keys", tmp_path / "c/keys.bin")
+        for other in "bc":
+            for k in (1, 2):
+                for name in ("model.safetensors", "mpu.json", "config.json"):
+                    files = [tmp_path / f"{run}/copy_{k}/{name}" for run in ("a", other)]
+                    assert files[0].read_bytes() == files[1].read_bytes()
+
+    def test_the_profile_adds_up(self, mpu, tmp_path, base):
+        told = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "k.bin", "--profile", "--json")
+        seconds = told.json["profile"]
+        assert {"draw the noise", "convert and write", "read the base, fingerprint"} <= set(seconds)
+        assert all(value >= 0 for value in seconds.values())
+        assert "draw the noise" in told.err
 
     def test_two_publications_share_no_noise(self, mpu, tmp_path, base):
         noises = []

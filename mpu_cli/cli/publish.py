@@ -55,6 +55,7 @@ def publish(
         int | None,
         typer.Option(help="For repeatable experiments only: who knows the seed can undo the copies.", metavar="N"),
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time went.")] = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -76,11 +77,13 @@ def publish(
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.cli.secrets import sealer
     from mpu_cli.server import noise, randomness
+    from mpu_cli.server.profile import Profile
     from mpu_cli.server.publish import publish as run_publish
 
     factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
     model = open_model(base, config)
     public = open_model(reference) if reference else None
+    laps = Profile() if profile else None
     seal = sealer(recipient or [], passphrase, passphrase_file, identity)
     with progress("publish", model.checkpoint.nbytes) as advance:
         publication = run_publish(
@@ -99,12 +102,17 @@ def publish(
             seal=seal,
             force=force,
             progress=advance,
+            profile=laps,
         )
     if public is None and kappa > 0:
         note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(publication)
+    if laps:
+        total = sum(laps.seconds.values())
+        rows = [[name, f"{seconds:.2f}", f"{seconds / total:.0%}"] for name, seconds in laps.seconds.items()]
+        table("Seconds of work, over all threads", ["", "seconds", "share"], rows)
     emit(
         publication.copies,
         {
@@ -114,6 +122,7 @@ def publish(
             "round": publication.keys.round,
             "symmetries": symmetries,
             "blocks": [asdict(block) for block in publication.blocks],
+            "profile": laps.seconds if laps else None,
         },
         as_json,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
-from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
+from mpu_cli.checkpoint.dtypes import NAME, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import combine, fingerprint, piece_digests
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.pool import worker_pool
@@ -158,7 +158,7 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
 
 def _check_finite(x: torch.Tensor, square: float, delta: Delta, name: str) -> None:
     # A sum of squares that is not finite may only have overflowed: look again before refusing.
-    if not math.isfinite(square) and not bool(torch.isfinite(x).all()):
+    if not math.isfinite(square) and not all_finite(x):
         raise MpuError(f"{delta.path}: {name!r} holds NaN or Inf; nothing of this round was applied")
 
 
@@ -174,8 +174,9 @@ class _Full:
         return (self.change.dtype,)
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows ``start … stop`` in the base's coordinates."""
-        return self.mapping.backward(self.mapping.take(self.change, start, stop).to(dtype), start)
+        """Rows ``start … stop`` in the base's coordinates, in ``dtype`` if they had to be turned, else in their own."""
+        taken = self.mapping.take(self.change, start, stop)
+        return self.mapping.backward(taken.to(dtype), start) if self.mapping.turns else taken
 
 
 class _LowRank:
@@ -189,11 +190,11 @@ class _LowRank:
         self._right = by_columns.backward(right.to(wide), 0)
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._left.rows(start, stop, dtype) @ self._right.to(dtype)
+        return self._left.rows(start, stop, dtype).to(dtype) @ self._right.to(dtype)
 
     def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors whole, in the base's coordinates; ``rows`` is how many the tensor has."""
-        return self._left.rows(0, rows, self._right.dtype), self._right
+        return self._left.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
 
 
 class _Undoing:
@@ -337,7 +338,7 @@ def aggregate_adapter(
             for k, two in enumerate(factors):
                 if one and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
                     gram[j, k] += ((one[0].T @ two[0]) * (one[1] @ two[1].T)).sum().double()
-            if one and not all(bool(torch.isfinite(factor).all()) for factor in one):
+            if one and not all(all_finite(factor) for factor in one):
                 raise MpuError(f"{deltas[j].path}: {tensor.name!r} holds NaN or Inf; nothing of this round was applied")
         left = torch.cat([server_lr * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
         right = torch.cat([f[1] for f in factors if f], 0)
@@ -391,15 +392,19 @@ def _combine(
     stride = max(1, len(slices) // MEASURED_SLICES)
 
     def work(start: int, stop: int, measured: bool) -> tuple[list[list[float]], list[float]]:
-        zeros = torch.zeros(stop - start, before.shape[1], dtype=dtype)
-        undone = torch.stack([zeros if c is None else c.rows(start, stop, dtype) for c in changes]).flatten(1)
+        undone = torch.empty(len(changes), (stop - start) * before.shape[1], dtype=dtype)
+        for row, change in zip(undone, changes, strict=True):
+            if change is None:
+                row.zero_()
+            else:
+                row.view(stop - start, -1).copy_(change.rows(start, stop, dtype))
         gram = (undone @ undone.T).double()
         for k, delta in enumerate(undoing.deltas):
             _check_finite(undone[k], float(gram[k, k]), delta, tensor.name)
         clean = before[start:stop].to(dtype)
         update = (weights.to(dtype) @ undone).mul_(server_lr).view(clean.shape)
         stored = (clean + update).to(target.dtype)
-        if not bool(torch.isfinite(stored).all()):
+        if not all_finite(stored):
             raise MpuError(
                 f"{tensor.name!r} with its update is too large to store; lower --server-lr, or widen --dtype"
             )
@@ -409,6 +414,7 @@ def _combine(
         lost = stored.to(dtype) - clean - update
         return gram.tolist(), [float(lost.double().square().sum()), float(update.double().square().sum())]
 
+    pool.submit(writer.populate, tensor.name)
     # Lists, not tensors: small tensors that live on between large buffers keep the heap from being used again.
     futures = [pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
     results = [future.result() for future in futures]

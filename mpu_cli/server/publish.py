@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
-from mpu_cli.checkpoint.dtypes import NAME, WORD, compute_dtype
+from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, piece_digests, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
@@ -26,10 +26,11 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
 from mpu_cli.server.keys import BaseIdentity, Keys, write_private
 from mpu_cli.server.noise import Noise
+from mpu_cli.server.profile import Profile, no_clock
 from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
-MEASURED_SLICES = 8  # of a tensor; enough weights for what they are measured for, at a small part of the time
+MEASURED_SLICES = 4  # of a tensor; enough weights for what they are measured for, at a small part of the time
 _SUM = 1 << 16  # elements summed in the compute dtype before the sum goes on in double
 
 Progress = Callable[[int], None]  # told the bytes of base weights that are done
@@ -91,10 +92,12 @@ def publish(
     force: bool,
     progress: Progress,
     only: Sequence[int] | None = None,
+    profile: Profile | None = None,
 ) -> Publication:
     """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
 
     ``only`` names copies (from 1) if not all shall be written: with the same seed, each time the same publication.
+    ``profile`` is told where the time goes.
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN §3).
     ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own.
@@ -137,8 +140,9 @@ def publish(
                 writers=writers,
                 pool=stack.enter_context(worker_pool()),
                 progress=progress,
+                clock=profile.begin if profile else no_clock,
             )
-            reports = [writing.block(block, tensors, factors) for block, tensors in layout.blocks.items()]
+            reports = writing.all_blocks(layout.blocks, factors)
             fingerprint = writing.fingerprint()
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(base, folder, plan)
@@ -173,26 +177,47 @@ class _Writing:
     writers: Sequence[CheckpointWriter]
     pool: Executor
     progress: Progress
+    clock: Callable[[], Callable[[str], None]]
     sigma: dict[str, float] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
 
-    def block(self, block: str, tensors: list[TensorLayout], alphas: Sequence[float]) -> BlockReport:
-        squares = math.fsum(self._square(tensor) for tensor in tensors)
+    def all_blocks(self, blocks: Mapping[str, list[TensorLayout]], alphas: Sequence[float]) -> list[BlockReport]:
+        """Write every block. The next one is read for its scale while one is written, so that no core waits."""
+        waiting = list(blocks.items())
+        reading = [self._read(tensor) for tensor in waiting[0][1]] if waiting else []
+        reports = []
+        for i, (block, tensors) in enumerate(waiting):
+            squares = math.fsum(self._square(tensor, told) for tensor, told in zip(tensors, reading, strict=True))
+            sigma, report = self._scale(block, tensors, squares)
+            writing = [] if report else [self._write(tensor, sigma) for tensor in tensors]
+            reading = [self._read(tensor) for tensor in waiting[i + 1][1]] if i + 1 < len(waiting) else []
+            reports.append(report or self._finish(block, tensors, squares, sigma, alphas, writing))
+        return reports
+
+    def _scale(self, block: str, tensors: list[TensorLayout], squares: float) -> tuple[float, BlockReport | None]:
+        """σ of a block, and its report if it is one of constants, which are written as they are."""
         weights = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
         if any(tensor.constant for tensor in tensors):
             for tensor in tensors:
                 for writer in self.writers:
                     writer.tensor(tensor.name).copy_(self.base.tensor(tensor.name))
-            return BlockReport(block, weights, 0.0, ())
+            return 0.0, BlockReport(block, weights, 0.0, ())
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"
             raise MpuError(f"{self.base.path}: {which} holds NaN or Inf in block {block}; nothing sound to publish")
-        rms = math.sqrt(squares / weights)
-        sigma = self.sigma[block] = self.kappa * rms
+        sigma = self.sigma[block] = self.kappa * math.sqrt(squares / weights)
+        return sigma, None
+
+    def _finish(
+        self, block: str, tensors: list[TensorLayout], squares: float, sigma: float, alphas: Sequence[float],
+        writing: list[list[Future]],
+    ) -> BlockReport:  # fmt: skip
+        """Wait for a block that is being written; what became of its noise."""
+        weights = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
         measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
         count = 0
-        for tensor in tensors:
-            for part, n in self._write(tensor, sigma):
+        for tensor, futures in zip(tensors, writing, strict=True):
+            for part, n in filter(None, [future.result() for future in futures]):
                 measured += part
                 count += n
             for writer in self.writers:
@@ -202,7 +227,7 @@ class _Writing:
         return BlockReport(
             block,
             weights,
-            rms,
+            math.sqrt(squares / weights),
             tuple(
                 CopySurvival(alpha * sigma, math.sqrt(squared / count), unchanged / count)
                 for alpha, (squared, unchanged) in zip(alphas, measured.tolist(), strict=True)
@@ -215,29 +240,38 @@ class _Writing:
             self._digests[alias] = list(piece_digests(self.base, alias, self.pool))
         return combine(self.base.tensors, self._digests)
 
-    def _square(self, tensor: TensorLayout) -> float:
-        """Σ v² over one tensor; its pieces are digested on the way, while they are in the cache."""
+    def _read(self, tensor: TensorLayout) -> list[Future]:
+        """Begin to sum v² over one tensor; its pieces are digested on the way, while they are in the cache."""
         info = self.base.tensors[tensor.name]
         raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
         other = self.reference[tensor.name].view(-1) if self.reference and not tensor.constant else None
         dtype = compute_dtype(info.dtype)
 
         def piece(offset: int) -> tuple[bytes, float]:
+            lap = self.clock()
             digest = piece_digest(raw, offset)
+            lap("read the base, fingerprint")
             if tensor.constant:
                 return digest, 0.0
             part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
             v = weights[part].to(dtype)
             if other is not None:
                 v = v - other[part].to(dtype)
-            return digest, math.fsum(float(torch.dot(p, p)) for p in v.split(_SUM))
+            square = math.fsum(float(torch.dot(p, p)) for p in v.split(_SUM))
+            lap("scale of the noise")
+            return digest, square
 
-        results = list(self.pool.map(piece, pieces(info)))
+        return [self.pool.submit(piece, offset) for offset in pieces(info)]
+
+    def _square(self, tensor: TensorLayout, futures: list[Future]) -> float:
+        """Σ v² over one tensor, when it has been read."""
+        results = [future.result() for future in futures]
         self._digests[tensor.name] = [digest for digest, _ in results]
         return math.fsum(square for _, square in results)
 
-    def _write(self, tensor: TensorLayout, sigma: float) -> list[tuple[torch.Tensor, int]]:
-        """Write one tensor of every copy; returns sums of what ``CopySurvival`` tells, and over how many weights."""
+    def _write(self, tensor: TensorLayout, sigma: float) -> list[Future]:
+        """Begin to write one tensor of every copy; slices give sums of what ``CopySurvival`` tells and over how many
+        weights, or None where they were not measured."""
         weights = as_matrix(self.base.tensor(tensor.name))
         rows, columns = weights.shape
         targets = [as_matrix(writer.tensor(tensor.name)) for writer in self.writers]
@@ -247,29 +281,37 @@ class _Writing:
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
 
         def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
+            lap = self.clock()
             clean = weights[start:stop].to(dtype)
+            lap("convert the base")
             noise = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype) if sigma else None
+            lap("draw the noise")
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
                 noisy = clean if noise is None else noise[k].view(clean.shape).add_(clean)
-                written = mapping.forward(noisy, start).to(stored)
-                if not bool(torch.isfinite(written).all()):
+                lap("add the noise")
+                turned = mapping.forward(noisy, start)
+                lap("change coordinates")
+                written = turned.to(stored)
+                if not all_finite(written):
                     raise MpuError(
                         f"{self.base.path}: {tensor.name!r} with its noise is too large for {WORD[NAME[stored]]}; "
                         "choose a wider --dtype or a smaller --kappa"
                     )
                 mapping.put(target, written, start)
+                lap("convert and write")
                 if measured:
                     without = mapping.forward(clean, start)
                     sums[k, 0] = (written.to(dtype) - without).double().square().sum()
                     sums[k, 1] = (written == without.to(stored)).sum()
+                    lap("measure what survives")
             return (sums, clean.numel()) if measured else None
 
+        for writer in self.writers:
+            self.pool.submit(writer.populate, tensor.name)
         slices = row_slices(maps, rows, columns)
         stride = max(1, len(slices) // MEASURED_SLICES)
-        futures = [self.pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
-        results = [future.result() for future in futures]
-        return [result for result in results if result is not None]
+        return [self.pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
 
 
 def _check_alias(base: Model, layout: Layout) -> None:

@@ -43,6 +43,11 @@ class TensorMap:
         """Rows that belong together: the bounds of a slice must be multiples of it."""
         return 1 if self._rows is None else self._rows.unit
 
+    @property
+    def turns(self) -> bool:
+        """Whether there is more to do than to move rows."""
+        return self._columns is not None or (self._rows is not None and self._rows.rotation is not None)
+
     def split(self) -> tuple[TensorMap, TensorMap]:
         """The map of the rows alone and that of the columns alone, for the factors of a low-rank change."""
         return TensorMap(self._rows, None), TensorMap(None, self._columns)

@@ -1,11 +1,16 @@
-"""Time and memory of publish and aggregate on a synthetic checkpoint: ``python -m tests.benchmarks.server 1b DIR``.
+"""Time and memory of the server's commands on a synthetic checkpoint, beside what bounds them:
 
-Prints, for each command, seconds of wall time, peak anonymous resident memory (what is not a file's pages), and the
-seconds that copying the same bytes with ``cp`` takes. Files are in the page cache where they fit.
+    python -m tests.benchmarks.server 1b DIR [--copies 2,3,4] [--mergekit PATH/mergekit-yaml] [--fast]
+
+For each command: seconds of wall time, start-up included, peak anonymous resident memory (what is not a file's pages),
+and the ratio to its floor: `cp` of the same bytes for publish, reading the deltas once and writing the model for
+aggregate. Files are in the page cache where they fit. ``--fast`` leaves out everything but publish and aggregate at
+m = 2, for shapes whose plain methods do not fit into memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -20,12 +25,13 @@ from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_
 from tests.benchmarks.shapes import make
 
 POLL = 0.01  # seconds between looks at the process's memory
+MPU = (sys.executable, "-m", "mpu_cli")
 
 
-def run(*command: str) -> tuple[float, float]:
+def run(*command: object) -> tuple[float, float]:
     """Wall seconds of a command and its peak anonymous memory in MB."""
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -34,16 +40,16 @@ def run(*command: str) -> tuple[float, float]:
         peak = max([peak, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
         time.sleep(POLL)
     if process.wait():
-        raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
+        raise SystemExit(f"{' '.join(map(str, command))}: exit status {process.returncode}")
     return time.perf_counter() - started, peak / 1024
 
 
-def make_delta(copy: Path, target: Path) -> None:
-    """A float32 delta of ``copy`` of the size that training gives, of normal numbers."""
+def make_delta(copy: Path, target: Path, dtype: str = "F32") -> None:
+    """A delta of ``copy`` of the size that training gives, of normal numbers."""
     weights = open_checkpoint(copy)
     facts = delta_facts(DeltaManifest(read_copy_manifest(copy), "npo"))
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)) * 1e-4
-    plan = {name: ("F32", info.shape) for name, info in weights.tensors.items()}
+    plan = {name: (dtype, info.shape) for name, info in weights.tensors.items()}
     target.parent.mkdir(exist_ok=True)
     with CheckpointWriter(target, plan, as_metadata(facts)) as writer:
         for name in plan:
@@ -51,24 +57,93 @@ def make_delta(copy: Path, target: Path) -> None:
                 part.copy_(noise[: len(part)])
 
 
-def main(shape: str, folder: Path) -> None:
-    mpu = [sys.executable, "-m", "mpu_cli"]
-    base = make(shape, folder / "base")
-    weights = base / "model.safetensors"
-    keys = str(folder / "keys.bin")
-    rows = [("publish", *run(*mpu, "publish", str(base), "--out", str(folder), "--keys", keys))]
-    if weights.exists():
-        rows.append(("cp of both copies", *run("cp", str(weights), str(weights) + ".copied")))
-        rows[-1] = (rows[-1][0], rows[-1][1] * 2, rows[-1][2])
-        Path(str(weights) + ".copied").unlink()
-    for k in (1, 2):
-        make_delta(folder / f"copy_{k}", folder / "deltas" / f"copy_{k}.safetensors")
-    aggregate = [*mpu, "aggregate", str(folder / "deltas"), "--keys", keys, "--out", str(folder / "unlearned")]
-    rows.append(("aggregate", *run(*aggregate)))
-    for name, seconds, memory in rows:
-        print(f"{name:<20} {seconds:7.2f} s {memory:7.0f} MB")
+def floor_of_aggregate(deltas: Path, base: Path, scratch: Path) -> float:
+    """Seconds to read every delta once and to copy the base, which is as large as what aggregate writes."""
+    started = time.perf_counter()
+    for path in sorted(deltas.iterdir()):
+        run("dd", f"if={path}", "of=/dev/null", "bs=16M")
+    run("cp", "-r", base, scratch)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(scratch)
+    return seconds
+
+
+def tell(name: str, seconds: float, memory: float | None = None, floor: float | None = None) -> None:
+    beside = "" if memory is None else f" {memory:7.0f} MB"
+    print(f"{name:<34} {seconds:7.2f} s{beside}" + ("" if floor is None else f" {seconds / floor:6.2f} x its floor"))
+
+
+def copy_seconds(folder: Path, copies: int) -> float:
+    """Seconds of ``cp`` of that many copies."""
+    scratch = folder / "cp"
+    scratch.mkdir()
+    started = time.perf_counter()
+    for k in range(copies):
+        run("cp", "-r", folder / "base", scratch / str(k))
+    seconds = time.perf_counter() - started
+    shutil.rmtree(scratch)
+    return seconds
+
+
+def main(options: argparse.Namespace) -> None:
+    folder: Path = options.folder
+    base = make(options.shape, folder / "base")
+    keys = ("--keys", folder / "keys.bin")
+    for copies in options.copies:
+        floor = copy_seconds(folder, copies)
+        tell(f"cp of {copies} copies", floor)
+        publish = run(*MPU, "publish", base, "--copies", copies, "--out", folder, *keys, "--force")
+        tell(f"publish, m = {copies}", *publish, floor)
+        if copies == 2 and not options.fast:
+            plain = run(sys.executable, "-m", "tests.benchmarks.in_memory", base, folder / "plain", copies)
+            tell("the same in memory", *plain, publish[0])
+            shutil.rmtree(folder / "plain")
+        if copies != 2:
+            for k in range(1, copies + 1):
+                shutil.rmtree(folder / f"copy_{k}")
+            continue
+        for dtype, deltas in (("F32", folder / "deltas"), ("BF16", folder / "deltas_bf16")):
+            if options.fast and dtype == "BF16":
+                continue
+            for k in (1, 2):
+                make_delta(folder / f"copy_{k}", deltas / f"copy_{k}.safetensors", dtype)
+            floor = floor_of_aggregate(deltas, base, folder / "cp")
+            joined = run(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned")
+            tell(f"aggregate, {dtype} deltas", *joined, floor)
+            shutil.rmtree(folder / "unlearned")
+            if options.mergekit and dtype == "BF16":
+                tell("mergekit, the same bytes", *run_mergekit(options.mergekit, base, folder, deltas), joined[0])
+            shutil.rmtree(deltas)
+        for k in (1, 2):
+            shutil.rmtree(folder / f"copy_{k}")
     shutil.rmtree(folder)
 
 
+def run_mergekit(tool: Path, base: Path, folder: Path, deltas: Path) -> tuple[float, float]:
+    """A linear merge of base and both deltas, each as a model of its own."""
+    models = [base]
+    for k in (1, 2):
+        made = folder / "as_models" / str(k)
+        made.mkdir(parents=True)
+        shutil.copy(base / "config.json", made)
+        (made / "model.safetensors").symlink_to((deltas / f"copy_{k}.safetensors").resolve())
+        models.append(made)
+    lines = ["merge_method: linear", "dtype: bfloat16", "parameters: {normalize: false}", "models:"]
+    for model, weight in zip(models, (1.0, 0.67, 0.33), strict=True):
+        lines += [f"  - model: {model}", f"    parameters: {{weight: {weight}}}"]
+    recipe = folder / "merge.yaml"
+    recipe.write_text("\n".join(lines) + "\n")
+    told = run(tool, recipe, folder / "merged", "--no-copy-tokenizer")
+    shutil.rmtree(folder / "merged")
+    shutil.rmtree(folder / "as_models")
+    return told
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--copies", type=lambda text: [int(part) for part in text.split(",")], default=[2])
+    parser.add_argument("--mergekit", type=Path)
+    parser.add_argument("--fast", action="store_true")
+    main(parser.parse_args())

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The protocol between two machines: bash examples/two_machines.sh [DIR]
+#
+# Run it on the server's machine. With CLIENT=user@host the client's part runs there, through ssh, in CLIENT_DIR, and
+# copies and deltas travel by scp; without, the client is a folder beside the server's. Copies go one way, deltas the
+# other, and nothing else travels. In earnest each side types its own half; MODEL, FORGET and RETAIN name what each owns.
+# Without them the model and the records are those of `mpu demo`.
+set -euo pipefail
+work=${1:-two_machines}
+mkdir -p "$work/server" "$work/client"
+cd "$work"
+client_dir=${CLIENT_DIR:-mpu-client}
+unlearning="--algo npo --beta 0.5 --optim adamw-blockwise --lr 3e-4 --epochs 15 --batch-size 10"
+
+to_client() { # what the server sends
+  if [ -n "${CLIENT:-}" ]; then scp -qr "$@" "$CLIENT:$client_dir/"; else cp -r "$@" client/; fi
+}
+from_client() { # what the client returns
+  if [ -n "${CLIENT:-}" ]; then scp -qr "$CLIENT:$client_dir/deltas" server/; else cp -r client/deltas server/; fi
+}
+on_client() { # a command line on the client's machine
+  if [ -n "${CLIENT:-}" ]; then ssh "$CLIENT" "mkdir -p $client_dir && cd $client_dir && $1"; else (cd client && eval "$1"); fi
+}
+
+if [ -z "${MODEL:-}" ]; then
+  [ -d mpu-demo ] || mpu demo
+  MODEL=$PWD/mpu-demo/models/target
+fi
+if [ -z "${CLIENT:-}" ]; then # on a machine of its own the client has its records already
+  cp "${FORGET:-mpu-demo/records/forget.jsonl}" client/forget.jsonl
+  cp "${RETAIN:-mpu-demo/records/retain.jsonl}" client/retain.jsonl
+fi
+
+echo "== server: publish two copies, keep the keys" >&2
+(cd server && mpu publish "$MODEL" --symmetries all --kappa 0.01)
+on_client "mkdir -p ."
+to_client server/copy_1 server/copy_2
+
+echo "== client: unlearn on each copy, with the same options" >&2
+on_client "for copy in copy_1 copy_2; do mpu unlearn \$copy $unlearning; done"
+from_client
+
+echo "== server: undo, average, apply" >&2
+(cd server && mpu aggregate deltas/ --keys keys.bin)
+echo "$work/server/unlearned"
