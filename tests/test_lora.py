@@ -109,6 +109,13 @@ def test_one_adapter_is_the_aggregate(mpu, rounds):
     model = AutoModelForCausalLM.from_pretrained(rounds / "unlearned", dtype=torch.float64).eval()
     with torch.no_grad():
         torch.testing.assert_close(adapter(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    measured = []
+    for name in ("adapter", "unlearned"):
+        measured.append(
+            mpu("eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--template", "plain", "--dtype",
+                "float64", "--out", f"{name}.json", "--json", cwd=rounds).json["metrics"]
+        )  # fmt: skip
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
 
 
 def test_targets(mpu, tmp_path):

@@ -140,6 +140,7 @@ def eval_(
         chosen = benchmarks.own_records(*benchmarks.read_own(records, forget or default, retain, holdout), log)
 
     from mpu_cli.checkpoint.source import open_model
+    from mpu_cli.client.loading import adapter_base
     from mpu_cli.evaluation.evaluate import Settings, evaluate
 
     if plot:
@@ -152,8 +153,9 @@ def eval_(
         def bar(total: int) -> object:
             return lambda count, text="": advance_bar(count / max(total, 1), text)
 
+        base = adapter_base(Path(model)) if Path(model).is_dir() else None
         result = evaluate(
-            open_model(model),
+            open_model(base or model),
             chosen,
             Settings(
                 metrics=tuple(filter(None, (metrics or "").split(","))),
@@ -163,6 +165,7 @@ def eval_(
                 template=template,
                 system_prompt=system_prompt,
             ),
+            adapter=Path(model) if base else None,
             reference=open_model(reference_model) if reference_model else None,
             retain_log=retain_log,
             lm_eval=tuple(filter(None, (lm_eval or "").split(","))),

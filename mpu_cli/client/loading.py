@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed
+from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed, open_checkpoint, read_json_object
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError
 
@@ -37,6 +37,32 @@ def as_directory(model: Model) -> Iterator[Path]:
         for path in model.side_files:
             shutil.copyfile(path, folder / path.name)
         yield folder
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The model that the peft adapter in ``folder`` is for; None if there is none. MpuError if it does not say."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file() or (folder / "config.json").exists():
+        return None
+    base = read_json_object(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise MpuError(f"{path}: does not name the model that the adapter is for (base_model_name_or_path)")
+    return base
+
+
+def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """``model`` with the adapter in ``folder`` added to its weights. Raises MpuError if peft cannot read it."""
+    from peft import PeftModel
+
+    open_checkpoint(folder / ADAPTER_WEIGHTS)  # peft would look for a pickle next
+    try:
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:  # whatever a folder from somebody else may bring about
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MpuError(f"{folder}: peft cannot put this adapter on the model ({reason})") from error
 
 
 def load(

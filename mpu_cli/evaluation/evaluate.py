@@ -22,7 +22,7 @@ from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.source import TOKENIZER_FILES, Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.loading import as_directory, load
+from mpu_cli.client.loading import ADAPTER_WEIGHTS, as_directory, load, with_adapter
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
@@ -119,6 +119,7 @@ def evaluate(
     benchmark: Benchmark,
     settings: Settings,
     *,
+    adapter: Path | None = None,
     reference: Model | None = None,
     retain_log: Path | None = None,
     lm_eval: Sequence[str] = (),
@@ -129,8 +130,9 @@ def evaluate(
 ) -> Result:
     """Measure ``model`` and write the result to ``out``; a run that was stopped goes on from ``.NAME.partial``.
 
-    ``lm_eval`` are tasks of the harness to run beside it. ``bar(total)`` gives what is told of progress (a number of
-    items, what they are). Raises MpuError for records, models and logs that cannot be used, naming the place.
+    ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
+    it. ``bar(total)`` gives what is told of progress (a number of items, what they are). Raises MpuError for records,
+    models and logs that cannot be used, naming the place.
     """
     if settings.batch_size < 1:
         raise UsageError(f"--batch-size {settings.batch_size}: must be at least 1")
@@ -151,14 +153,14 @@ def evaluate(
     started = time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
-        facts = _facts(model, benchmark, used, settings, reference)
+        facts = _facts(model, adapter, benchmark, used, settings, reference)
         partial = out.with_name(f".{out.name}.partial")
         kept = _read_partial(partial, facts)
         resumed = bool(kept)
         if resumed:
             tell(f"going on from {partial}, which holds {len(kept)} passes")
         if needs - set(kept):
-            _passes(model, reference, benchmark, used, needs, facts, settings, kept, partial, bar)
+            _passes(model, adapter, reference, benchmark, used, needs, facts, settings, kept, partial, bar)
         forms: dict[str, Form] = {}
         for name, metric in chosen.items():
             forms[name] = metric.make(kept, forms)
@@ -178,6 +180,7 @@ def evaluate(
 
 def _passes(
     model: Model,
+    adapter: Path | None,
     reference: Model | None,
     benchmark: Benchmark,
     used: Sequence[Split],
@@ -191,6 +194,7 @@ def _passes(
     """Every pass that is needed and not yet in ``kept``."""
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
     loaded, tokenizer = _load(model, dtype, device)
+    loaded = with_adapter(loaded, adapter) if adapter else loaded
     config = loaded.config.get_text_config()
     # Rotary positions go on past what a model was trained on, and the suite lets them.
     limit = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
@@ -275,6 +279,7 @@ def _say(run: _Run, split: Split, advance: Callable[[int], None]) -> list[dict[s
     ]
     answers = answer(
         run.model, run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
+        longest=run.encoder.max_length,
         advance=advance,
     )  # fmt: skip
     return [asdict(each) for each in answers]
@@ -292,7 +297,12 @@ def _template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _facts(
-    model: Model, benchmark: Benchmark, used: Sequence[Split], settings: Settings, reference: Model | None
+    model: Model,
+    adapter: Path | None,
+    benchmark: Benchmark,
+    used: Sequence[Split],
+    settings: Settings,
+    reference: Model | None,
 ) -> dict[str, object]:
     """What the numbers depend on: model, data, options, versions, hardware."""
     device = settings.device
@@ -308,6 +318,7 @@ def _facts(
         "mpu": __version__,
         "benchmark": benchmark.name,
         "model": _identity(model),
+        "adapter": {"source": str(adapter), "sha256": _sha256(adapter / ADAPTER_WEIGHTS)} if adapter else None,
         "reference_model": None if reference is None else _identity(reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used

@@ -37,11 +37,13 @@ def answer(
     limit: int,
     stops: Sequence[str] = (),
     batch_size: int,
+    longest: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Answer]:
     """What ``model`` says greedily to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
 
-    ``drafts`` are tokens that it is known to begin with. Batches are of like length.
+    ``drafts`` are tokens that it is known to begin with; ``longest`` is how many tokens the model reads in all, None for
+    no limit. Batches are of like length.
     """
     ends = _end_tokens(model, tokenizer)
     said: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
@@ -52,8 +54,12 @@ def answer(
     for start in range(0, len(waiting), rows):
         batch = waiting[start : start + rows]
         prompts = [[*items[i].prompt, *said[i]] for i in batch]
+        wanted = max(limit - len(said[i]) for i in batch)
+        room = wanted if longest is None else min(wanted, longest - max(map(len, prompts)))
+        if room < 1:
+            continue
         with memory_in_mind():
-            fresh = _generate(model, tokenizer, prompts, max(limit - len(said[i]) for i in batch), stops)
+            fresh = _generate(model, tokenizer, prompts, room, stops)
         for i, tokens in zip(batch, fresh, strict=True):
             said[i] = _until_end([*said[i], *tokens], ends, limit)
         advance(len(batch))
