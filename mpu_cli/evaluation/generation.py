@@ -42,8 +42,8 @@ def answer(
 ) -> list[Answer]:
     """What ``model`` says greedily to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
 
-    ``drafts`` are tokens that it is known to begin with; ``longest`` is how many tokens the model reads in all, None for
-    no limit. Batches are of like length.
+    ``drafts`` are tokens that it is known to begin with; ``longest`` is how many tokens the model reads in all, None
+    for no limit. Batches are of like length.
     """
     ends = _end_tokens(model, tokenizer)
     said: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]

@@ -35,7 +35,7 @@ from mpu_cli.client.training import Losses
 from mpu_cli.client.unlearn import Options, unlearn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.server.aggregate import aggregate, open_deltas
-from mpu_cli.server.keys import BaseIdentity, Keys, make_identity, read_identities, seal, unseal
+from mpu_cli.server.keys import BaseIdentity, make_identity, read_identities, seal, unseal
 from mpu_cli.server.noise import check_alphas, default_alphas
 from mpu_cli.server.publish import Publication, publish, write_json
 from mpu_cli.server.randomness import new_seed, seed_from_number
@@ -333,9 +333,3 @@ def _identity(model: Model) -> BaseIdentity:
     with worker_pool() as pool:
         found = fingerprint(model.checkpoint, pool)
     return BaseIdentity(model.address, str(model.config_path.resolve()), found)
-
-
-def published_keys(folder: Path, number: int) -> Keys:
-    """The keys of a round, opened with the server's identity."""
-    server = folder / "server"
-    return unseal(server / f"round_{number}" / "keys.bin", read_identities(server / "identity.txt"))
