@@ -95,6 +95,16 @@ class TestPublish:
                     files = [tmp_path / f"{run}/copy_{k}/{name}" for run in ("a", other)]
                     assert files[0].read_bytes() == files[1].read_bytes()
 
+    def test_random_alphas(self, mpu, tmp_path, base):
+        drawn = []
+        for name in "ab":
+            out = mpu("publish", base, "--alphas", "random", "--copies", 3, "--out", tmp_path / name,
+                      "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+            drawn.append(keys_of(tmp_path / name).alphas)
+            assert not [a for a in drawn[-1] if str(a) in out.out + out.err]
+        assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
+        assert len({alpha for alphas in drawn for alpha in alphas}) == 6
+
     def test_the_profile_adds_up(self, mpu, tmp_path, base):
         told = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "k.bin", "--profile", "--json")
         seconds = told.json["profile"]
@@ -329,6 +339,29 @@ class TestAggregate:
             updates.append({n: t - before[n] for n, t in tensors(published / "u").items()})
         for name in before:
             torch.testing.assert_close(updates[1][name], -0.25 * updates[0][name])
+
+    def test_a_hostile_delta(self, mpu, published):
+        """A huge norm is refused where there is a bound, a poisoned tensor is named."""
+        arguments = ("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "u")
+        honest = mpu(*arguments, "--json").json
+        assert honest["outliers"] == []
+        path = published / "deltas/copy_2.safetensors"
+        held, metadata = tensors(path), open_checkpoint(path).metadata
+        name = sorted(held)[3]
+        held[name] = held[name] * 1000
+        save_file({n: t.float() for n, t in held.items()}, path, metadata)
+        told = mpu(*arguments, "--force")
+        assert f"copy 2 changes {name} " in told.err
+        [outlier] = mpu(*arguments, "--force", "--json").json["outliers"]
+        assert (outlier["tensor"], outlier["copy"]) == (name, 2)
+        assert 300 < outlier["factor"] < 3000
+        shutil.rmtree(published / "u")
+        bound = 2 * max(copy["norm"] for copy in honest["copies"])
+        refused = mpu(*arguments, "--max-norm", bound, check=False)
+        assert refused.status == 1
+        assert "copy_2.safetensors: its norm is" in refused.err
+        assert not (published / "u").exists()
+        assert mpu(*arguments, "--max-norm", 0, check=False).status == 2
 
     def test_norms_and_cosines_are_what_they_say(self, mpu, published):
         told = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",

@@ -12,6 +12,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, paths_from, progress, table, warn
 
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is likely wrong
+SHOWN = 3  # outliers that are named
 LOST = 0.3  # share of the update's norm that rounding may take before it is worth a warning
 
 
@@ -24,6 +25,9 @@ def aggregate(
     config: options.Config = None,
     out: Annotated[Path, typer.Option(help="Directory for the unlearned model.", metavar="DIR")] = Path("unlearned"),
     server_lr: Annotated[float, typer.Option(help="η: how much of the update to apply.")] = 1.0,
+    max_norm: Annotated[
+        float | None, typer.Option(help="Refuse the round if a delta's norm is above this.", metavar="NORM")
+    ] = None,
     dtype: options.Dtype = None,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Write LoRA deltas as one peft adapter for BASE instead of a model.")
@@ -47,7 +51,7 @@ def aggregate(
     found = open_deltas(paths, opened)
     model = published_base(opened, base, config)
     if as_adapter:
-        result = aggregate_adapter(model, found, opened, server_lr=server_lr, out=out, force=force)
+        result = aggregate_adapter(model, found, opened, server_lr=server_lr, out=out, force=force, max_norm=max_norm)
     else:
         with progress("aggregate", model.checkpoint.nbytes) as advance:
             result = run_aggregate(
@@ -59,6 +63,7 @@ def aggregate(
                 out=out,
                 force=force,
                 progress=advance,
+                max_norm=max_norm,
             )
     rows = [
         [f"copy {delta.copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
@@ -74,6 +79,13 @@ def aggregate(
             f"the copies disagree (cosine {result.pairwise:.2f} between two of them): other options or records for "
             "each copy, noise too large, or a delta that was tampered with"
         )
+    for name, copy, factor in result.outliers[:SHOWN]:
+        warn(
+            f"copy {copy} changes {name} {factor:.0f} times as much as any other copy: trained otherwise, or tampered "
+            "with"
+        )
+    if len(result.outliers) > SHOWN:
+        warn(f"and {len(result.outliers) - SHOWN} tensors more like that")
     if result.norm == 0:
         warn("all deltas are zero: nothing was unlearned")
     if result.rounding > LOST:
@@ -92,6 +104,7 @@ def aggregate(
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
             "lost_to_rounding": result.rounding,
+            "outliers": [{"tensor": name, "copy": copy, "factor": factor} for name, copy, factor in result.outliers],
         },
         as_json,
     )

@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 
 from mpu_cli import __version__
 from mpu_cli.cli.aggregate import aggregate
+from mpu_cli.cli.audit import audit
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.demo import demo
 from mpu_cli.cli.eval import eval_
@@ -45,6 +46,7 @@ app.command(rich_help_panel=CLIENT)(unlearn)
 app.command(rich_help_panel=SERVER)(invert)
 app.command(rich_help_panel=SERVER)(aggregate)
 app.command(rich_help_panel=SERVER)(verify)
+app.command(rich_help_panel=SERVER)(audit)
 app.command(rich_help_panel=SERVER)(keygen)
 app.command("eval", rich_help_panel=BOTH)(eval_)
 app.command(rich_help_panel=BOTH)(compare)

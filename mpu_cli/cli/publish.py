@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpu_cli.server.publish import Publication
 
 MOST_COPIES = 100
+RANDOM = "random"
 ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
 
 
@@ -33,7 +34,11 @@ def publish(
     kappa: Annotated[float, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector.")] = 0.01,
     alphas: Annotated[
         str | None,
-        typer.Option(help="Noise factor of each copy, such as 1,2 (default: evenly from 1 to 2).", metavar="A,B,…"),
+        typer.Option(
+            help="Noise factor of each copy, such as 1,2, or random: drawn secretly between 1 and 2 (default: evenly "
+            "from 1 to 2).",
+            metavar="A,B,…",
+        ),
     ] = None,
     symmetries: Annotated[
         Literal["paper", "all", "none"],
@@ -71,7 +76,7 @@ def publish(
         raise UsageError(f"--round {round_}: counts from 1")
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be 0 or more, and below 2⁶⁴")
-    factors = None if alphas is None else _numbers(alphas)
+    factors = None if alphas in (None, RANDOM) else _numbers(alphas)
 
     from mpu_cli.checkpoint.dtypes import OPTION
     from mpu_cli.checkpoint.source import open_model
@@ -80,7 +85,11 @@ def publish(
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publish import publish as run_publish
 
-    factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
+    master = randomness.new_seed() if seed is None else randomness.seed_from_number(seed)
+    if alphas == RANDOM:
+        factors = noise.random_alphas(randomness.Randomness(master), round_, copies)
+    else:
+        factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
     model = open_model(base, config)
     public = open_model(reference) if reference else None
     laps = Profile() if profile else None
@@ -93,7 +102,7 @@ def publish(
             kappa=kappa,
             symmetries=symmetries,
             dtype=OPTION[dtype] if dtype else None,
-            seed=randomness.new_seed() if seed is None else randomness.seed_from_number(seed),
+            seed=master,
             seed_is_secret=seed is None,
             run=run,
             round_=round_,

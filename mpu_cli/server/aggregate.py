@@ -41,6 +41,8 @@ from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 Progress = Callable[[int], None]
 
+OUTLIER = 10.0  # times another copy's change of the same tensor, from which on it is worth a warning
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -60,7 +62,8 @@ class Aggregation:
     """What ``aggregate`` made and how the copies agree.
 
     ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
-    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update.
+    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update;
+    ``outliers``: tensors of which one copy's change is far larger than the others', with the copy and by what factor.
     """
 
     path: Path
@@ -69,6 +72,7 @@ class Aggregation:
     pairwise: float
     norm: float
     rounding: float
+    outliers: tuple[tuple[str, int, float], ...] = ()
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
@@ -236,8 +240,9 @@ def aggregate(
     out: Path,
     force: bool,
     progress: Progress,
+    max_norm: float | None = None,
 ) -> Aggregation:
-    """Write θ + η·Δ̄ to the model directory ``out``.
+    """Write θ + η·Δ̄ to the model directory ``out``, unless a delta's norm is above ``max_norm``.
 
     Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
     published, or for NaN and Inf; UsageError for an η that is no rate.
@@ -250,6 +255,7 @@ def aggregate(
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
     digests: dict[str, list[bytes]] = {}
+    outliers: list[tuple[str, int, float]] = []
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
         with ExitStack() as stack:
@@ -263,6 +269,7 @@ def aggregate(
                     products, lost = _combine(pool, tensor, source, undoing, weights, server_lr, writer)
                     gram += products
                     rounding += lost
+                    outliers += _outliers(name, products, deltas)
                     for delta in deltas:
                         if name in delta.checkpoint.tensors:
                             delta.checkpoint.forget_pages(name)
@@ -273,10 +280,34 @@ def aggregate(
             if layout.alias:
                 digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
             _check_base(base, keys, combine(source.tensors, digests))
+        if max_norm is not None:
+            _check_norms(gram, deltas, max_norm)
         write_small_files(base, folder, plan)
         write_json(folder / MANIFEST_NAME, facts)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-    return _agreement(out, gram, weights, lost)
+    return replace(_agreement(out, gram, weights, lost), outliers=tuple(outliers))
+
+
+def _outliers(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> list[tuple[str, int, float]]:
+    """Copies whose change of one tensor is more than OUTLIER times that of every other copy."""
+    norms = products.diagonal().clamp(min=0).sqrt().tolist()
+    found = []
+    for k, delta in enumerate(deltas):
+        others = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
+        if 0 < others * OUTLIER < norms[k]:
+            found.append((name, delta.copy, norms[k] / others))
+    return found
+
+
+def _check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float) -> None:
+    if not (math.isfinite(max_norm) and max_norm > 0):
+        raise UsageError(f"--max-norm {max_norm}: must be a finite number above 0")
+    for delta, norm in zip(deltas, gram.diagonal().sqrt().tolist(), strict=True):
+        if norm > max_norm:
+            raise MpuError(
+                f"{delta.path}: its norm is {norm:.4g}, above --max-norm {max_norm:g}; "
+                "nothing of this round was applied"
+            )
 
 
 def _ready(base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float) -> tuple[Layout, torch.Tensor]:
@@ -312,8 +343,9 @@ def _agreement(path: Path, gram: torch.Tensor, weights: torch.Tensor, rounding: 
 
 
 def aggregate_adapter(
-    base: Model, deltas: Sequence[Delta], keys: Keys, *, server_lr: float, out: Path, force: bool
-) -> Aggregation:
+    base: Model, deltas: Sequence[Delta], keys: Keys, *, server_lr: float, out: Path, force: bool,
+    max_norm: float | None = None,
+) -> Aggregation:  # fmt: skip
     """Write η·Δ̄ of LoRA deltas as one peft adapter for the base, of the sum of their ranks.
 
     Its factors are the undone factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
@@ -345,6 +377,8 @@ def aggregate_adapter(
         a, b = (left.T, right.T) if layout.family.transposed else (right, left)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    if max_norm is not None:
+        _check_norms(gram, deltas, max_norm)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config = {

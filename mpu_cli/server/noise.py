@@ -21,6 +21,11 @@ def default_alphas(copies: int) -> tuple[float, ...]:
     return tuple(1 + k / (copies - 1) for k in range(copies))
 
 
+def random_alphas(randomness: Randomness, round_: int, copies: int) -> tuple[float, ...]:
+    """α_k uniform in [1, 2), drawn from the seed: who does not know them has to estimate them."""
+    return tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist())
+
+
 def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
     """``alphas`` as a tuple; UsageError unless there is one positive, finite number for each copy."""
     if len(alphas) != copies:

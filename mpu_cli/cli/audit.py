@@ -1,0 +1,101 @@
+"""``mpu audit``: what a client that keeps its copies can recover."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note, paths_from, progress, table
+from mpu_cli.errors import UsageError
+
+CLOSE = 0.1  # relative error below which weights or a task vector count as recovered
+
+
+def audit(
+    copies: Annotated[list[str], typer.Argument(help="Copies of one publication, in order, or - .", metavar="COPY…")],
+    base: Annotated[str, typer.Option(help="The model that was published, to score with.", metavar="MODEL")],
+    reference: Annotated[
+        str | None,
+        typer.Option(help="A public model that BASE was fine-tuned from, which an attacker has too.", metavar="MODEL"),
+    ] = None,
+    alphas: Annotated[
+        str | None, typer.Option(help="α that the attacker believes in (default: the paper's).", metavar="A,B,…")
+    ] = None,
+    symmetries: Annotated[
+        Literal["paper", "all"], typer.Option(help="The set that the attacker believes in.")
+    ] = "paper",
+    fast: Annotated[bool, typer.Option("--fast", help="Look at three layers only.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Play the client who keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
+
+    "weights" is the error up to symmetries, under which the model computes the same; "task vector" that of
+    base − reference as recovered. Prints a verdict.
+    """
+    from mpu_cli.checkpoint.source import open_model
+    from mpu_cli.privacy.audit import ATTACKS
+    from mpu_cli.privacy.audit import audit as run_audit
+    from mpu_cli.server.noise import default_alphas
+
+    models = [open_model(str(path)) for path in paths_from(copies)]
+    if alphas:
+        try:
+            factors = [float(part) for part in alphas.split(",")]
+        except ValueError as error:
+            raise UsageError(f"--alphas {alphas!r}: must be numbers with commas between them") from error
+    else:
+        factors = list(default_alphas(len(models))) if len(models) > 1 else [1.0]
+    owned = open_model(base)
+    with progress("audit", owned.checkpoint.nbytes) as advance:
+        found = run_audit(
+            models, owned, open_model(reference) if reference else None, alphas=factors, symmetries=symmetries,
+            fast=fast, progress=advance,
+        )  # fmt: skip
+    rows = []
+    for name, told in found.attacks.items():
+        task = found.task_error(name)
+        rows.append(
+            [
+                ATTACKS[name],
+                f"{found.function_error(name):.2%}",
+                "–" if task is None else f"{task:.2%}",
+                f"{told.seconds:.1f}",
+            ]
+        )
+    table("What is recovered (relative error)", ["attack", "weights", "task vector", "seconds"], rows)
+    worst = min(found.attacks, key=found.function_error)
+    unmoved = [block for block, share in found.unmoved.items() if share > CLOSE]
+    if unmoved:
+        note(f"held as they are in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
+             + (f" and {len(unmoved) - 4} blocks more" if len(unmoved) > 4 else ""))  # fmt: skip
+    verdict = (
+        f"recovered: {ATTACKS[worst]} gives the weights to {found.function_error(worst):.2%}"
+        if found.function_error(worst) < CLOSE
+        else f"not recovered by these attacks: at best to {found.function_error(worst):.0%} ({ATTACKS[worst]})"
+    )
+    emit(
+        [verdict],
+        {
+            "verdict": verdict,
+            "attacks": {
+                name: {
+                    "weights": found.function_error(name),
+                    "task_vector": found.task_error(name),
+                    "seconds": told.seconds,
+                    "blocks": {
+                        block: {
+                            "weights": found.function_error(name, block),
+                            "task_vector": found.task_error(name, block),
+                        }
+                        for block in found.weights
+                    },
+                }
+                for name, told in found.attacks.items()
+            },
+            "unmoved": found.unmoved,
+            "settings": {"alphas": factors, "symmetries": symmetries, "fast": fast},
+        },
+        as_json,
+    )

@@ -1,0 +1,174 @@
+"""Undoing secret coordinates without the keys: aligning a copy with anything close to what it was made from.
+
+Permutations by assignment on the similarity of rows, rotations in closed form, per plane or by orthogonal Procrustes.
+Every symmetry of the set that is believed to have been used is looked for; the identity is found where one was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from mpu_cli.architectures.family import HeadPermutation, Rotation
+from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
+from mpu_cli.symmetry.axis import AxisMap, joined
+from mpu_cli.symmetry.transform import TensorMap, as_matrix
+
+Tensors = Mapping[str, torch.Tensor]  # float32, by name
+ROWS = 8192  # of the embedding that the residual permutation is read from
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an axis stands: tensor, dimension, and the part of that dimension that is this axis's."""
+
+    tensor: str
+    dimension: int
+    start: int
+    stop: int
+
+
+def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str) -> list[Place]:
+    """All places of ``axis`` in ``tensors``."""
+    found = []
+    for tensor in tensors:
+        for dimension, group in enumerate(tensor.axes):
+            start = 0
+            for name in group:
+                stop = start + axis_length(layout.sizes, name)
+                if name == axis:
+                    found.append(Place(tensor.name, dimension, start, stop))
+                start = stop
+    return found
+
+
+def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
+    """What stands at each coordinate of an axis, all places side by side: (coordinates, features)."""
+    parts = []
+    for place in places:
+        matrix = as_matrix(tensors[place.tensor])
+        part = matrix[place.start : place.stop] if place.dimension == 0 else matrix[:, place.start : place.stop].T
+        parts.append(part)
+    return torch.cat(parts, 1)
+
+
+def match(similarity: torch.Tensor) -> torch.Tensor:
+    """The assignment with the largest total, int64: row i goes with column ``match[i]``.
+
+    Where each row's best column has that row for its best, that is it; else scipy's linear_sum_assignment.
+    """
+    columns = similarity.argmax(1)
+    if bool((similarity.argmax(0)[columns] == torch.arange(len(similarity))).all()):
+        return columns
+    return torch.from_numpy(linear_sum_assignment(similarity.numpy(), maximize=True)[1])
+
+
+def match_rows(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The order in which the rows of ``target``, (n, features), stand in ``copy``, by cosine."""
+    norms = [torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=1e-30) for x in (copy, target)]
+    return match((copy / norms[0]) @ (target / norms[1]).T)
+
+
+def residual_order(layout: Layout, copy: Tensors, target: Tensors) -> torch.Tensor:
+    """The permutation of the model dimension, from the columns of the embedding."""
+    [embedding] = [t for t in layout.parameters if t.layer is None and t.axes == (("vocab",), ("model",))][:1]
+    columns = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
+    # Columns of an embedding have much in common; what tells them apart is what is left without their mean.
+    columns = [x - x.mean(1, keepdim=True) for x in columns]
+    return match_rows(columns[0].T, columns[1].T)
+
+
+def layer_maps(
+    layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, symmetries: str
+) -> dict[str, AxisMap]:
+    """The maps of one layer's own axes, for a ``copy`` whose model dimension stands as the ``target``'s does.
+
+    ``symmetries`` is the set that is believed to have been used: with fewer unknowns, less of what copy and target
+    differ in is taken for a rotation.
+    """
+    sizes = layout.sizes
+    d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
+    group = heads // kv_heads
+
+    def both(axis: str) -> list[torch.Tensor]:
+        where = places_of(layout, tensors, axis)
+        return [features(of, where) for of in (copy, target)]
+
+    maps = {"ffn": AxisMap(match_rows(*both("ffn")))}
+    by_head = {}  # axis → copy's and target's features, (heads, d, features)
+    for axis in ("query", "key", "value", "mixed"):
+        by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
+    kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
+    rotations = [s for s in layout.symmetries(symmetries) if isinstance(s, Rotation)]
+    if any(isinstance(s, HeadPermutation) for s in layout.symmetries(symmetries)):
+        kv_order = match(_overlap(*by_head["key"]) + _overlap(*by_head["value"]))
+        for h, g in enumerate(kv_order.tolist()):
+            mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
+            query_order[mine] = g * group + match(
+                sum(_overlap(by_head[axis][0][mine], by_head[axis][1][theirs]) for axis in ("query", "mixed"))
+            )
+    orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+    maps |= {axis: AxisMap(_whole_heads(order, d)) for axis, order in orders.items()}
+    for rotation in rotations:
+        # One matrix for each KV head of the target, from all the heads of all the axes that share it.
+        products = torch.zeros(kv_heads, d, d)
+        for axis in rotation.axes:
+            moved = torch.empty_like(by_head[axis][0])
+            moved[orders[axis]] = by_head[axis][0]
+            each = torch.einsum("hif,hjf->hij", moved, by_head[axis][1])
+            products += each.view(kv_heads, -1, d, d).sum(1)
+        solve = plane_rotation if rotation.planes else procrustes
+        matrices = torch.stack([solve(product) for product in products])
+        for axis in rotation.axes:
+            per_kv_head = len(orders[axis]) // kv_heads
+            maps[axis] = AxisMap(maps[axis].order, matrices.repeat_interleave(per_kv_head, 0))
+    return maps
+
+
+def _overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """How far two heads span the same, whatever their rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
+    cross = torch.einsum("aif,bjf->abij", copy, target).square().sum((2, 3))
+    own = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
+    return cross / (own[0][:, None] * own[1][None, :]).clamp(min=1e-30)
+
+
+def procrustes(product: torch.Tensor) -> torch.Tensor:
+    """The orthogonal R nearest to X = R Y, from X Yᵀ (Schönemann, 1966)."""
+    u, _, v = torch.linalg.svd(product.double())
+    return u @ v
+
+
+def plane_rotation(product: torch.Tensor) -> torch.Tensor:
+    """The same where R only turns the planes (i, i + d/2): an angle for each, in closed form."""
+    half = len(product) // 2
+    p = product.double()
+    i = torch.arange(half)
+    cos = p[i, i] + p[i + half, i + half]
+    sin = p[i + half, i] - p[i, i + half]
+    angle = torch.atan2(sin, cos)
+    c, s = torch.diag(angle.cos()), torch.diag(angle.sin())
+    return torch.cat([torch.cat([c, -s], 1), torch.cat([s, c], 1)], 0)
+
+
+def _whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
+    return (order[:, None] * d + torch.arange(d)).flatten()
+
+
+def undo(
+    layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Mapping[str, AxisMap]
+) -> dict[str, torch.Tensor]:
+    """``copy`` with ``maps`` undone: T⁻¹ as the attacker believes it to be."""
+    undone = {}
+    for tensor in tensors:
+        axes = [
+            joined([maps.get(axis) for axis in group], [axis_length(layout.sizes, axis) for axis in group])
+            for group in tensor.axes
+        ]
+        mapping = TensorMap(*axes, *[None] * (2 - len(axes)))
+        matrix = as_matrix(copy[tensor.name])
+        back = mapping.backward(mapping.take(matrix, 0, len(matrix)), 0)
+        undone[tensor.name] = back.view(copy[tensor.name].shape)
+    return undone

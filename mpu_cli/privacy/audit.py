@@ -1,0 +1,238 @@
+"""What a client that keeps its copies can recover of the server's model, measured by doing it.
+
+The attacks read the copies, the public reference and the α that the paper publishes; the base is read only to say how
+near they came, and the keys by nobody. An attacker without a reference ends up in the coordinates of one copy, in
+which the model computes the same: there the base is aligned to what was recovered before they are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.source import Model
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.privacy.align import layer_maps, residual_order, undo
+from mpu_cli.symmetry.axis import AxisMap
+
+FAST = 3  # layers that --fast looks at: the first, the middle, the last
+ATTACKS = {
+    "one copy": "one copy, no reference: the noise is all that hides the weights",
+    "one copy, reference": "one copy, aligned to the public reference",
+    "all copies": "all copies aligned to the first, averaged with the published α",
+    "all copies, reference": "all copies aligned to the reference, averaged with the published α",
+    "all copies, α unknown": "the same, with the weights that bring it nearest to the reference",
+}
+
+
+@dataclass
+class Recovered:
+    """What one attack recovered: squared errors by block.
+
+    ``function``: up to the symmetries, under which the model computes the same; ``task``: as it stands, in the
+    reference's coordinates, where the attack ends up in them.
+    """
+
+    seconds: float = 0.0
+    function: dict[str, float] = field(default_factory=dict)
+    task: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Errors by attack and block; ``task`` and ``weights`` are the squared norms that they are relative to, by block;
+    ``unmoved`` the share of weights that a copy holds as they are, by block."""
+
+    attacks: dict[str, Recovered]
+    task: dict[str, float]
+    weights: dict[str, float]
+    unmoved: dict[str, float]
+    with_reference: bool
+
+    def function_error(self, attack: str, block: str | None = None) -> float:
+        """Relative to the weights, up to symmetries; in total or of a block."""
+        return self._ratio(self.attacks[attack].function, self.weights, block)
+
+    def task_error(self, attack: str, block: str | None = None) -> float | None:
+        """Relative to the task vector, in the reference's coordinates; None where the attack ends up in others."""
+        errors = self.attacks[attack].task
+        return self._ratio(errors, self.task, block) if errors else None
+
+    def _ratio(self, errors: Mapping[str, float], norms: Mapping[str, float], block: str | None) -> float:
+        blocks = [block] if block else list(norms)
+        total = math.fsum(norms[b] for b in blocks)
+        return math.sqrt(math.fsum(errors[b] for b in blocks) / total) if total else math.nan
+
+
+def audit(
+    copies: Sequence[Model],
+    base: Model,
+    reference: Model | None,
+    *,
+    alphas: Sequence[float],
+    symmetries: str,
+    fast: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Audit:
+    """Attack ``copies`` of ``base``, block by block, in float32.
+
+    ``alphas`` and ``symmetries`` are those that the attacker takes for granted. Raises MpuError for a model that is not
+    of the base's shapes, UsageError for another number of α than of copies.
+    """
+    if len(alphas) != len(copies):
+        raise UsageError(f"{len(alphas)} α for {len(copies)} copies; give one for each")
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    names = {t.name: base.checkpoint.tensors[t.name].shape for t in layout.parameters}
+    for model in [*copies, *([reference] if reference else [])]:
+        held = {name: info.shape for name, info in model.checkpoint.tensors.items() if name in names}
+        if held != names:
+            raise MpuError(f"{model.source}: has not the base's tensors and shapes")
+    attack = _Attack(layout, copies, base, reference, tuple(alphas), symmetries)
+    blocks = _chosen(layout, fast)
+    for block in blocks:
+        attack.block(block, layout.blocks[block])
+        progress(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
+    return Audit(attack.attacks, attack.task, attack.weights, attack.unmoved, reference is not None)
+
+
+def _chosen(layout: Layout, fast: bool) -> list[str]:
+    blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
+    if not fast:
+        return blocks
+    layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
+    kept = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
+    return [block for block in blocks if block not in layers or block in kept]
+
+
+class _Attack:
+    def __init__(
+        self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, alphas: tuple[float, ...],
+        symmetries: str,
+    ):  # fmt: skip
+        self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
+        self._symmetries = symmetries
+        inverse = torch.tensor([1 / alpha for alpha in alphas], dtype=torch.float64)
+        self._weights_of_copies = inverse / inverse.sum()
+        self.attacks = {name: Recovered() for name in self._names()}
+        self.task: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+        self.unmoved: dict[str, float] = {}
+        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+        self._gram = torch.zeros(
+            len(copies), len(copies), dtype=torch.float64
+        )  # of all blocks so far: α is one for all
+
+    def _names(self) -> list[str]:
+        several = len(self._copies) > 1
+        return [
+            name
+            for name in ATTACKS
+            if (several or "all copies" not in name)
+            and (self._reference or ("reference" not in name and "unknown" not in name))
+        ]
+
+    def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
+        return {t.name: model.checkpoint.tensor(t.name).float() for t in tensors}
+
+    def _aligned(
+        self, tensors: Sequence[TensorLayout], model: Model, copy: Mapping[str, torch.Tensor], target: Model,
+        towards: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """``copy`` of ``model`` in the coordinates of ``towards``, a block of ``target``."""
+        moves_residual = any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(self._symmetries))
+        pair = (id(model), id(target))
+        if not moves_residual:
+            self._orders[pair] = torch.arange(self._layout.sizes["model"])
+        if pair not in self._orders:
+            outside = [t for t in self._layout.parameters if t.layer is None]
+            self._orders[pair] = residual_order(
+                self._layout,
+                {t.name: model.checkpoint.tensor(t.name) for t in outside},
+                {t.name: target.checkpoint.tensor(t.name) for t in outside},
+            )
+        residual = {"model": AxisMap(self._orders[pair])}
+        copy = undo(self._layout, tensors, copy, residual)
+        if tensors[0].layer is None:
+            return copy
+        return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, self._symmetries))
+
+    def block(self, block: str, tensors: Sequence[TensorLayout]) -> None:
+        truth = self._tensors(self._base, tensors)
+        copies = [self._tensors(copy, tensors) for copy in self._copies]
+        public = self._tensors(self._reference, tensors) if self._reference else None
+        self.weights[block] = _square(truth)
+        self.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[block]
+        count = sum(w.numel() for w in truth.values())
+        self.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
+        if public is not None:
+            started = time.perf_counter()
+            lined = [
+                self._aligned(tensors, model, copy, self._reference, public)
+                for model, copy in zip(self._copies, copies, strict=True)
+            ]
+            together = time.perf_counter() - started
+            each = together / len(lined)
+            self._score("one copy, reference", block, tensors, self._reference, lined[0], truth, each)
+            if len(lined) > 1:
+                estimate = self._mean(lined, self._weights_of_copies)
+                self._score("all copies, reference", block, tensors, self._reference, estimate, truth, together)
+                self._gram += differences(lined, public)
+                estimate = self._mean(lined, nearest(self._gram))
+                self._score("all copies, α unknown", block, tensors, self._reference, estimate, truth, together)
+        if len(copies) > 1:
+            started = time.perf_counter()
+            first = self._copies[0]
+            lined = [copies[0]] + [
+                self._aligned(tensors, model, copy, first, copies[0])
+                for model, copy in zip(self._copies[1:], copies[1:], strict=True)
+            ]
+            estimate = self._mean(lined, self._weights_of_copies)
+            seconds = time.perf_counter() - started
+            self._score("all copies", block, tensors, first, estimate, truth, seconds)
+        self._score("one copy", block, tensors, self._copies[0], copies[0], truth, 0.0)
+
+    def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: sum(float(w) * tensors[name] for w, tensors in zip(weights, lined, strict=True)) for name in lined[0]
+        }
+
+    def _score(
+        self, attack: str, block: str, tensors: Sequence[TensorLayout], whose: Model,
+        estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
+    ) -> None:  # fmt: skip
+        """Count the errors of ``estimate``, which is in the coordinates of ``whose``."""
+        told = self.attacks[attack]
+        told.seconds += seconds
+        if whose is self._reference:
+            told.task[block] = _distance(estimate, truth)
+        lined = self._aligned(tensors, whose, estimate, self._base, truth)
+        told.function[block] = _distance(lined, truth)
+
+
+def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Inner products of the aligned copies' differences from ``public`` over a block: float64 (copies, copies)."""
+    flat = [torch.cat([(t[name] - p).flatten() for name, p in public.items()]).double() for t in lined]
+    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
+
+
+def nearest(gram: torch.Tensor) -> torch.Tensor:
+    """Weights that add up to 1 and bring the copies' combination nearest to the reference: G⁻¹1, normalised.
+
+    The task vector is in every combination alike, so what they make small is the noise.
+    """
+    steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    weights = torch.linalg.solve(steadied, torch.ones(len(gram), dtype=gram.dtype))
+    return weights / weights.sum()
+
+
+def _square(tensors: Mapping[str, torch.Tensor]) -> float:
+    return math.fsum(float(x.double().square().sum()) for x in tensors.values())
+
+
+def _distance(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+    return _square({name: found[name] - weights for name, weights in truth.items()})

@@ -1,0 +1,129 @@
+"""``mpu audit``: the attacks find what was planted, and say how near they came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.source import open_model
+from mpu_cli.privacy.align import layer_maps, match, plane_rotation, procrustes, residual_order, undo
+from mpu_cli.server.publish import make_transform
+from mpu_cli.server.randomness import Randomness
+from mpu_cli.symmetry.axis import AxisMap
+from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
+
+FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("symmetries", ["paper", "all"])
+def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
+    """Without noise, the very permutations and rotations of the publication."""
+    base = save(random_model(family), tmp_path / "base")
+    told = mpu(
+        "publish", base, "--kappa", 0, "--dtype", "float64", "--symmetries", symmetries, "--seed", 5, "--run", "r",
+        "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--json",
+    )  # fmt: skip
+    assert told.status == 0
+    from mpu_cli.cli.secrets import open_keys
+
+    keys = open_keys(tmp_path / "keys.bin", None, None)
+    copy, model = open_model(str(tmp_path / "copy_1")), open_model(str(base))
+    layout = layout_of(model.checkpoint.tensors, model.config, "")
+    true = make_transform(Randomness(bytes.fromhex(keys.seed)), 1, 1, layout, symmetries)
+    held = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
+    residual = {"model": AxisMap(torch.arange(layout.sizes["model"]))}
+    if symmetries == "all":
+        residual = {"model": AxisMap(residual_order(layout, *held))}
+        assert torch.equal(residual["model"].order, true._shared["model"].order)
+    for tensors in (ts for ts in layout.blocks.values() if ts[0].layer is not None):
+        found = layer_maps(layout, tensors, undo(layout, tensors, held[0], residual), held[1], symmetries)
+        planted = true._layer_maps(tensors[0].layer)
+        assert set(found) >= set(planted)
+        for axis, mapping in planted.items():
+            assert torch.equal(found[axis].order, mapping.order), axis
+            if mapping.rotation is not None:
+                torch.testing.assert_close(found[axis].rotation, mapping.rotation, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("symmetries", ["paper", "all"])
+def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
+    """With a little noise: one copy to the noise, all copies without it, whatever the coordinates."""
+    base = save(random_model(family), tmp_path / "base")
+    mpu("publish", base, "--kappa", 0.01, "--symmetries", symmetries, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    copies = (tmp_path / "copy_1", tmp_path / "copy_2")
+    told = mpu("audit", *copies, "--base", base, "--symmetries", symmetries, "--json").json
+    assert told["verdict"].startswith("recovered: ")
+    attacks = told["attacks"]
+    # Half of each rotation's freedom is spent on noise at most; what is left is of its size.
+    assert 0.005 < attacks["one copy"]["weights"] < 0.0105
+    # The noise cancels; what stays is the error of the alignment, which is made with twice the noise of a copy.
+    assert attacks["all copies"]["weights"] < 0.6 * attacks["one copy"]["weights"]
+
+
+@needs_shared
+def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
+    """The paper's defaults on a real checkpoint: a public relative gives the task vector away, both copies the rest."""
+    models = SHARED / "models"
+    common = ("--reference", models / "pretrained")
+    mpu("publish", models / "full", *common, "--dtype", "float32", "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    copies = (tmp_path / "copy_1", tmp_path / "copy_2")
+    attacks = mpu("audit", *copies, "--base", models / "full", *common, "--json").json["attacks"]
+    assert attacks["one copy, reference"]["task_vector"] < 0.02
+    assert attacks["all copies, reference"]["task_vector"] < 0.01
+    assert attacks["all copies"]["weights"] < 1e-4
+    assert attacks["all copies, α unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
+    # Errors of blocks add up to that of the whole.
+    whole = open_model(str(models / "full"))
+    blocks = layout_of(whole.checkpoint.tensors, whole.config, "").blocks
+    squares = {
+        block: sum(float(whole.checkpoint.tensor(t.name).double().square().sum()) for t in tensors)
+        for block, tensors in blocks.items()
+    }
+    told = attacks["one copy"]["blocks"]
+    joined = sum(told[block]["weights"] ** 2 * square for block, square in squares.items()) / sum(squares.values())
+    assert attacks["one copy"]["weights"] == pytest.approx(math.sqrt(joined), rel=1e-3)
+    one = mpu("audit", copies[0], "--base", models / "full", "--json").json["attacks"]
+    assert list(one) == ["one copy"]
+    fast = mpu("audit", *copies, "--base", models / "full", "--fast", "--json").json["attacks"]
+    assert len(fast["one copy"]["blocks"]) == 3 + 2
+
+
+def test_closed_forms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(8, 50, generator=generator, dtype=torch.float64)
+    q = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
+    torch.testing.assert_close(procrustes((q @ y) @ y.T), q)
+    angle = torch.rand(4, generator=generator, dtype=torch.float64) * 6
+    c, s = torch.diag(angle.cos()), torch.diag(angle.sin())
+    turn = torch.cat([torch.cat([c, -s], 1), torch.cat([s, c], 1)], 0)
+    torch.testing.assert_close(plane_rotation((turn @ y) @ y.T), turn)
+
+
+def test_match_is_the_best_assignment() -> None:
+    """Where rows compete for a column, the best total, by trying all."""
+    from itertools import permutations
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        similarity = torch.rand(5, 5, generator=generator)
+        similarity[:, 0] += 0.5
+        total = float(similarity[torch.arange(5), match(similarity)].sum())
+        assert total == pytest.approx(
+            max(float(similarity[torch.arange(5), list(p)].sum()) for p in permutations(range(5)))
+        )
+
+
+def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
+    base = save(random_model("llama"), tmp_path / "base")
+    other = save(random_model("llama", intermediate_size=64), tmp_path / "other")
+    assert "has not the base's tensors" in mpu("audit", other, "--base", base, check=False).err
+    assert mpu("audit", base, base, "--base", base, "--alphas", "1", check=False).status == 2
+    assert mpu("audit", base, "--base", base, "--alphas", "one", check=False).status == 2
+    assert set(FAMILIES) <= set(CONFIGS)
