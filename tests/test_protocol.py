@@ -72,6 +72,20 @@ def test_noise_cancels_to_first_order(mpu, tmp_path, optimizer, kappas):
 
 
 @needs_shared
+def test_shared_noise_costs_first_order(mpu, tmp_path):
+    """No combination of copies removes it: it stays in the aggregate's error, which grows as κ_s."""
+    base = SHARED / "models/full"
+    options = [*real_records(tmp_path), "--optim", "sgd", "--lr", "1e-2"]
+    clean = clean_update(mpu, base, tmp_path, options)
+    scales, together = np.geomspace(0.002, 0.01, 3), []
+    for scale in scales:
+        publish = ["--kappa", 0, "--shared-noise", scale, "--seed", 1, "--reference", SHARED / "models/pretrained"]
+        aggregate, _ = updates(mpu, base, tmp_path / f"{scale:.2e}", publish, options)
+        together.append(distance(aggregate, clean))
+    assert abs(slope(scales, together) - 1) < 0.2
+
+
+@needs_shared
 def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path):
     """No mistake but a property: AdamW scales every coordinate on its own, so turned coordinates take another path.
 

@@ -95,6 +95,25 @@ class TestPublish:
                     files = [tmp_path / f"{run}/copy_{k}/{name}" for run in ("a", other)]
                     assert files[0].read_bytes() == files[1].read_bytes()
 
+    def test_shared_noise_is_in_every_copy(self, mpu, tmp_path, base):
+        """The harmonic mean of the copies is the base plus the shared noise, of its scale; verify knows it."""
+        options = ("--kappa", 0.1, "--shared-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
+        told = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
+        assert "κ_s = 0.2" in told
+        keys, before = keys_of(tmp_path), tensors(base)
+        copies = [tensors(tmp_path / f"copy_{k}") for k in (1, 2, 3)]
+        total = sum(1 / alpha for alpha in keys.alphas)
+        name = "model.embed_tokens.weight"
+        left = sum(copy[name] / a for copy, a in zip(copies, keys.alphas, strict=True)) / total - before[name]
+        assert float(left.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
+        assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name])
+        for copy, alpha in zip(copies, keys.alphas, strict=True):
+            found = float((copy[name] - before[name]).square().mean().sqrt())
+            assert found == pytest.approx(math.hypot(alpha * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
+        mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
+        told = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
+        assert told["all copies"]["weights"] > 0.15
+
     def test_random_alphas(self, mpu, tmp_path, base):
         drawn = []
         for name in "ab":

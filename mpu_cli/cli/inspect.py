@@ -66,6 +66,7 @@ def _keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> di
         "round": keys.round,
         "copies": keys.copies,
         "kappa": keys.kappa,
+        "shared_kappa": keys.shared_kappa,
         "symmetries": keys.symmetries,
         "seed": "secret" if keys.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,

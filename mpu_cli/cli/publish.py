@@ -32,6 +32,14 @@ def publish(
     ] = None,
     copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 2,
     kappa: Annotated[float, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector.")] = 0.01,
+    shared_noise: Annotated[
+        float,
+        typer.Option(
+            help="κ_s, scale of noise that is the same in every copy: no combination of copies removes it, and the "
+            "update suffers from it to first order.",
+            metavar="KAPPA",
+        ),
+    ] = 0.0,
     alphas: Annotated[
         str | None,
         typer.Option(
@@ -111,9 +119,10 @@ def publish(
             seal=seal,
             force=force,
             progress=advance,
+            shared_kappa=shared_noise,
             profile=laps,
         )
-    if public is None and kappa > 0:
+    if public is None and (kappa > 0 or shared_noise > 0):
         note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
@@ -147,8 +156,8 @@ def _numbers(text: str) -> list[float]:
 def report(publication: Publication) -> None:
     """What became of the noise, on standard error."""
     blocks = [block for block in publication.blocks if block.copies]
-    kappa = publication.keys.kappa
-    if kappa:
+    kappa, shared = publication.keys.kappa, publication.keys.shared_kappa
+    if kappa or shared:
         rows = []
         for block in blocks:
             row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
@@ -158,7 +167,8 @@ def report(publication: Publication) -> None:
         columns = ["block", "weights", "RMS(v)"]
         for k in range(1, len(publication.copies) + 1):
             columns += [f"σ of {k}", "survived", "unchanged"]
-        table(f"Noise at κ = {kappa:g}, as asked for and as stored", columns, rows)
+        scale = f"κ = {kappa:g}" + (f" and κ_s = {shared:g}, shared" if shared else "")
+        table(f"Noise at {scale}, as asked for and as stored", columns, rows)
         if silent := [block.block for block in blocks if block.rms == 0]:
             warn(
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and reference are equal: "

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pyrage
@@ -43,6 +43,8 @@ class Keys:
     copy_ids: tuple[str, ...]
     base: BaseIdentity
     reference: str | None
+    shared_kappa: float = 0.0
+    shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise that all copies share
 
     @property
     def copies(self) -> int:
@@ -170,9 +172,11 @@ def _sound(keys: Keys) -> bool:
     texts = (keys.run, keys.seed, keys.symmetries, keys.base.path, keys.base.config, keys.base.fingerprint)
     if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
         return False
+    if not isinstance(keys.shared_sigma, dict):
+        return False
     if not isinstance(keys.alphas, list) or not isinstance(keys.copy_ids, list):
         return False
-    numbers = [*keys.alphas, keys.kappa, *keys.sigma.values()]
+    numbers = [*keys.alphas, keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
     return (
         all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
         and all(alpha > 0 for alpha in keys.alphas)

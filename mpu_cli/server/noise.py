@@ -53,22 +53,45 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 class Noise:
     """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor."""
 
-    def __init__(self, randomness: Randomness, round_: int, alphas: Sequence[float], only: Sequence[int] | None = None):
+    def __init__(
+        self,
+        randomness: Randomness,
+        round_: int,
+        alphas: Sequence[float],
+        only: Sequence[int] | None = None,
+        *,
+        shared: bool = False,
+    ):
         self._randomness = randomness
         self._round = round_
         weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
+        self._shared = shared
 
     def keys(self, tensor: str) -> list[bytes]:
-        """The keys of the m−1 streams of one tensor."""
-        return [self._randomness.key("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
+        """The keys of the m−1 streams of one tensor, and of the shared one if there is shared noise."""
+        purposes: list[tuple[str | int, ...]] = [
+            ("noise", self._round, tensor, i) for i in range(self._weights.shape[1])
+        ]
+        if self._shared:
+            purposes.append(("shared noise", self._round, tensor))
+        return [self._randomness.key(*purpose) for purpose in purposes]
 
     def slice(
-        self, keys: Sequence[bytes], sigma: float, start: int, stop: int, dtype: torch.dtype
+        self,
+        keys: Sequence[bytes],
+        sigma: float,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        shared_sigma: float = 0.0,
     ) -> list[torch.Tensor]:
-        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``, (stop − start,) a copy."""
+        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``, (stop − start,) a copy.
+
+        Noise of scale ``shared_sigma``, the same in every copy, is added where there is shared noise.
+        """
         draws = [standard_normals(key, start, stop).to(dtype) for key in keys]
-        scaled = (self._weights * sigma).tolist()
+        scaled = [[*row, *([shared_sigma] if self._shared else [])] for row in (self._weights * sigma).tolist()]
         return [
             sum((draw * weight for draw, weight in zip(draws[1:], row[1:], strict=True)), start=draws[0] * row[0])
             for row in scaled

@@ -92,11 +92,13 @@ def publish(
     force: bool,
     progress: Progress,
     only: Sequence[int] | None = None,
+    shared_kappa: float = 0.0,
     profile: Profile | None = None,
 ) -> Publication:
     """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
 
     ``only`` names copies (from 1) if not all shall be written: with the same seed, each time the same publication.
+    Noise of σ = ``shared_kappa``·RMS(v_ℓ) is the same in every copy, so that no combination of them removes it.
     ``profile`` is told where the time goes.
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN §3).
@@ -107,13 +109,16 @@ def publish(
     """
     if not (math.isfinite(kappa) and kappa >= 0):
         raise UsageError(f"--kappa {kappa}: must be a finite number, 0 or more")
+    if not (math.isfinite(shared_kappa) and shared_kappa >= 0):
+        raise UsageError(f"--shared-noise {shared_kappa}: must be a finite number, 0 or more")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     _check_alias(base, layout)
     randomness = Randomness(seed)
     run = run or randomness.key("run").hex()[:32]
     # What another publication could differ in, so that it has other ids even where it has the same seed.
     header = [[name, info.dtype, list(info.shape)] for name, info in base.checkpoint.tensors.items()]
-    chosen = json.dumps([run, round_, list(alphas), kappa, symmetries, dtype, reference and reference.address, header])
+    facts = [run, round_, list(alphas), kappa, symmetries, dtype, reference and reference.address, header]
+    chosen = json.dumps(facts + [shared_kappa] * bool(shared_kappa))
     manifests = [
         CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
         for k in range(1, len(alphas) + 1)
@@ -135,7 +140,8 @@ def publish(
                 layout=layout,
                 reference=_matching(base, layout, reference),
                 kappa=kappa,
-                noise=Noise(randomness, round_, alphas, [m.copy for m in written]),
+                shared_kappa=shared_kappa,
+                noise=Noise(randomness, round_, alphas, [m.copy for m in written], shared=shared_kappa > 0),
                 transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in written],
                 writers=writers,
                 pool=stack.enter_context(worker_pool()),
@@ -159,6 +165,8 @@ def publish(
             copy_ids=tuple(m.copy_id for m in manifests),
             base=BaseIdentity(base.address, str(base.config_path.resolve()), fingerprint),
             reference=reference.address if reference else None,
+            shared_kappa=shared_kappa,
+            shared_sigma=writing.shared_sigma,
         )
         write_private(keys_output, seal(keys))
     return Publication(targets, keys_path, keys, reports)
@@ -172,6 +180,7 @@ class _Writing:
     layout: Layout
     reference: Mapping[str, torch.Tensor] | None
     kappa: float
+    shared_kappa: float
     noise: Noise
     transforms: Sequence[Transform]
     writers: Sequence[CheckpointWriter]
@@ -179,6 +188,7 @@ class _Writing:
     progress: Progress
     clock: Callable[[], Callable[[str], None]]
     sigma: dict[str, float] = field(default_factory=dict)
+    shared_sigma: dict[str, float] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
 
     def all_blocks(self, blocks: Mapping[str, list[TensorLayout]], alphas: Sequence[float]) -> list[BlockReport]:
@@ -205,7 +215,10 @@ class _Writing:
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"
             raise MpuError(f"{self.base.path}: {which} holds NaN or Inf in block {block}; nothing sound to publish")
-        sigma = self.sigma[block] = self.kappa * math.sqrt(squares / weights)
+        rms = math.sqrt(squares / weights)
+        sigma = self.sigma[block] = self.kappa * rms
+        if self.shared_kappa:
+            self.shared_sigma[block] = self.shared_kappa * rms
         return sigma, None
 
     def _finish(
@@ -229,7 +242,11 @@ class _Writing:
             weights,
             math.sqrt(squares / weights),
             tuple(
-                CopySurvival(alpha * sigma, math.sqrt(squared / count), unchanged / count)
+                CopySurvival(
+                    math.hypot(alpha * sigma, self.shared_sigma.get(block, 0.0)),
+                    math.sqrt(squared / count),
+                    unchanged / count,
+                )
                 for alpha, (squared, unchanged) in zip(alphas, measured.tolist(), strict=True)
             ),
         )
@@ -276,7 +293,8 @@ class _Writing:
         rows, columns = weights.shape
         targets = [as_matrix(writer.tensor(tensor.name)) for writer in self.writers]
         maps = [transform.of(tensor) for transform in self.transforms]
-        keys = self.noise.keys(tensor.name) if sigma else []
+        shared = self.shared_sigma.get(tensor.block, 0.0)
+        keys = self.noise.keys(tensor.name) if sigma or shared else []
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
 
@@ -284,7 +302,7 @@ class _Writing:
             lap = self.clock()
             clean = weights[start:stop].to(dtype)
             lap("convert the base")
-            noise = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype) if sigma else None
+            noise = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype, shared) if keys else None
             lap("draw the noise")
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):

@@ -85,7 +85,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(randomness, keys.round, keys.alphas),
+        Noise(randomness, keys.round, keys.alphas, shared=keys.shared_kappa > 0),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
@@ -127,14 +127,15 @@ class _Again:
             raise MpuError(f"{self.copy.path}: {tensor.name!r} has another shape than in the base")
         dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])  # publish computed in it
         sigma = self.keys.sigma.get(tensor.block, 0.0)
-        keys = self.noise.keys(tensor.name) if sigma else []
+        shared = self.keys.shared_sigma.get(tensor.block, 0.0)
+        keys = self.noise.keys(tensor.name) if sigma or shared else []
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
             weights = clean[start:stop].to(dtype)
             noise = torch.zeros_like(weights)
-            if sigma:
-                drawn = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype)
+            if keys:
+                drawn = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype, shared)
                 noise = drawn[self.number - 1].view_as(weights)
             stored = mapping.take(published, start, stop)
             again = mapping.forward(noise + weights, start)
@@ -156,7 +157,8 @@ class _Again:
                 eps = torch.finfo(part.stored.dtype).eps
                 allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
                 rounding &= bool((apart <= allowed).all())  # false for NaN too
-        asked = self.keys.alphas[self.number - 1] * self.keys.sigma.get(block, 0.0)
+        own = self.keys.alphas[self.number - 1] * self.keys.sigma.get(block, 0.0)
+        asked = math.hypot(own, self.keys.shared_sigma.get(block, 0.0))
         return BlockCheck(block, asked, math.sqrt(survived / count), difference, changed / count, rounding)
 
 
