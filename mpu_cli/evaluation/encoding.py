@@ -7,7 +7,7 @@ the prompt's own tokens is scored, and an end-of-sequence token is added where t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
@@ -51,6 +51,7 @@ class Encoder:
     template: str
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
+    _prompts: dict[tuple, list[int]] = field(default_factory=dict)
 
     def question(self, question: str, answer: str, place: str, few_shot: Sequence[Pair] = ()) -> Item:
         """A question and its answer, after ``few_shot`` pairs as earlier turns."""
@@ -91,15 +92,19 @@ class Encoder:
         if self.system_prompt:
             turns.insert(0, {"role": "system", "content": self.system_prompt})
         template = self.tokenizer.apply_chat_template
+        asked = (*pairs[:-1], pairs[-1][0])
         try:
             ids = template(turns, return_dict=True, date_string=DATE).input_ids
-            prompt = template(turns[:-1], add_generation_prompt=True, return_dict=True, date_string=DATE).input_ids
+            if asked not in self._prompts:  # every answer to a question has the same
+                self._prompts[asked] = template(
+                    turns[:-1], add_generation_prompt=True, return_dict=True, date_string=DATE
+                ).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
                 f"{place}: the tokenizer's chat template refused it ({error}); if it knows no system turn, use "
                 "--system-prompt '', or use --template plain"
             ) from error
-        return prompt, ids
+        return self._prompts[asked], ids
 
     def _plain(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:  # noqa: ARG002 (as _chat)
         earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:-1])

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ from mpu_cli.evaluation.encoding import SYSTEM_PROMPT, Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check as check_harness
 from mpu_cli.evaluation.harness import run_tasks
-from mpu_cli.evaluation.metrics import Form, Metric, reading
+from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
 from mpu_cli.evaluation.scoring import score
 
 FORMAT = {"format": "mpu-eval", "version": 1}
@@ -160,6 +161,8 @@ def evaluate(
         if resumed:
             tell(f"going on from {partial}, which holds {len(kept)} passes")
         if needs - set(kept):
+            # What the metrics import takes seconds: it comes while the model is at work.
+            threading.Thread(target=import_statistics, daemon=True).start()
             _passes(model, adapter, reference, benchmark, used, needs, facts, settings, kept, partial, bar)
         forms: dict[str, Form] = {}
         for name, metric in chosen.items():

@@ -8,6 +8,7 @@ it needs and the metrics it is made of.
 
 from __future__ import annotations
 
+import importlib
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,12 @@ class Metric:
     needs: tuple[str, ...]
     make: Callable[[Findings, Mapping[str, Form]], Form]
     of: tuple[str, ...] = ()
+
+
+def import_statistics() -> None:
+    """Load what the metrics compute with."""
+    for name in ("rouge_score.rouge_scorer", "scipy.stats", "sklearn.metrics"):
+        importlib.import_module(name)
 
 
 def reading(item: Item, scores: TokenScores, text: str) -> dict[str, object]:
