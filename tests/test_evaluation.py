@@ -562,3 +562,30 @@ class TestCompare:
         (tmp_path / "x.json").write_text("[]")
         assert "holds no JSON object" in mpu("compare", tmp_path / "x.json", check=False).err
         assert mpu("compare", tmp_path / "none.json", check=False).status == 1
+
+
+def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+    """A task of a local file, against the choice that the model's own likelihoods make."""
+    pytest.importorskip("lm_eval")
+    rng = random.Random(11)
+    rows = [{"asked": words(rng, 4), "choices": [words(rng, 1) for _ in range(3)]} for _ in range(12)]
+    (tmp_path / "task.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "task.yaml").write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {tmp_path}/task.json}}\ntest_split: train\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{asked}}"\ndoc_to_target: 0\ndoc_to_choice: "{{choices}}"\n'
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    told = mpu(
+        "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--lm-eval",
+        tmp_path / "task.yaml", "--out", tmp_path / "e.json", "--json",
+    ).json["metrics"]  # fmt: skip
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    right = 0
+    for row in rows:
+        scores = []
+        for choice in row["choices"]:
+            ids = tokenizer(f"{row['asked']} {choice}", return_tensors="pt", add_special_tokens=False).input_ids
+            with torch.no_grad():
+                scores.append(float(loaded(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]))
+        right += int(np.argmax(scores) == 0)
+    assert told["lm_eval/own/acc"] == pytest.approx(right / len(rows))
