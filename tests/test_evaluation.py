@@ -304,6 +304,16 @@ class TestCommand:
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[:3]))
         refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
         assert "another forget split (7 questions, and there are 3)" in refused.err
+        assert not list(tmp_path.glob(".*.partial"))  # before any pass over the model
+        bare = json.loads(log.read_text())
+        del bare["metrics"]["mia_min_k"]
+        log.write_text(json.dumps(bare))
+        asked = ("--metrics", "privleak", "--out", out, "--force")
+        refused = mpu("eval", model, *common, "--retain-log", log, *asked, check=False)
+        assert "has no mia_min_k" in refused.err
+        (tmp_path / "p.png").write_text("mine")
+        refused = mpu("eval", model, *common, "--plot", tmp_path / "p.png", "--out", tmp_path / "new", check=False)
+        assert "p.png: exists already" in refused.err
 
     def test_goes_on_after_a_kill(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         arguments = ["eval", str(model), "--data-dir", str(tofu), "--forget-split", "forget01"]

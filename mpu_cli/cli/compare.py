@@ -35,7 +35,7 @@ def compare(
     if plot:
         from mpu_cli.evaluation.plots import check_target, draw_comparison
 
-        check_target(plot)
+        check_target(plot, force)
     read = read_results(paths_from(results))
     there = [name for result in read for name in result.log.metrics]
     if metrics == "all":

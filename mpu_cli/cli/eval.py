@@ -146,7 +146,7 @@ def eval_(
     if plot:
         from mpu_cli.evaluation.plots import check_target
 
-        check_target(plot)
+        check_target(plot, force)
     earlier = read_retain_log(before) if before else None
     with progress("eval", 1, "") as advance_bar:
 

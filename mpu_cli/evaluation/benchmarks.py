@@ -222,5 +222,5 @@ def _forgetting(memorised: str, members: str, strangers: str, retain: RetainLog 
         "extraction_strength": metrics.memorization(memorised, "extraction_strength"),
         "exact_memorization": metrics.memorization(memorised, "exact_memorization"),
         **metrics.attacks(members, strangers),
-        "privleak": metrics.privleak(retain.auc if retain else metrics.CHANCE),
+        "privleak": metrics.privleak(lambda: retain.auc if retain else metrics.CHANCE),
     }

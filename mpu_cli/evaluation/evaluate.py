@@ -140,6 +140,8 @@ def evaluate(
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
     chosen = choose(benchmark, settings.metrics, reference is not None)
+    for metric in chosen.values():
+        metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
     harness_key = f"{HARNESS}{','.join(lm_eval)}"
     if lm_eval:

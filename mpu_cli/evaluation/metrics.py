@@ -30,11 +30,15 @@ Form = dict[str, object]  # {"agg_value": …, "value_by_index": {"0": {…}}}, 
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form."""
+    """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form.
+
+    ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with.
+    """
 
     needs: tuple[str, ...]
     make: Callable[[Findings, Mapping[str, Form]], Form]
     of: tuple[str, ...] = ()
+    check: Callable[[], object] = lambda: None
 
 
 def import_statistics() -> None:
@@ -247,17 +251,18 @@ def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
         ratios = [row["score"] for row in forms["forget_truth_ratio"]["value_by_index"].values()]
         return {"agg_value": float(ks_2samp(ratios, retain_ratios()).pvalue)}
 
-    return Metric((), make, of=("forget_truth_ratio",))
+    return Metric((), make, of=("forget_truth_ratio",), check=retain_ratios)
 
 
-def privleak(retain_auc: float) -> Metric:
+def privleak(retain_auc: Callable[[], float]) -> Metric:
     """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain) of min-k."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         auc = forms["mia_min_k"]["agg_value"]
-        return {"agg_value": 100 * ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + EPSILON)}
+        retain = 1 - retain_auc()
+        return {"agg_value": 100 * ((1 - auc) - retain) / (retain + EPSILON)}
 
-    return Metric((), make, of=("mia_min_k",))
+    return Metric((), make, of=("mia_min_k",), check=retain_auc)
 
 
 def harmonic_mean(parts: tuple[str, ...]) -> Metric:

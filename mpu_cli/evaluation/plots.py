@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,10 +39,12 @@ td:first-child,th:first-child,.texts *{text-align:left}td{vertical-align:top}
 .numbers td:not(:first-child){white-space:nowrap}svg{max-width:100%;height:auto}"""
 
 
-def check_target(path: Path) -> None:
-    """UsageError for another suffix than ours."""
+def check_target(path: Path, force: bool) -> None:
+    """UsageError for another suffix than ours, MpuError if ``path`` exists and may not be replaced."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {', '.join(SUFFIXES)}")
+    if path.exists() and not force:
+        raise MpuError(f"{path}: exists already; choose another name, or replace it with --force")
 
 
 def draw(
