@@ -22,7 +22,8 @@ from mpu_cli.client.unlearn import Options
 from mpu_cli.experiment import rounds
 from mpu_cli.experiment.rounds import Experiment
 from mpu_cli.experiment.tables import pivot
-from mpu_cli.server.keys import read_identities, unseal
+from mpu_cli.sealing import read_identities
+from mpu_cli.server.keys import unseal
 from tests.models import random_model, save, write_records
 from tests.protocol import distance, tensors
 

@@ -20,7 +20,8 @@ from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
-from mpu_cli.server.keys import default_identity_path, make_identity, read_identities, unseal
+from mpu_cli.sealing import default_identity_path, make_identity, read_identities
+from mpu_cli.server.keys import unseal
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 from tests.models import CONFIGS, random_model, save, write_records

@@ -53,6 +53,7 @@ class Transaction:
     def __init__(self, *, force: bool = False):
         self._force = force
         self._outputs: list[tuple[Path, Path, Path]] = []  # staging directory, output in it, target
+        self._scratch: list[Path] = []
         self._made_parents: list[Path] = []
 
     def add(self, target: Path, *, directory: bool = False) -> Path:
@@ -80,6 +81,17 @@ class Transaction:
             os.chmod(staging, 0o777 & ~_umask())
         return output
 
+    def scratch(self, parent: Path) -> Path:
+        """A directory in ``parent`` that only its owner may read, and that is gone when the transaction ends."""
+        with uninterrupted():
+            try:
+                self._make_parents(parent)
+                made = Path(tempfile.mkdtemp(prefix=".mpu.", suffix=".partial", dir=parent))
+            except OSError as error:
+                raise MpuError(f"{parent}: cannot be written: {error.strerror}") from error
+            self._scratch.append(made)
+        return made
+
     def __enter__(self) -> Transaction:
         Transaction.open_ones.append(self)
         return self
@@ -96,7 +108,7 @@ class Transaction:
 
     def clean_up(self) -> None:
         """Remove what is unfinished; nothing if the transaction has ended."""
-        for staging, _, _ in self._outputs:
+        for staging in [*self._scratch, *(staging for staging, _, _ in self._outputs)]:
             shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(self._made_parents):
             if parent.is_dir() and not any(parent.iterdir()):

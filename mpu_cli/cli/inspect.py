@@ -14,8 +14,7 @@ from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
     from mpu_cli.checkpoint.reader import Checkpoint
-
-AGE_HEADER = b"age-encryption.org/v1\n"
+    from mpu_cli.server.keys import Calibration
 
 
 def inspect(
@@ -26,6 +25,8 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Say what PATH is: its kind, what it belongs to, its tensors. Shows no secret, of a key file neither."""
+    from mpu_cli.sealing import AGE_HEADER
+
     if path.name == "mpu.json" and path.is_file():
         path = path.parent
     if not path.exists():
@@ -35,7 +36,7 @@ def inspect(
         with open(path, "rb") as file:
             head = file.read(64)
     if head.startswith(AGE_HEADER):
-        facts = _keys(path, identity, passphrase_file)
+        facts = _sealed(path, identity, passphrase_file)
     elif head.startswith((b"AGE-SECRET-KEY-", b"# ")):
         facts = _identity(path)
     else:
@@ -43,10 +44,17 @@ def inspect(
     emit([], facts, True) if as_json else _print(facts)
 
 
-def _keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
+def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
     from mpu_cli.cli.secrets import open_keys
-    from mpu_cli.server.keys import default_identity_path, needs_passphrase
+    from mpu_cli.sealing import default_identity_path
+    from mpu_cli.server.keys import needs_passphrase
 
+    if path.suffix == ".age":
+        return {
+            "kind": "copy, sealed for its client (age v1)",
+            "bytes": path.stat().st_size,
+            "to open": f"mpu unlearn {path}, or age -d -i IDENTITY {path} | tar x",
+        }
     facts: dict[str, object] = {"kind": "keys of a publication, sealed (age v1)"}
     if needs_passphrase(path):
         if passphrase_file is None:
@@ -67,6 +75,7 @@ def _keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> di
         "copies": keys.copies,
         "kappa": keys.kappa,
         "shared_kappa": keys.shared_kappa,
+        **({"calibrated": _calibration(keys.calibration)} if keys.calibration else {}),
         "symmetries": keys.symmetries,
         "seed": "secret" if keys.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,
@@ -75,8 +84,15 @@ def _keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> di
     }
 
 
+def _calibration(told: Calibration) -> str:
+    return (
+        f"ε = {told.epsilon:g}, δ = {told.delta:g}, S = {told.sensitivity:g}, against {told.adversary}, "
+        f"{told.rounds} rounds, {told.bound}"
+    )
+
+
 def _identity(path: Path) -> dict[str, object]:
-    from mpu_cli.server.keys import read_identities
+    from mpu_cli.sealing import read_identities
 
     return {
         "kind": "age identity (secret: opens key files)",

@@ -24,7 +24,7 @@ def keygen(
 
     Prints the path of the identity; the public key goes to standard error and stands in the file.
     """
-    from mpu_cli.server.keys import default_identity_path, make_identity
+    from mpu_cli.sealing import default_identity_path, make_identity
 
     path = out or default_identity_path()
     recipient = make_identity(path)

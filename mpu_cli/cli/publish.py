@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 100
 RANDOM = "random"
+KAPPA = 0.01  # the paper's
+CALIBRATION, SEALING = "Noise for differential privacy", "Sealing"
 ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
 
 
@@ -31,15 +33,40 @@ def publish(
         ),
     ] = None,
     copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 2,
-    kappa: Annotated[float, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector.")] = 0.01,
+    kappa: Annotated[
+        float | None, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector (default: 0.01).")
+    ] = None,
     shared_noise: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="κ_s, scale of noise that is the same in every copy: no combination of copies removes it, and the "
-            "update suffers from it to first order.",
+            "update suffers from it to first order (default: none).",
             metavar="KAPPA",
         ),
-    ] = 0.0,
+    ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="ε: noise calibrated to it, in place of --kappa.", rich_help_panel=CALIBRATION),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="δ beside it.", rich_help_panel=CALIBRATION)] = None,
+    sensitivity: Annotated[
+        float | None,
+        typer.Option(
+            help="S: models whose weights are at most this far apart (L2 norm) shall not be told from each other.",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
+    adversary: Annotated[
+        Literal["one-copy", "all-copies"],
+        typer.Option(help="Whom it shall hold against: what a client sees.", rich_help_panel=CALIBRATION),
+    ] = "all-copies",
+    bound: Annotated[
+        Literal["analytic", "classical"],
+        typer.Option(help="Exact, or the textbook's for ε ≤ 1.", rich_help_panel=CALIBRATION),
+    ] = "analytic",
+    budget_rounds: Annotated[
+        int, typer.Option(help="How many rounds of the run ε and δ are for.", metavar="R", rich_help_panel=CALIBRATION)
+    ] = 1,
     alphas: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +83,13 @@ def publish(
     config: options.Config = None,
     out: Annotated[Path, typer.Option(help="Directory for copy_1 … copy_m.", metavar="DIR")] = Path("."),
     keys: Annotated[Path, typer.Option(help="Where to put the sealed keys.", metavar="FILE")] = Path("keys.bin"),
+    copy_recipients: Annotated[
+        str | None,
+        typer.Option(
+            help="Seal each copy as copy_k.age for its own client: m age public keys, or files that hold one.",
+            metavar="A.pub,B.pub,…",
+        ),
+    ] = None,
     recipient: Annotated[
         list[str] | None, typer.Option(help="Seal the keys for this age public key (repeatable).", metavar="age1…")
     ] = None,
@@ -85,10 +119,24 @@ def publish(
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be 0 or more, and below 2⁶⁴")
     factors = None if alphas in (None, RANDOM) else _numbers(alphas)
+    if epsilon is None and (delta is not None or sensitivity is not None):
+        raise UsageError("--delta and --sensitivity calibrate noise for --epsilon, which is missing")
+    if epsilon is not None:
+        if delta is None or sensitivity is None:
+            raise UsageError("--epsilon needs --delta and --sensitivity")
+        if kappa is not None or shared_noise is not None:
+            raise UsageError(
+                "--epsilon sets the noise, the same in every block; --kappa and --shared-noise scale it to the weights "
+                "and would tell of them"
+            )
+        if seed is not None:
+            raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing; leave --seed out")
+        if round_ > budget_rounds:
+            raise UsageError(f"--round {round_}: ε and δ are for {budget_rounds} (--budget-rounds)")
 
     from mpu_cli.checkpoint.dtypes import OPTION
     from mpu_cli.checkpoint.source import open_model
-    from mpu_cli.cli.secrets import sealer
+    from mpu_cli.cli.secrets import recipients_of_copies, sealer
     from mpu_cli.server import noise, randomness
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publish import publish as run_publish
@@ -98,6 +146,17 @@ def publish(
         factors = noise.random_alphas(randomness.Randomness(master), round_, copies)
     else:
         factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
+    calibration = None
+    if epsilon is not None:
+        from mpu_cli.privacy.calibration import calibrate, statement
+
+        calibration = calibrate(
+            epsilon, delta, sensitivity, adversary=adversary, bound=bound, rounds=budget_rounds,
+            smallest_alpha=min(factors),
+        )  # fmt: skip
+        kappa = shared_noise = 0.0
+    kappa, shared_noise = KAPPA if kappa is None else kappa, shared_noise or 0.0
+    clients = recipients_of_copies(copy_recipients, copies) if copy_recipients else []
     model = open_model(base, config)
     public = open_model(reference) if reference else None
     laps = Profile() if profile else None
@@ -120,6 +179,8 @@ def publish(
             force=force,
             progress=advance,
             shared_kappa=shared_noise,
+            calibration=calibration,
+            recipients=clients,
             profile=laps,
         )
     if public is None and (kappa > 0 or shared_noise > 0):
@@ -127,6 +188,8 @@ def publish(
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(publication)
+    if calibration:
+        note(statement(calibration))
     if laps:
         total = sum(laps.seconds.values())
         rows = [[name, f"{seconds:.2f}", f"{seconds / total:.0%}"] for name, seconds in laps.seconds.items()]
@@ -139,6 +202,7 @@ def publish(
             "run": publication.keys.run,
             "round": publication.keys.round,
             "symmetries": symmetries,
+            "calibration": asdict(calibration) if calibration else None,
             "blocks": [asdict(block) for block in publication.blocks],
             "profile": laps.seconds if laps else None,
         },
@@ -156,8 +220,8 @@ def _numbers(text: str) -> list[float]:
 def report(publication: Publication) -> None:
     """What became of the noise, on standard error."""
     blocks = [block for block in publication.blocks if block.copies]
-    kappa, shared = publication.keys.kappa, publication.keys.shared_kappa
-    if kappa or shared:
+    kappa, shared, told = publication.keys.kappa, publication.keys.shared_kappa, publication.keys.calibration
+    if kappa or shared or told:
         rows = []
         for block in blocks:
             row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
@@ -168,8 +232,10 @@ def report(publication: Publication) -> None:
         for k in range(1, len(publication.copies) + 1):
             columns += [f"σ of {k}", "survived", "unchanged"]
         scale = f"κ = {kappa:g}" + (f" and κ_s = {shared:g}, shared" if shared else "")
+        if told:
+            scale = f"ε = {told.epsilon:g}, δ = {told.delta:g}"
         table(f"Noise at {scale}, as asked for and as stored", columns, rows)
-        if silent := [block.block for block in blocks if block.rms == 0]:
+        if not told and (silent := [block.block for block in blocks if block.rms == 0]):
             warn(
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and reference are equal: "
                 f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"

@@ -18,7 +18,10 @@ PRIVACY = "Differential privacy of the records"
 
 def unlearn(
     copy: Annotated[
-        str, typer.Argument(help="A copy from `mpu publish`, or any model directory or Hub id.", metavar="COPY")
+        str,
+        typer.Argument(
+            help="A copy from `mpu publish` (sealed ones too), or any model directory or Hub id.", metavar="COPY"
+        ),
     ],
     algo: Annotated[
         Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"],
@@ -151,6 +154,7 @@ def unlearn(
         Literal["tensorboard", "wandb"] | None,
         typer.Option(help="Report the losses there.", rich_help_panel=TRAINING),
     ] = None,
+    identity: options.Identity = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -183,9 +187,10 @@ def unlearn(
                 raise MpuError(f"{error}; {algo} needs records to keep, name them with --retain") from error
             raise
     name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
-    target = out or Path("deltas") / f"{name.removesuffix('.safetensors')}.safetensors"
+    target = out or Path("deltas") / f"{name.removesuffix('.safetensors').removesuffix('.age')}.safetensors"
 
     from mpu_cli.checkpoint.source import open_model
+    from mpu_cli.cli.secrets import opened_copy
     from mpu_cli.client.lora import Lora
     from mpu_cli.client.private import Privacy
     from mpu_cli.client.training import Loop
@@ -227,14 +232,14 @@ def unlearn(
             else {}
         ),
     )
-    with progress(f"unlearn {name}", epochs, "epochs") as advance:
+    with opened_copy(copy, identity, target) as source, progress(f"unlearn {name}", epochs, "epochs") as advance:
 
         def show(losses: object, steps: int) -> None:
             kept = "" if losses.retain_term is None else f" retain {losses.retain_term:.3f}"
             advance(epochs / steps, f"loss {losses.loss:.3f} = forget {losses.forget_term:.3f}{kept}")
 
         result = run_unlearn(
-            open_model(copy), to_forget, to_retain, chosen, target=target, force=force, on_step=show, tell=note
+            open_model(source), to_forget, to_retain, chosen, target=target, force=force, on_step=show, tell=note
         )
     if not result.first:
         return

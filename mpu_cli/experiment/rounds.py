@@ -34,8 +34,9 @@ from mpu_cli.client.records import Record
 from mpu_cli.client.training import Losses
 from mpu_cli.client.unlearn import Options, unlearn
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate, open_deltas
-from mpu_cli.server.keys import BaseIdentity, make_identity, read_identities, seal, unseal
+from mpu_cli.server.keys import BaseIdentity, seal, unseal
 from mpu_cli.server.noise import check_alphas, default_alphas
 from mpu_cli.server.publish import Publication, publish, write_json
 from mpu_cli.server.randomness import new_seed, seed_from_number

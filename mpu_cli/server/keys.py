@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pyrage
 
-from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
+from mpu_cli.sealing import AGE_HEADER
 
 FORMAT, VERSION = "mpu-keys", 1
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
@@ -26,6 +25,20 @@ class BaseIdentity:
     path: str
     config: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Noise for (ε, δ): σ before α of each copy's own noise, and that of the noise that all copies share."""
+
+    epsilon: float
+    delta: float
+    sensitivity: float
+    adversary: str
+    bound: str
+    rounds: int
+    sigma: float
+    shared_sigma: float
 
 
 @dataclass(frozen=True)
@@ -45,62 +58,11 @@ class Keys:
     reference: str | None
     shared_kappa: float = 0.0
     shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise that all copies share
+    calibration: Calibration | None = None  # then κ is 0, and σ the same in every block
 
     @property
     def copies(self) -> int:
         return len(self.alphas)
-
-
-def default_identity_path() -> Path:
-    """``mpu/identity.txt`` in the user's configuration directory."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpu" / "identity.txt"
-
-
-def make_identity(path: Path) -> str:
-    """A new age identity in ``path``, mode 0600, never replacing one; returns its public recipient."""
-    identity = pyrage.x25519.Identity.generate()
-    recipient = str(identity.to_public())
-    if os.path.lexists(path):
-        raise MpuError(f"{path}: exists already; an identity is never replaced, choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with Transaction() as transaction:
-        write_private(transaction.add(path), f"# public key: {recipient}\n{identity}\n".encode())
-    return recipient
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """A new file that only its owner may read."""
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(content)
-
-
-def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
-    """The identities of an age identity file (one a line, ``#`` begins a comment)."""
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise MpuError(
-            f"{path}: the identity file cannot be read: {error.strerror}; name yours with --identity"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise MpuError(f"{path}: is not an age identity file") from error
-    try:
-        found = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
-    except pyrage.IdentityError as error:
-        raise MpuError(f"{path}: is not an age identity file (a line of it is no AGE-SECRET-KEY)") from error
-    if not found:
-        raise MpuError(f"{path}: holds no identity")
-    return found
-
-
-def parse_recipients(texts: Sequence[str]) -> list[pyrage.x25519.Recipient]:
-    recipients = []
-    for text in texts:
-        try:
-            recipients.append(pyrage.x25519.Recipient.from_str(text))
-        except pyrage.RecipientError as error:
-            raise MpuError(f"--recipient {text!r}: is not an age public key (age1…)") from error
-    return recipients
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
@@ -143,7 +105,7 @@ def _read(path: Path) -> bytes:
         sealed = path.read_bytes()
     except OSError as error:
         raise MpuError(f"{path}: the key file cannot be read: {error.strerror}") from error
-    if not sealed.startswith(b"age-encryption.org/v1\n"):
+    if not sealed.startswith(AGE_HEADER):
         raise MpuError(f"{path}: is not a key file of mpu (no age header)")
     return sealed
 
@@ -159,7 +121,9 @@ def _parse(document: bytes, path: Path) -> Keys:
     if version != VERSION:
         raise MpuError(f"{path}: made by another mpu (keys version {version}, this one reads {VERSION}); update mpu")
     try:
-        keys = Keys(**{**table, "base": BaseIdentity(**table["base"])})
+        told = table.get("calibration")
+        calibration = Calibration(**told) if told is not None else None
+        keys = Keys(**{**table, "base": BaseIdentity(**table["base"]), "calibration": calibration})
     except (KeyError, TypeError) as error:
         raise MpuError(f"{path}: opened, but its keys are not whole") from error
     if not _sound(keys):
@@ -177,6 +141,10 @@ def _sound(keys: Keys) -> bool:
     if not isinstance(keys.alphas, list) or not isinstance(keys.copy_ids, list):
         return False
     numbers = [*keys.alphas, keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
+    if told := keys.calibration:
+        numbers += [told.epsilon, told.delta, told.sensitivity, told.rounds, told.sigma, told.shared_sigma]
+        if not isinstance(told.adversary, str) or not isinstance(told.bound, str):
+            return False
     return (
         all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
         and all(alpha > 0 for alpha in keys.alphas)

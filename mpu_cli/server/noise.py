@@ -51,7 +51,10 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 
 
 class Noise:
-    """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor."""
+    """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor.
+
+    ``shared``: with noise that is the same in every copy; ``double``: drawn in float64, for calibrated noise.
+    """
 
     def __init__(
         self,
@@ -61,12 +64,14 @@ class Noise:
         only: Sequence[int] | None = None,
         *,
         shared: bool = False,
+        double: bool = False,
     ):
         self._randomness = randomness
         self._round = round_
         weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
         self._shared = shared
+        self._double = double
 
     def keys(self, tensor: str) -> list[bytes]:
         """The keys of the m−1 streams of one tensor, and of the shared one if there is shared noise."""
@@ -90,7 +95,7 @@ class Noise:
 
         Noise of scale ``shared_sigma``, the same in every copy, is added where there is shared noise.
         """
-        draws = [standard_normals(key, start, stop).to(dtype) for key in keys]
+        draws = [standard_normals(key, start, stop, double=self._double).to(dtype) for key in keys]
         scaled = [[*row, *([shared_sigma] if self._shared else [])] for row in (self._weights * sigma).tolist()]
         return [
             sum((draw * weight for draw, weight in zip(draws[1:], row[1:], strict=True)), start=draws[0] * row[0])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from pyrage.x25519 import Recipient
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
@@ -24,7 +26,8 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, Plan
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
-from mpu_cli.server.keys import BaseIdentity, Keys, write_private
+from mpu_cli.sealing import seal_folder, write_private
+from mpu_cli.server.keys import BaseIdentity, Calibration, Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.profile import Profile, no_clock
 from mpu_cli.server.randomness import Randomness, Stream
@@ -93,13 +96,17 @@ def publish(
     progress: Progress,
     only: Sequence[int] | None = None,
     shared_kappa: float = 0.0,
+    calibration: Calibration | None = None,
+    recipients: Sequence[Recipient] = (),
     profile: Profile | None = None,
 ) -> Publication:
     """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
 
     ``only`` names copies (from 1) if not all shall be written: with the same seed, each time the same publication.
     Noise of σ = ``shared_kappa``·RMS(v_ℓ) is the same in every copy, so that no combination of them removes it.
-    ``profile`` is told where the time goes.
+    ``calibration`` sets σ, the same in every block, in place of ``kappa`` and ``shared_kappa``, which are 0 then.
+    ``recipients``, one for each copy that is written, make ``copy_k.age`` of it, which nobody else can open; what is
+    not encrypted yet lies beside the keys meanwhile. ``profile`` is told where the time goes.
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN §3).
     ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own.
@@ -118,7 +125,9 @@ def publish(
     # What another publication could differ in, so that it has other ids even where it has the same seed.
     header = [[name, info.dtype, list(info.shape)] for name, info in base.checkpoint.tensors.items()]
     facts = [run, round_, list(alphas), kappa, symmetries, dtype, reference and reference.address, header]
-    chosen = json.dumps(facts + [shared_kappa] * bool(shared_kappa))
+    facts += [shared_kappa] if shared_kappa else []
+    facts += [asdict(calibration)] if calibration else []
+    chosen = json.dumps(facts)
     manifests = [
         CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
         for k in range(1, len(alphas) + 1)
@@ -128,8 +137,15 @@ def publish(
     plan = model_plan(base.checkpoint, layout, dtype)
     with Transaction(force=force) as transaction:
         keys_output = transaction.add(keys_path)  # renamed first: copies whose keys are lost would be wasted work
-        targets = [out / f"copy_{manifest.copy}" for manifest in written]
-        folders = [transaction.add(target, directory=True) for target in targets]
+        names = [f"copy_{manifest.copy}" for manifest in written]
+        targets = [out / (f"{name}.age" if recipients else name) for name in names]
+        outputs = [transaction.add(target, directory=not recipients) for target in targets]
+        folders = outputs
+        if recipients:
+            plain = transaction.scratch(keys_path.parent)
+            folders = [plain / name for name in names]
+            for folder in folders:
+                folder.mkdir()
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(CheckpointWriter(folder, plan, as_metadata(copy_facts(manifest))))
@@ -141,7 +157,15 @@ def publish(
                 reference=_matching(base, layout, reference),
                 kappa=kappa,
                 shared_kappa=shared_kappa,
-                noise=Noise(randomness, round_, alphas, [m.copy for m in written], shared=shared_kappa > 0),
+                calibration=calibration,
+                noise=Noise(
+                    randomness,
+                    round_,
+                    alphas,
+                    [m.copy for m in written],
+                    shared=(calibration.shared_sigma if calibration else shared_kappa) > 0,
+                    double=calibration is not None,
+                ),
                 transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in written],
                 writers=writers,
                 pool=stack.enter_context(worker_pool()),
@@ -153,6 +177,9 @@ def publish(
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(base, folder, plan)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
+        for folder, output, recipient in zip(folders, outputs, recipients, strict=False):
+            seal_folder(folder, folder.name, output, recipient)
+            shutil.rmtree(folder)
         keys = Keys(
             run=run,
             round=round_,
@@ -167,6 +194,7 @@ def publish(
             reference=reference.address if reference else None,
             shared_kappa=shared_kappa,
             shared_sigma=writing.shared_sigma,
+            calibration=calibration,
         )
         write_private(keys_output, seal(keys))
     return Publication(targets, keys_path, keys, reports)
@@ -181,6 +209,7 @@ class _Writing:
     reference: Mapping[str, torch.Tensor] | None
     kappa: float
     shared_kappa: float
+    calibration: Calibration | None
     noise: Noise
     transforms: Sequence[Transform]
     writers: Sequence[CheckpointWriter]
@@ -216,9 +245,10 @@ class _Writing:
             which = "base − reference" if self.reference else "the base"
             raise MpuError(f"{self.base.path}: {which} holds NaN or Inf in block {block}; nothing sound to publish")
         rms = math.sqrt(squares / weights)
-        sigma = self.sigma[block] = self.kappa * rms
-        if self.shared_kappa:
-            self.shared_sigma[block] = self.shared_kappa * rms
+        told = self.calibration
+        sigma = self.sigma[block] = told.sigma if told else self.kappa * rms
+        if shared := told.shared_sigma if told else self.shared_kappa * rms:
+            self.shared_sigma[block] = shared
         return sigma, None
 
     def _finish(
@@ -297,6 +327,8 @@ class _Writing:
         keys = self.noise.keys(tensor.name) if sigma or shared else []
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
+        if self.calibration:
+            dtype = torch.float64  # what rounding does to noise before it is added could tell of the weight
 
         def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
             lap = self.clock()

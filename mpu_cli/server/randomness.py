@@ -6,6 +6,7 @@ A stream is seekable and the same on every machine. Keys: RFC 5869 (HKDF-SHA256)
 from __future__ import annotations
 
 import json
+import math
 import secrets
 
 import numpy as np
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SEED_BYTES = 32
 CELL = 1024  # normals made together; part of the definition of the noise
+DOUBLE_REACH = math.sqrt(2 * 63 * math.log(2))  # the largest normal made from words of 64 bits
 
 _BLOCK = 16  # bytes of an AES block
 
@@ -82,19 +84,22 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
     return memoryview(out)[:nbytes]
 
 
-def standard_normals(key: bytes, start: int, stop: int) -> torch.Tensor:
-    """Elements ``start … stop`` (at least one) of an endless float32 sequence of independent N(0, 1), fixed by ``key``.
+def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False) -> torch.Tensor:
+    """Elements ``start … stop`` (at least one) of an endless sequence of independent N(0, 1), fixed by ``key``.
 
     Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and these
-    the elements i and i + 512. Any slice is found by seeking. Radii reach 6.6, as 31 bits allow.
+    the elements i and i + 512. Any slice is found by seeking. float32 from words of 32 bits, whose radii reach 6.6,
+    or (another sequence) float64 from words of 64, whose radii reach ``DOUBLE_REACH``.
     """
+    word, real = (torch.int64, torch.float64) if double else (torch.int32, torch.float32)
+    unit = 2.0 ** -(torch.iinfo(word).bits - 1)
     first, last = start // CELL, -(-stop // CELL)
-    words = (last - first) * CELL
-    bits = torch.frombuffer(keystream(key, first * CELL * 4, words * 4), dtype=torch.int32)
+    nbytes = CELL * word.itemsize
+    bits = torch.frombuffer(keystream(key, first * nbytes, (last - first) * nbytes), dtype=word)
     bits = bits.view(-1, 2, CELL // 2)
-    radius = (bits[:, 0] & 0x7FFFFFFF).float().add_(1).mul_(2.0**-31).log_().mul_(-2).sqrt_()
-    angle = bits[:, 1].float().mul_(torch.pi * 2.0**-31)
-    out = torch.empty(bits.shape)
+    radius = (bits[:, 0] & torch.iinfo(word).max).to(real).add_(1).mul_(unit).log_().mul_(-2).sqrt_()
+    angle = bits[:, 1].to(real).mul_(torch.pi * unit)
+    out = torch.empty(bits.shape, dtype=real)
     torch.cos(angle, out=out[:, 0]).mul_(radius)
     torch.sin(angle, out=out[:, 1]).mul_(radius)
     return out.view(-1)[start - first * CELL : stop - first * CELL]

@@ -85,7 +85,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(randomness, keys.round, keys.alphas, shared=keys.shared_kappa > 0),
+        Noise(randomness, keys.round, keys.alphas, shared=bool(keys.shared_sigma), double=keys.calibration is not None),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
@@ -125,7 +125,8 @@ class _Again:
         clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(tensor.name))
         if clean.shape != published.shape:
             raise MpuError(f"{self.copy.path}: {tensor.name!r} has another shape than in the base")
-        dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])  # publish computed in it
+        # publish computed in it
+        dtype = torch.float64 if self.keys.calibration else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
         keys = self.noise.keys(tensor.name) if sigma or shared else []

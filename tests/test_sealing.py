@@ -1,0 +1,121 @@
+"""Copies sealed for one client each: nobody else opens them, and unlearning gives what it gives on a plain copy."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyrage
+import pytest
+
+from tests.models import random_model, save, write_records
+
+TRAINING = ("--template", "plain", "--epochs", 1)
+
+
+@pytest.fixture
+def folder(mpu: Callable, tmp_path: Path) -> Path:
+    """A base and two clients' identities; copies published plain in plain/ and sealed in sealed/, of the same seed."""
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    recipients = [mpu("keygen", "--out", tmp_path / f"{name}.txt", "--json").json["recipient"] for name in "ab"]
+    (tmp_path / "b.pub").write_text(f"# client b\n{recipients[1]}\n")
+    seal = ("--copy-recipients", f"{recipients[0]},{tmp_path / 'b.pub'}")
+    for out, options in (("plain", ()), ("sealed", seal)):
+        mpu("publish", base, "--seed", 3, "--run", "r", "--out", tmp_path / out, "--keys",
+            tmp_path / f"keys_{out}" / "keys.bin", *options)  # fmt: skip
+    return tmp_path
+
+
+def unlearn(mpu: Callable, folder: Path, copy: str, out: str, *options: object, check: bool = True) -> object:
+    return mpu("unlearn", folder / copy, "--forget", folder / "forget.jsonl", "--retain", folder / "retain.jsonl",
+               "--out", folder / out, *TRAINING, *options, check=check)  # fmt: skip
+
+
+class TestSealedCopies:
+    def test_the_client_gets_the_same_delta(self, mpu: Callable, folder: Path) -> None:
+        for k, name in enumerate("ab", 1):
+            unlearn(mpu, folder, f"plain/copy_{k}", f"{k}.safetensors")
+            unlearn(mpu, folder, f"sealed/copy_{k}.age", f"s{k}.safetensors", "--identity", folder / f"{name}.txt")
+            assert (folder / f"{k}.safetensors").read_bytes() == (folder / f"s{k}.safetensors").read_bytes()
+        deltas = (folder / "s1.safetensors", folder / "s2.safetensors")
+        mpu("aggregate", *deltas, "--keys", folder / "keys_sealed/keys.bin", "--out", folder / "new")
+        assert not list(folder.glob("**/.*"))  # nothing of what was opened or not yet sealed is left
+
+    def test_nothing_else_is_written(self, folder: Path) -> None:
+        assert sorted(path.name for path in (folder / "sealed").iterdir()) == ["copy_1.age", "copy_2.age"]
+        assert [path.name for path in (folder / "keys_sealed").iterdir()] == ["keys.bin"]
+
+    def test_a_store_in_between_sees_nothing(self, folder: Path) -> None:
+        sealed = (folder / "sealed/copy_1.age").read_bytes()
+        weights = (folder / "plain/copy_1/model.safetensors").read_bytes()
+        for word in (b"mpu", b"tokenizer", b"model.layers", weights[-64:]):
+            assert word not in sealed[200:]
+
+    def test_age_and_tar_open_it(self, folder: Path) -> None:
+        """As the two commands do; nothing in the archive tells who made it or when."""
+        if age := shutil.which("age"):
+            command = [age, "-d", "-i", folder / "a.txt", folder / "sealed/copy_1.age"]
+            plain = subprocess.run(command, capture_output=True, check=True).stdout
+        else:
+            identity = (folder / "a.txt").read_text().split()[-1]
+            plain = pyrage.decrypt(
+                (folder / "sealed/copy_1.age").read_bytes(), [pyrage.x25519.Identity.from_str(identity)]
+            )
+        with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
+            members = archive.getmembers()
+            archive.extractall(folder / "opened", filter="data")
+        assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", 0)}
+        for path in (folder / "plain/copy_1").iterdir():
+            if path.name != "mpu.json":
+                assert (folder / "opened/copy_1" / path.name).read_bytes() == path.read_bytes()
+
+    @pytest.mark.parametrize(
+        ("damage", "says"),
+        [
+            (lambda data: data[: len(data) // 2], "cut short"),
+            (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "damaged"),
+        ],
+    )
+    def test_damage(self, mpu: Callable, folder: Path, damage: Callable, says: str) -> None:
+        path = folder / "sealed/copy_1.age"
+        path.write_bytes(damage(path.read_bytes()))
+        refused = unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "a.txt", check=False)
+        assert refused.status == 1
+        assert says in refused.err
+        assert refused.err.count("\n") == 1
+        assert not list(folder.glob("**/.*"))
+
+    def test_another_client_does_not_open_it(self, mpu: Callable, folder: Path) -> None:
+        refused = unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "b.txt", check=False)
+        assert "another identity" in refused.err
+
+    def test_an_archive_that_would_write_elsewhere(self, mpu: Callable, folder: Path) -> None:
+        made = io.BytesIO()
+        with tarfile.open(fileobj=made, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
+        identity = pyrage.x25519.Identity.from_str((folder / "a.txt").read_text().split()[-1])
+        (folder / "sealed/x.age").write_bytes(pyrage.encrypt(made.getvalue(), [identity.to_public()]))
+        refused = unlearn(mpu, folder, "sealed/x.age", "deltas/d", "--identity", folder / "a.txt", check=False)
+        assert "holds no copy" in refused.err
+        assert not list(folder.glob("**/escaped"))
+
+    def test_inspect(self, mpu: Callable, folder: Path) -> None:
+        assert "sealed for its client" in mpu("inspect", folder / "sealed/copy_1.age").out
+
+    @pytest.mark.parametrize(
+        ("recipients", "says"),
+        [("age1x", "1 for 2 copies"), ("age1x,age1y", "is not an age public key"), ("none.pub,age1y", "no file")],
+    )
+    def test_refuses_recipients(self, mpu: Callable, folder: Path, recipients: str, says: str) -> None:
+        refused = mpu(
+            "publish", folder / "base", "--copy-recipients", recipients, "--out", folder / "new", "--keys",
+            folder / "new/keys.bin", check=False,
+        )  # fmt: skip
+        assert says in refused.err
+        assert not (folder / "new").exists()
