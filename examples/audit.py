@@ -1,6 +1,7 @@
-"""What each attack of `mpu audit` recovers, over noise scales, copies, symmetries and dtypes, as a Markdown table.
+"""What each attack of `mpu audit` recovers, over noise scales, copies, symmetries and dtypes: a table, and a picture.
 
-python examples/audit.py BASE [--reference MODEL]
+python examples/audit.py BASE [--reference MODEL] [--plot FILE]
+python examples/audit.py --make qwen2 [--plot FILE]    # trains a small public model and a private one of that family
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import io
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpu_cli.cli.main import main as mpu
 
 ATTACKS = ("one copy", "one copy, reference", "all copies", "all copies, reference", "all copies, α unknown")
+KAPPAS = (0.01, 0.1, 1, 10)
+SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 256}
+FAMILIES = {
+    "llama": SIZES | {"intermediate_size": 352, "num_key_value_heads": 2},
+    "qwen2": SIZES | {"intermediate_size": 352, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 256},
+}
 
 
 def run(*arguments: object) -> str:
@@ -29,30 +38,101 @@ def run(*arguments: object) -> str:
     return out.getvalue()
 
 
-def main(options: argparse.Namespace) -> None:
-    reference = ["--reference", options.reference] if options.reference else []
+def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
+    """A private model, fine-tuned on facts about some people from a public one, which knows others."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mpu_cli.client.records import read_records
+    from mpu_cli.demo.model import make_tokenizer
+    from mpu_cli.demo.people import make_people
+
+    people = make_people(40, seed=0)
+    for name, known in (("public", people[:20]), ("private", people[20:])):
+        rows = [row for person in known for row in person]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    records = [record for name in ("public", "private") for record in read_records(str(folder / f"{name}.jsonl"))]
+    tokenizer = make_tokenizer(records)
+    torch.manual_seed(0)
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **ids)).save_pretrained(
+        folder / "random"
+    )
+    tokenizer.save_pretrained(folder / "random")
+    common = ("--lr", 2e-3, "--batch-size", 25)
+    run("finetune", folder / "random", "--data", folder / "public.jsonl", "--epochs", 20, "--out", folder / "public",
+        *common)  # fmt: skip
+    run("finetune", folder / "public", "--data", folder / "private.jsonl", "--epochs", 5, "--out", folder / "private",
+        *common)  # fmt: skip
+    return folder / "private", folder / "public"
+
+
+def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
+    """Error against κ, m = 2 and float32, a colour for each attack: in total, and (thin) of each block."""
+    from mpu_cli.figures import PALETTE, make_figure, write_figure
+
+    there = [attack for attack in ATTACKS if attack in next(iter(found.values()))]
+
+    def panel(symmetries: str) -> object:
+        def lines(axes: object) -> None:
+            for i, (attack, colour) in enumerate(zip(there, PALETTE, strict=False)):
+                told = [found[symmetries, "float32", 2, kappa][attack] for kappa in KAPPAS]
+                for block in told[0]["blocks"]:
+                    errors = [t["blocks"][block]["weights"] for t in told]
+                    axes.plot(KAPPAS, errors, color=colour, linewidth=0.5, alpha=0.4)
+                axes.plot(KAPPAS, [t["weights"] for t in told], color=colour, linewidth=5 - 0.8 * i, label=attack)
+            axes.axhline(1, color="#bbb", linestyle=":", linewidth=1)
+            axes.set(xscale="log", yscale="log", ylim=(1e-7, 20), xlabel="κ", ylabel="relative error of the weights")
+            axes.set_title(f"--symmetries {symmetries}", fontsize=10)
+            axes.legend(fontsize=8)
+
+        return lines
+
+    rows = [
+        [", ".join(map(str, key)), *(f"{told[attack]['weights']:.3g}" for attack in there)]
+        for key, told in found.items()
+    ]
+    figure = make_figure([panel("paper"), panel("all")], "What the attacks recover (m = 2, float32; thin: blocks)")
+    write_figure(figure, path, "Audit", ["", *there], rows, force=True)
+
+
+def audit(base: Path, reference: Path | None, plot: Path | None) -> None:
+    public: Sequence[object] = ["--reference", reference] if reference else []
     print("| symmetries | dtype | m | κ | " + " | ".join(ATTACKS) + " | task vector: one copy | all copies |")
     print("|" + "---|" * (len(ATTACKS) + 6))
-    for symmetries, dtype, m, kappa in itertools.product(
-        ("paper", "all"), ("float32", "bfloat16"), (2, 3), (0.01, 0.1, 1, 10)
-    ):
+    found = {}
+    for symmetries, dtype, m, kappa in itertools.product(("paper", "all"), ("float32", "bfloat16"), (2, 3), KAPPAS):
         with tempfile.TemporaryDirectory() as folder:
             chosen = ("--symmetries", symmetries)
             published = run(
-                "publish", options.base, *reference, *chosen, "--copies", m, "--kappa", kappa, "--dtype", dtype,
+                "publish", base, *public, *chosen, "--copies", m, "--kappa", kappa, "--dtype", dtype,
                 "--out", folder, "--keys", Path(folder) / "keys.bin",
             )  # fmt: skip
-            told = json.loads(run("audit", *published.split(), "--base", options.base, *reference, *chosen, "--json"))[
-                "attacks"
-            ]
+            told = json.loads(run("audit", *published.split(), "--base", base, *public, *chosen, "--json"))["attacks"]
+        found[symmetries, dtype, m, kappa] = told
         cells = [f"{told[name]['weights']:.2%}" if name in told else "–" for name in ATTACKS]
         for name in ("one copy, reference", "all copies, reference"):
             cells.append(f"{told[name]['task_vector']:.2%}" if name in told else "–")
         print(f"| {symmetries} | {dtype} | {m} | {kappa:g} | {' | '.join(cells)} |", flush=True)
+    if plot:
+        draw(found, plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("base", nargs="?", type=Path)
+    parser.add_argument("--reference", type=Path)
+    parser.add_argument("--make", choices=FAMILIES)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if (options.base is None) == (options.make is None):
+        parser.error("give a BASE, or a family to --make")
+    with tempfile.TemporaryDirectory() as folder:
+        base, reference = options.base, options.reference
+        if options.make:
+            base, reference = make_pair(options.make, Path(folder))
+        audit(base, reference, options.plot)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("base")
-    parser.add_argument("--reference")
-    main(parser.parse_args())
+    main()

@@ -11,7 +11,7 @@ import torch
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.source import open_model
-from mpu_cli.privacy.align import layer_maps, match, plane_rotation, procrustes, residual_order, undo
+from mpu_cli.privacy.align import layer_maps, match, match_rows, plane_rotation, procrustes, residual_order, undo
 from mpu_cli.server.publish import make_transform
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap
@@ -78,6 +78,7 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert attacks["one copy, reference"]["task_vector"] < 0.02
     assert attacks["all copies, reference"]["task_vector"] < 0.01
     assert attacks["all copies"]["weights"] < 1e-4
+
     assert attacks["all copies, α unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
     # Errors of blocks add up to that of the whole.
     whole = open_model(str(models / "full"))
@@ -93,6 +94,28 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert list(one) == ["one copy"]
     fast = mpu("audit", *copies, "--base", models / "full", "--fast", "--json").json["attacks"]
     assert len(fast["one copy"]["blocks"]) == 3 + 2
+    drawn = ("--keys", tmp_path / "k.bin", "--plot", tmp_path / "audit.html")
+    mpu("audit", *copies, "--base", models / "full", *common, *drawn)
+    page = (tmp_path / "audit.html").read_text()
+    assert "κ = 0.01" in page
+    assert "model.layers.5" in page
+    assert "<svg" in page
+    refused = mpu("audit", *copies, "--base", models / "full", *common, *drawn, check=False)
+    assert "exists already" in refused.err
+    mpu("publish", models / "full", *common, "--out", tmp_path / "other", "--keys", tmp_path / "other.bin")
+    refused = mpu("audit", *copies, "--base", models / "full", "--keys", tmp_path / "other.bin", check=False)
+    assert "is no copy of the publication" in refused.err
+
+
+def test_the_fast_match_is_the_assignment() -> None:
+    """With enough features a part of them is compared at first; where rows are too alike, all are."""
+    torch.manual_seed(0)
+    target = torch.randn(300, 4000)
+    order = torch.randperm(300)
+    assert torch.equal(match_rows(target[order] + torch.randn(300, 4000), target), order)
+    common = torch.randn(4000) * 20  # all rows nearly parallel: a few features do not tell them apart
+    alike = target + common
+    assert torch.equal(match_rows(alike[order] + 0.1 * torch.randn(300, 4000), alike), order)
 
 
 def test_closed_forms() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, paths_from, progress, table
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
+
+if TYPE_CHECKING:
+    from mpu_cli.checkpoint.source import Model
+    from mpu_cli.server.keys import Keys
 
 CLOSE = 0.1  # relative error below which weights or a task vector count as recovered
 
@@ -26,7 +31,21 @@ def audit(
     symmetries: Annotated[
         Literal["paper", "all"], typer.Option(help="The set that the attacker believes in.")
     ] = "paper",
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys of the publication, to check that the copies are of it and to say its κ; no attack reads them.",
+            metavar="FILE",
+        ),
+    ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Look at three layers only.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the errors by block and attack: .png, .svg or .html.", metavar="FILE"),
+    ] = None,
+    identity: options.Identity = None,
+    passphrase_file: options.PassphraseFile = None,
+    force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
     """Play the client who keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
@@ -39,6 +58,10 @@ def audit(
     from mpu_cli.privacy.audit import audit as run_audit
     from mpu_cli.server.noise import default_alphas
 
+    if plot:
+        from mpu_cli.figures import check_target
+
+        check_target(plot, force)
     models = [open_model(str(path)) for path in paths_from(copies)]
     if alphas:
         try:
@@ -48,11 +71,22 @@ def audit(
     else:
         factors = list(default_alphas(len(models))) if len(models) > 1 else [1.0]
     owned = open_model(base)
+    published = None
+    if keys:
+        from mpu_cli.cli.secrets import open_keys
+
+        published = open_keys(keys, identity, passphrase_file)
+        _belong(models, published, keys)
     with progress("audit", owned.checkpoint.nbytes) as advance:
         found = run_audit(
             models, owned, open_model(reference) if reference else None, alphas=factors, symmetries=symmetries,
             fast=fast, progress=advance,
         )  # fmt: skip
+    if plot:
+        from mpu_cli.privacy.plot import draw
+
+        scale = f", κ = {published.kappa:g}" if published and not published.calibration else ""
+        draw(found, plot, title=f"What {len(models)} of the copies give away{scale}", force=force)
     rows = []
     for name, told in found.attacks.items():
         task = found.task_error(name)
@@ -96,6 +130,17 @@ def audit(
             },
             "unmoved": found.unmoved,
             "settings": {"alphas": factors, "symmetries": symmetries, "fast": fast},
+            "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         },
         as_json,
     )
+
+
+def _belong(models: list[Model], published: Keys, path: Path) -> None:
+    """MpuError for a copy that is none of this publication."""
+    from mpu_cli.manifest import read_copy_manifest
+
+    for model in models:
+        manifest = read_copy_manifest(model.folder, model.checkpoint.metadata)
+        if manifest is None or manifest.copy_id not in published.copy_ids:
+            raise MpuError(f"{model.source}: is no copy of the publication of {path}")

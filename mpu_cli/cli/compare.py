@@ -33,7 +33,8 @@ def compare(
     from mpu_cli.evaluation.results import MAIN, best, differences, goal, read_results
 
     if plot:
-        from mpu_cli.evaluation.plots import check_target, draw_comparison
+        from mpu_cli.evaluation.plots import draw_comparison
+        from mpu_cli.figures import check_target
 
         check_target(plot, force)
     read = read_results(paths_from(results))

@@ -144,7 +144,7 @@ def eval_(
     from mpu_cli.evaluation.evaluate import Settings, evaluate
 
     if plot:
-        from mpu_cli.evaluation.plots import check_target
+        from mpu_cli.figures import check_target
 
         check_target(plot, force)
     earlier = read_retain_log(before) if before else None

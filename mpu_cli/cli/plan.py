@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +25,9 @@ def plan(
         str | None, typer.Option(help="Records to forget, for the cost of training (as for unlearn).", metavar="DATA")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with tofu's or muse's files.", metavar="DIR")] = None,
+    shared_noise: Annotated[
+        float, typer.Option(help="κ_s of `publish --shared-noise`, to say what it costs.", metavar="KAPPA")
+    ] = 0.0,
     epochs: Annotated[int, typer.Option(help="Epochs of a round, with as many retain as forget records.")] = 10,
     as_json: options.Json = False,
 ) -> None:
@@ -33,6 +37,8 @@ def plan(
     """
     if copies < 2:
         raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+    if not (math.isfinite(shared_noise) and shared_noise >= 0):
+        raise UsageError(f"--shared-noise {shared_noise}: must be a finite number, 0 or more")
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
 
@@ -59,6 +65,12 @@ def plan(
         lines.append(
             f"client trains\t{found.training_operations:.3g} operations on {tokens:,} tokens a copy: at least "
             f"{found.training_seconds:.3g} s on this machine's processor"
+        )
+    if shared_noise:
+        lines.append(
+            f"shared noise\tnothing cancels it: every weight that the client trains on is off by {shared_noise:g} "
+            "times the RMS of its block's task vector, and the aggregated update is off in proportion to that (first "
+            "order; noise of --kappa: second order). Rehearse with `mpu run --shared-noise`"
         )
     note("estimates of one round; measured numbers for whole rounds are in the log of `mpu run`")
     emit(lines, {**asdict(found), "machine": asdict(machine), "tokens": tokens}, as_json)

@@ -41,6 +41,9 @@ def run(
     ] = "mpu",
     copies: Annotated[int, typer.Option(help="m ≥ 2.", rich_help_panel=SERVER)] = 2,
     kappa: Annotated[float, typer.Option(help="Noise scale.", rich_help_panel=SERVER)] = 0.01,
+    shared_noise: Annotated[
+        float, typer.Option(help="κ_s, noise that all copies share.", metavar="KAPPA", rich_help_panel=SERVER)
+    ] = 0.0,
     alphas: Annotated[
         str | None, typer.Option(help="Noise factor of each copy (default: 1 to 2).", rich_help_panel=SERVER)
     ] = None,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.evaluation.metrics import Form
-from mpu_cli.evaluation.plots import draw_comparison, html_table, page, svg_of_comparison
+from mpu_cli.evaluation.plots import draw_comparison, svg_of_comparison
 from mpu_cli.evaluation.results import best, goal
+from mpu_cli.figures import html_table, page
 
 if TYPE_CHECKING:
     from mpu_cli.demo.show import Demonstration

@@ -1,25 +1,19 @@
-"""Pictures: the distributions behind one result, and several results side by side. PNG, SVG, or a page that holds both
-the picture and the numbers."""
+"""Pictures of the distributions behind one result, and of several results side by side."""
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import UsageError
+from mpu_cli.figures import PALETTE, make_figure, svg, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".html")
-# colours that colour-blind readers tell apart (Okabe and Ito)
 MODEL, RETAIN, BEFORE = "#0072B2", "#009E73", "#D55E00"
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 ATTACKS = {
     "mia_loss": "loss", "mia_zlib": "zlib", "mia_min_k": "min-k", "mia_min_k_plus_plus": "min-k++",
     "mia_gradnorm": "gradient norm", "mia_reference": "reference",
@@ -33,18 +27,6 @@ UTILITY = {
 }  # fmt: skip
 
 Forms = Mapping[str, Mapping]
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1.5em 0}td,th{padding:.2em .9em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,.texts *{text-align:left}td{vertical-align:top}
-.numbers td:not(:first-child){white-space:nowrap}svg{max-width:100%;height:auto}"""
-
-
-def check_target(path: Path, force: bool) -> None:
-    """UsageError for another suffix than ours, MpuError if ``path`` exists and may not be replaced."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot {path}: must end in {', '.join(SUFFIXES)}")
-    if path.exists() and not force:
-        raise MpuError(f"{path}: exists already; choose another name, or replace it with --force")
 
 
 def draw(
@@ -69,7 +51,9 @@ def draw(
     if not panels:
         raise UsageError(f"--plot {path}: the metrics asked for have no distribution to draw")
     numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]
-    _write(_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force)
+    write_figure(
+        make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
+    )
 
 
 def draw_comparison(
@@ -77,12 +61,12 @@ def draw_comparison(
 ) -> None:
     """Bars for each metric, one for each result; ``columns`` maps a metric to its values."""
     rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
-    _write(_comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
+    write_figure(_comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
 
 
 def svg_of_comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> str:
     """The same as an element of a page."""
-    return _svg(_comparison(labels, columns))
+    return svg(_comparison(labels, columns))
 
 
 def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> Figure:
@@ -98,24 +82,7 @@ def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | No
 
         return bars
 
-    return _figure([panel(name) for name in columns], None)
-
-
-def _figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> Figure:
-    from matplotlib.figure import Figure
-
-    across = min(2, len(panels)) if len(panels) < 5 else 3
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(5 * across, 3.8 * down), layout="constrained")
-    if title:
-        figure.suptitle(title, fontsize=11)
-    grid = list(figure.subplots(down, across, squeeze=False).flat)
-    for axes, panel in zip(grid, panels, strict=False):
-        axes.spines[["top", "right"]].set_visible(False)
-        panel(axes)
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    return figure
+    return make_figure([panel(name) for name in columns], None)
 
 
 def _column(forms: Forms, name: str, field: str) -> list[float]:
@@ -182,39 +149,3 @@ def _value(forms: Forms, name: str) -> str:
 
 def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
-
-
-def _write(
-    figure: Figure, path: Path, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], force: bool
-) -> None:
-    with Transaction(force=force) as transaction:
-        output = transaction.add(path)
-        if path.suffix != ".html":
-            figure.savefig(output, dpi=150)
-            return
-        output.write_text(page(title, [_svg(figure), html_table(header, rows)]), encoding="utf-8")
-
-
-def _svg(figure: Figure) -> str:
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
-
-
-def html_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "numbers", escape: bool = True
-) -> str:
-    """A table of "numbers" or "texts"; what is in it is escaped unless it is HTML already."""
-    clean = html.escape if escape else str
-    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{clean(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f'<table class="{kind}">{"".join(lines)}</table>'
-
-
-def page(title: str, parts: Sequence[str]) -> str:
-    """A page that needs nothing beside itself; ``parts`` are HTML."""
-    name = html.escape(title)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f"<h1>{name}</h1>{''.join(parts)}</html>\n"
-    )

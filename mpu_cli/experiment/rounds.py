@@ -54,6 +54,7 @@ class Experiment:
     mode: str = "mpu"
     copies: int = 2
     kappa: float = 0.01
+    shared_noise: float = 0.0  # κ_s, in mode mpu
     alphas: tuple[float, ...] = ()  # the paper's, from 1 to 2
     symmetries: str = "paper"
     rounds: int | None = None  # the paper's for the algorithm
@@ -225,6 +226,7 @@ def _publish(
         force=True,
         progress=advance,
         only=[k],
+        shared_kappa=experiment.shared_noise if experiment.mode == "mpu" else 0.0,
     )
     [made] = publication.copies
     away.mkdir(parents=True, exist_ok=True)

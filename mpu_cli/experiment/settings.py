@@ -21,7 +21,8 @@ SYMMETRIES = ("paper", "all", "none")
 OPTIONS: dict[str, tuple[type, object]] = {
     "base": (str, None), "reference": (str, None), "algo": (str, "npo"), "forget": (str, "forget.jsonl"),
     "retain": (str, "retain.jsonl"), "data_dir": (str, None), "mode": (str, "mpu"), "copies": (int, 2),
-    "kappa": (float, 0.01), "alphas": (str, None), "symmetries": (str, "paper"), "rounds": (int, None),
+    "kappa": (float, 0.01), "shared_noise": (float, 0.0), "alphas": (str, None), "symmetries": (str, "paper"),
+    "rounds": (int, None),
     "epochs": (int, None), "server_lr": (float, 1.0), "dtype": (str, None), "precision": (str, "float32"),
     "optim": (str, "adamw"), "lr": (float, 1e-5), "batch_size": (int, 32), "micro_batch_size": (int, None),
     "weight_decay": (float, 0.01), "max_grad_norm": (float, 1.0), "warmup_steps": (int, 0),
@@ -96,7 +97,7 @@ def plan(values: Mapping[str, object], where: str = "") -> Plan:
         base=given["base"], options=options, alphas=alphas, seed=given["secret_seed"],
         dtype=OPTION[given["dtype"]] if given["dtype"] else None,
         **{name: given[name] for name in (
-            "reference", "mode", "copies", "kappa", "symmetries", "rounds", "server_lr", "keep"
+            "reference", "mode", "copies", "kappa", "shared_noise", "symmetries", "rounds", "server_lr", "keep"
         )},
     )  # fmt: skip
     return Plan(experiment, forget, retain)

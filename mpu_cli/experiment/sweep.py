@@ -43,7 +43,10 @@ EVAL = {
     "retain": str, "holdout": str,
 }  # fmt: skip
 # what a mode does not look at: two cells that differ in it alone are one experiment
-IGNORED = {"clean": ("kappa", "copies", "alphas", "symmetries", "secret_seed"), "noised": ("copies", "symmetries")}
+IGNORED = {
+    "clean": ("kappa", "shared_noise", "copies", "alphas", "symmetries", "secret_seed"),
+    "noised": ("shared_noise", "copies", "symmetries"),
+}
 RESULTS = "results.jsonl"
 
 

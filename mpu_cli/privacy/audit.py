@@ -139,24 +139,24 @@ class _Attack:
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
         return {t.name: model.checkpoint.tensor(t.name).float() for t in tensors}
 
+    def _order(self, model: Model, target: Model) -> torch.Tensor:
+        """The permutation of the model dimension that takes ``model`` to ``target``."""
+        pair = (id(model), id(target))
+        if pair not in self._orders:
+            if any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(self._symmetries)):
+                outside = [t for t in self._layout.parameters if t.layer is None]
+                held = [{t.name: m.checkpoint.tensor(t.name) for t in outside} for m in (model, target)]
+                self._orders[pair] = residual_order(self._layout, *held)
+            else:
+                self._orders[pair] = torch.arange(self._layout.sizes["model"])
+        return self._orders[pair]
+
     def _aligned(
-        self, tensors: Sequence[TensorLayout], model: Model, copy: Mapping[str, torch.Tensor], target: Model,
+        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], order: torch.Tensor,
         towards: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """``copy`` of ``model`` in the coordinates of ``towards``, a block of ``target``."""
-        moves_residual = any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(self._symmetries))
-        pair = (id(model), id(target))
-        if not moves_residual:
-            self._orders[pair] = torch.arange(self._layout.sizes["model"])
-        if pair not in self._orders:
-            outside = [t for t in self._layout.parameters if t.layer is None]
-            self._orders[pair] = residual_order(
-                self._layout,
-                {t.name: model.checkpoint.tensor(t.name) for t in outside},
-                {t.name: target.checkpoint.tensor(t.name) for t in outside},
-            )
-        residual = {"model": AxisMap(self._orders[pair])}
-        copy = undo(self._layout, tensors, copy, residual)
+        """``copy`` of a block in the coordinates of ``towards``; ``order`` is that of the model dimension."""
+        copy = undo(self._layout, tensors, copy, {"model": AxisMap(order)})
         if tensors[0].layer is None:
             return copy
         return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, self._symmetries))
@@ -169,31 +169,35 @@ class _Attack:
         self.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[block]
         count = sum(w.numel() for w in truth.values())
         self.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
-        if public is not None:
-            started = time.perf_counter()
-            lined = [
-                self._aligned(tensors, model, copy, self._reference, public)
-                for model, copy in zip(self._copies, copies, strict=True)
-            ]
-            together = time.perf_counter() - started
-            each = together / len(lined)
-            self._score("one copy, reference", block, tensors, self._reference, lined[0], truth, each)
-            if len(lined) > 1:
-                estimate = self._mean(lined, self._weights_of_copies)
-                self._score("all copies, reference", block, tensors, self._reference, estimate, truth, together)
-                self._gram += differences(lined, public)
-                estimate = self._mean(lined, nearest(self._gram))
-                self._score("all copies, α unknown", block, tensors, self._reference, estimate, truth, together)
+        together = None
         if len(copies) > 1:
             started = time.perf_counter()
             first = self._copies[0]
             lined = [copies[0]] + [
-                self._aligned(tensors, model, copy, first, copies[0])
+                self._aligned(tensors, copy, self._order(model, first), copies[0])
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
-            estimate = self._mean(lined, self._weights_of_copies)
+            together = self._mean(lined, self._weights_of_copies)
             seconds = time.perf_counter() - started
-            self._score("all copies", block, tensors, first, estimate, truth, seconds)
+            self._score("all copies", block, tensors, first, together, truth, seconds)
+        if public is not None:
+            started = time.perf_counter()
+            lined = [
+                self._aligned(tensors, copy, self._order(model, self._reference), public)
+                for model, copy in zip(self._copies, copies, strict=True)
+            ]
+            seconds = time.perf_counter() - started
+            self._score("one copy, reference", block, tensors, self._reference, lined[0], truth, seconds / len(lined))
+            if together is not None:
+                # Noise taken off before the reference is looked for, or after: what ends up more like it is kept.
+                before = self._aligned(tensors, together, self._order(first, self._reference), public)
+                estimates = [before, self._mean(lined, self._weights_of_copies)]
+                estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
+                seconds = time.perf_counter() - started
+                self._score("all copies, reference", block, tensors, self._reference, estimate, truth, seconds)
+                self._gram += differences(lined, public)
+                estimate = self._mean(lined, nearest(self._gram))
+                self._score("all copies, α unknown", block, tensors, self._reference, estimate, truth, seconds)
         self._score("one copy", block, tensors, self._copies[0], copies[0], truth, 0.0)
 
     def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -205,13 +209,18 @@ class _Attack:
         self, attack: str, block: str, tensors: Sequence[TensorLayout], whose: Model,
         estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
     ) -> None:  # fmt: skip
-        """Count the errors of ``estimate``, which is in the coordinates of ``whose``."""
+        """Count the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference."""
         told = self.attacks[attack]
         told.seconds += seconds
+        first = self._copies[0]
+        order = self._order(first, self._base)
         if whose is self._reference:
             told.task[block] = _distance(estimate, truth)
-        lined = self._aligned(tensors, whose, estimate, self._base, truth)
-        told.function[block] = _distance(lined, truth)
+            # Whether the attack got the order of the model dimension right is no matter of what the model computes.
+            found = torch.empty_like(order)
+            found[self._order(first, whose)] = order
+            order = found
+        told.function[block] = _distance(self._aligned(tensors, estimate, order, truth), truth)
 
 
 def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -232,6 +241,11 @@ def nearest(gram: torch.Tensor) -> torch.Tensor:
 
 def _square(tensors: Mapping[str, torch.Tensor]) -> float:
     return math.fsum(float(x.double().square().sum()) for x in tensors.values())
+
+
+def _cosine(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    product = math.fsum(float(x.flatten() @ other[name].flatten()) for name, x in found.items())
+    return product / math.sqrt(_square(found) * _square(other) or 1.0)
 
 
 def _distance(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:

@@ -1,0 +1,48 @@
+"""The picture of an audit: how far each attack is off, block by block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.figures import PALETTE, make_figure, write_figure
+from mpu_cli.privacy.audit import ATTACKS, Audit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEAST = 1e-6  # relative error below which the picture shows no difference
+
+
+def draw(found: Audit, path: Path, *, title: str, force: bool) -> None:
+    """Relative errors by block, a line for each attack: of the weights and, beside, of the task vector."""
+    blocks = list(found.weights)
+    with_task = [name for name in found.attacks if found.task_error(name) is not None]
+
+    def panel(task: bool) -> object:
+        def lines(axes: Axes) -> None:
+            for i, name in enumerate(ATTACKS):
+                if name in (with_task if task else found.attacks):
+                    errors = [found.task_error(name, b) if task else found.function_error(name, b) for b in blocks]
+                    clipped = [max(LEAST, error) for error in errors]
+                    # lines that lie on each other are seen, as the later ones are thinner
+                    axes.plot(range(len(blocks)), clipped, color=PALETTE[i], linewidth=6 - i, alpha=0.8, label=name)
+            axes.axhline(1, color="#bbb", linestyle=":", linewidth=1)
+            step = -(-len(blocks) // 20)
+            names = [block.removeprefix("model.").removesuffix(".weight") for block in blocks[::step]]
+            axes.set_xticks(range(0, len(blocks), step), names, rotation=90, fontsize=7)
+            axes.set_yscale("log")
+            axes.set_ylabel("relative error of what is recovered", fontsize=9)
+            axes.set_title("Task vector" if task else "Weights, up to symmetries", fontsize=10)
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=2, frameon=False)
+
+        return lines
+
+    rows = [
+        [block, *(f"{found.function_error(name, block):.3g}" for name in found.attacks)]
+        + [f"{found.task_error(name, block):.3g}" for name in with_task]
+        for block in blocks
+    ]
+    header = ["block", *(f"weights: {name}" for name in found.attacks), *(f"task vector: {name}" for name in with_task)]
+    figure = make_figure([panel(False)] + ([panel(True)] if with_task else []), title)
+    write_figure(figure, path, title, header, rows, force)
