@@ -1,0 +1,36 @@
+"""What the server learns of the forget set from the model that it gets: which records it knows less well than before.
+
+mpu eval BEFORE --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out before.json
+mpu eval AFTER  --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out after.json
+python examples/what_a_delta_tells.py before.json after.json
+
+Prints the AUC of the attack that takes the records whose log-probability fell most for those that were to be forgotten:
+0.5 is a guess, 1 tells each of them from the records that were kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+from sklearn.metrics import roc_auc_score
+
+
+def log_probabilities(path: str, metric: str) -> dict[str, float]:
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file)["metrics"][metric]["value_by_index"]
+    return {number: math.log(row["prob"]) for number, row in rows.items()}
+
+
+def main(before: str, after: str) -> None:
+    falls, forgotten = [], []
+    for metric in ("forget_Q_A_Prob", "retain_Q_A_Prob"):
+        old, new = log_probabilities(before, metric), log_probabilities(after, metric)
+        falls += [old[number] - new[number] for number in old]
+        forgotten += [metric.startswith("forget")] * len(old)
+    print(f"AUC {roc_auc_score(forgotten, falls):.3f} ({sum(forgotten)} of {len(forgotten)} records)")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
