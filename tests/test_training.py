@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
+from mpu_cli.client.training import check_sharding
+from mpu_cli.errors import UsageError
 from tests.models import random_model, save, write_records
 
 
@@ -86,6 +90,57 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
+
+
+SHARDED = """
+import sys
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from mpu_cli.client.training import whole_parameters
+from tests.models import random_model
+
+init_process_group("gloo")
+torch.manual_seed(0)
+ids = torch.randint(3, 90, (2, 9))
+models = [random_model("llama"), random_model("llama")]
+for module in (*models[1].model.layers, models[1]):
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+for model in models:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+whole, gathered = (dict(whole_parameters(model)) for model in models)
+assert list(whole) == list(gathered)
+assert not any(torch.equal(w, o) for w, o in zip(whole.values(), random_model("llama").parameters()))
+for name, weights in whole.items():
+    torch.testing.assert_close(gathered[name], weights)
+destroy_process_group()
+"""
+
+
+def test_shards_are_gathered(tmp_path):
+    """FSDP 2 over two processes (gloo): after a step, gathered weights are those of a process that holds them all."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "sharded.py"
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_shards_that_are_not_gathered_are_refused():
+    """No such run is possible without a GPU: accelerate's own plugin, as it would be in the state of one."""
+    for version in (1, 2):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        if version == 2:
+            check_sharding(accelerator)
+        else:
+            with pytest.raises(UsageError, match="fsdp_version"):
+                check_sharding(accelerator)
 
 
 def test_the_log_has_a_line_a_step(mpu, folder):

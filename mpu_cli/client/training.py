@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -27,6 +27,7 @@ from mpu_cli.client.data import IGNORED, Example, answer_tokens, pad
 from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.losses import RETAIN, Algorithm, Part, Settings
 from mpu_cli.client.optimizers import make_optimizer
+from mpu_cli.errors import UsageError
 
 KEPT_CHECKPOINTS = 2  # the one before stays until the next is whole
 
@@ -285,10 +286,21 @@ def train(
             loop=loop,
             on_step=record,
         )
+        check_sharding(trainer.accelerator)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
+
+
+def check_sharding(accelerator: Accelerator) -> None:
+    """UsageError for ways of sharding weights that ``whole_parameters`` does not gather."""
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version == 1:
+        raise UsageError("FSDP 1 hides which shard is of which weight; set fsdp_version to 2 for accelerate")
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        raise UsageError("weights sharded by DeepSpeed's ZeRO-3 are not gathered; use ZeRO-2, or FSDP 2")
 
 
 def whole_parameters(trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
