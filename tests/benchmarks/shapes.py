@@ -31,6 +31,10 @@ SHAPES = {
 }  # fmt: skip
 
 
+def whole_config(shape: str) -> dict:
+    return {**_COMMON, **SHAPES[shape]}
+
+
 def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama with this config."""
     d, ffn, q = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"] * config["head_dim"]
@@ -51,7 +55,7 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
 def make(shape: str, folder: Path, dtype: str = "BF16", **entries: object) -> Path:
     """A checkpoint of ``shape``, with other ``entries`` in its config, of normal weights (σ 0.02) in ``folder``."""
     folder.mkdir(parents=True)
-    config = {**_COMMON, **SHAPES[shape], **entries}
+    config = whole_config(shape) | entries
     (folder / "config.json").write_text(json.dumps(config))
     plan = {name: (dtype, size) for name, size in tensors_of(config).items()}
     noise = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
