@@ -178,8 +178,8 @@ class _Attack:
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
             together = self._mean(lined, self._weights_of_copies)
-            seconds = time.perf_counter() - started
-            self._score("all copies", block, tensors, first, together, truth, seconds)
+            mutual = time.perf_counter() - started
+            self._score("all copies", block, tensors, first, together, truth, mutual)
         if public is not None:
             started = time.perf_counter()
             lined = [
@@ -189,11 +189,12 @@ class _Attack:
             seconds = time.perf_counter() - started
             self._score("one copy, reference", block, tensors, self._reference, lined[0], truth, seconds / len(lined))
             if together is not None:
+                started = time.perf_counter()
                 # Noise taken off before the reference is looked for, or after: what ends up more like it is kept.
                 before = self._aligned(tensors, together, self._order(first, self._reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
-                seconds = time.perf_counter() - started
+                seconds += mutual + time.perf_counter() - started
                 self._score("all copies, reference", block, tensors, self._reference, estimate, truth, seconds)
                 self._gram += differences(lined, public)
                 estimate = self._mean(lined, nearest(self._gram))
