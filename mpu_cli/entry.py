@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 from mpu_cli.checkpoint.transaction import STOPPING, Transaction
@@ -29,8 +31,23 @@ def main() -> None:
             signal.signal(number, stop)
     from mpu_cli.cli.main import main as run
 
+    status: object = 0
     try:
         run(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code
     finally:
         for transaction in list(Transaction.open_ones):
             transaction.clean_up()
+    leave(int(status or 0))
+
+
+def leave(status: int) -> None:
+    """End the process as the interpreter does, without taking torch apart: that is tenths of a second for nothing."""
+    if "WORLD_SIZE" in os.environ:  # processes that train together part in order
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or not there
+            stream.flush()
+    os._exit(status)
