@@ -40,7 +40,7 @@ def make_figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> 
     down = -(-len(panels) // across)
     figure = Figure(figsize=(5 * across, 3.8 * down), layout="constrained")
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(plain(title), fontsize=11)
     grid = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
         axes.spines[["top", "right"]].set_visible(False)
@@ -60,6 +60,11 @@ def write_figure(
             figure.savefig(output, dpi=150)
             return
         output.write_text(page(title, [svg(figure), html_table(header, rows)]), encoding="utf-8")
+
+
+def plain(text: str) -> str:
+    """``text`` with no formula in it for matplotlib to set."""
+    return text.replace("$", r"\$")
 
 
 def svg(figure: Figure) -> str:

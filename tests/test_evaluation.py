@@ -300,10 +300,16 @@ class TestCommand:
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[::-1]))
         refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
         assert refused.status == 1
+        assert "other forget records" in refused.err
+        suites = tmp_path / "suite.json"  # of the suite, which keeps no digests of the records
+        suites.write_text(json.dumps(json.loads(log.read_text())["metrics"]))
+        asked = ("--metrics", "forget_quality", "--out", out, "--force")
+        refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
         assert "other questions" in refused.err
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[:3]))
-        refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
+        refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
         assert "another forget split (7 questions, and there are 3)" in refused.err
+        (tofu / "forget01_perturbed.json").write_text("\n".join(lines))
         assert not list(tmp_path.glob(".*.partial"))  # before any pass over the model
         bare = json.loads(log.read_text())
         del bare["metrics"]["mia_min_k"]
@@ -311,6 +317,10 @@ class TestCommand:
         asked = ("--metrics", "privleak", "--out", out, "--force")
         refused = mpu("eval", model, *common, "--retain-log", log, *asked, check=False)
         assert "has no mia_min_k" in refused.err
+        bare["benchmark"] = "qa"
+        log.write_text(json.dumps(bare))
+        refused = mpu("eval", model, *common, "--retain-log", log, *asked, check=False)
+        assert "on qa, not on tofu" in refused.err
         (tmp_path / "p.png").write_text("mine")
         refused = mpu("eval", model, *common, "--plot", tmp_path / "p.png", "--out", tmp_path / "new", check=False)
         assert "p.png: exists already" in refused.err

@@ -80,10 +80,8 @@ def aggregate(
             "each copy, noise too large, or a delta that was tampered with"
         )
     for name, copy, factor in result.outliers[:SHOWN]:
-        warn(
-            f"copy {copy} changes {name} {factor:.0f} times as much as any other copy: trained otherwise, or tampered "
-            "with"
-        )
+        much = f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
+        warn(f"copy {copy} changes {name} {much}: trained otherwise, or tampered with")
     if len(result.outliers) > SHOWN:
         warn(f"and {len(result.outliers) - SHOWN} tensors more like that")
     if result.norm == 0:
@@ -104,7 +102,10 @@ def aggregate(
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
             "lost_to_rounding": result.rounding,
-            "outliers": [{"tensor": name, "copy": copy, "factor": factor} for name, copy, factor in result.outliers],
+            "outliers": [
+                {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
+                for name, copy, factor in result.outliers
+            ],
         },
         as_json,
     )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mpu_cli.checkpoint.source import Model
     from mpu_cli.server.keys import Keys
 
-CLOSE = 0.1  # relative error below which weights or a task vector count as recovered
+CLOSE = 0.1  # relative error of the task vector, or of the weights without a reference, that counts as recovered
+HELD = 0.5  # share of a block's weights that a copy has as they are, above which that is said
 
 
 def audit(
@@ -26,11 +27,13 @@ def audit(
         typer.Option(help="A public model that BASE was fine-tuned from, which an attacker has too.", metavar="MODEL"),
     ] = None,
     alphas: Annotated[
-        str | None, typer.Option(help="α that the attacker believes in (default: the paper's).", metavar="A,B,…")
+        str | None,
+        typer.Option(help="α that the attacker believes in (default: the paper's for each copy).", metavar="A,B,…"),
     ] = None,
     symmetries: Annotated[
-        Literal["paper", "all"], typer.Option(help="The set that the attacker believes in.")
-    ] = "paper",
+        Literal["paper", "all"] | None,
+        typer.Option(help="The set that the attacker believes in (default: paper, and all if that gives nothing)."),
+    ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -56,7 +59,6 @@ def audit(
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.privacy.audit import ATTACKS
     from mpu_cli.privacy.audit import audit as run_audit
-    from mpu_cli.server.noise import default_alphas
 
     if plot:
         from mpu_cli.figures import check_target
@@ -69,7 +71,7 @@ def audit(
         except ValueError as error:
             raise UsageError(f"--alphas {alphas!r}: must be numbers with commas between them") from error
     else:
-        factors = list(default_alphas(len(models))) if len(models) > 1 else [1.0]
+        factors = _published_alphas(models)
     owned = open_model(base)
     published = None
     if keys:
@@ -77,11 +79,13 @@ def audit(
 
         published = open_keys(keys, identity, passphrase_file)
         _belong(models, published, keys)
-    with progress("audit", owned.checkpoint.nbytes) as advance:
-        found = run_audit(
-            models, owned, open_model(reference) if reference else None, alphas=factors, symmetries=symmetries,
-            fast=fast, progress=advance,
-        )  # fmt: skip
+    public = open_model(reference) if reference else None
+    for believed in [symmetries] if symmetries else ["paper", "all"]:
+        with progress("audit", owned.checkpoint.nbytes) as advance:
+            found = run_audit(models, owned, public, alphas=factors, symmetries=believed, fast=fast, progress=advance)
+        best = min(found.attacks, key=found.function_error)
+        if found.change_error(best) < CLOSE:
+            break
     if plot:
         from mpu_cli.privacy.plot import draw
 
@@ -99,15 +103,16 @@ def audit(
             ]
         )
     table("What is recovered (relative error)", ["attack", "weights", "task vector", "seconds"], rows)
-    worst = min(found.attacks, key=found.function_error)
-    unmoved = [block for block, share in found.unmoved.items() if share > CLOSE]
+    unmoved = [block for block, share in found.unmoved.items() if share > HELD]
     if unmoved:
         note(f"held as they are in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
              + (f" and {len(unmoved) - 4} blocks more" if len(unmoved) > 4 else ""))  # fmt: skip
+    off, share = found.function_error(best), found.change_error(best)
+    of_change = f", that is to {share:.2%} of what fine-tuning changed" if public else ""
     verdict = (
-        f"recovered: {ATTACKS[worst]} gives the weights to {found.function_error(worst):.2%}"
-        if found.function_error(worst) < CLOSE
-        else f"not recovered by these attacks: at best to {found.function_error(worst):.0%} ({ATTACKS[worst]})"
+        f"recovered: {ATTACKS[best]} gives the weights to {off:.2%}{of_change}"
+        if share < CLOSE
+        else f"not recovered by these attacks: the weights at best to {off:.2%}{of_change} ({ATTACKS[best]})"
     )
     emit(
         [verdict],
@@ -117,6 +122,7 @@ def audit(
                 name: {
                     "weights": found.function_error(name),
                     "task_vector": found.task_error(name),
+                    "of_change": found.change_error(name),
                     "seconds": told.seconds,
                     "blocks": {
                         block: {
@@ -129,11 +135,24 @@ def audit(
                 for name, told in found.attacks.items()
             },
             "unmoved": found.unmoved,
-            "settings": {"alphas": factors, "symmetries": symmetries, "fast": fast},
+            "settings": {"alphas": factors, "symmetries": believed, "fast": fast},
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         },
         as_json,
     )
+
+
+def _published_alphas(models: list[Model]) -> list[float]:
+    """The paper's α of each copy, which says its number and how many there are; UsageError for one given twice."""
+    from mpu_cli.manifest import read_copy_manifest
+    from mpu_cli.server.noise import default_alphas
+
+    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
+    if any(manifest is None for manifest in manifests):
+        return list(default_alphas(len(models))) if len(models) > 1 else [1.0]
+    if len({manifest.copy_id for manifest in manifests}) < len(manifests):
+        raise UsageError("the same copy is given twice")
+    return [default_alphas(manifest.copies)[manifest.copy - 1] for manifest in manifests]
 
 
 def _belong(models: list[Model], published: Keys, path: Path) -> None:

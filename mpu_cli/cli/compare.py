@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, paths_from, warn
+from mpu_cli.cli.output import emit, paths_from, printable, warn
 from mpu_cli.errors import UsageError
 
 BEST = "**"
@@ -42,7 +42,9 @@ def compare(
     if metrics == "all":
         names = list(dict.fromkeys(there))
     elif metrics:
-        names = list(filter(None, metrics.split(",")))
+        names = list(filter(None, map(str.strip, metrics.split(","))))
+        if not names:
+            raise UsageError("--metrics: names none")
         if missing := [name for name in names if name not in there]:
             raise UsageError(f"--metrics {missing[0]}: none of the results has it")
     else:
@@ -50,16 +52,21 @@ def compare(
     columns = {name: [result.log.value(name) for result in read] for name in names}
     for sentence in differences(read):
         warn(f"not made alike: {sentence}")
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    marked = {name: best(values, goal(name)) for name, values in columns.items()}
+    lines = ["| | " + " | ".join(map(_cell, names)) + " |", "|---|" + "---|" * len(names)]
+    forms = {name: next(r.log.metrics[name] for r in read if r.log.has(name)) for name in names}
+    marked = {name: best(values, goal(name, forms[name])) for name, values in columns.items()}
     for i, result in enumerate(read):
         cells = []
         for name in names:
             value = columns[name][i]
             mark = BEST if i in marked[name] else ""
             cells.append("–" if value is None else f"{mark}{value:.4g}{mark}")
-        lines.append(f"| {result.label} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_cell(result.label)} | " + " | ".join(cells) + " |")
     if plot:
         draw_comparison([result.label for result in read], columns, plot, force=force)
     document = {result.label: {name: columns[name][i] for name in names} for i, result in enumerate(read)}
     emit(lines, document, as_json)
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("|", "\\|").replace("\n", " ")

@@ -83,7 +83,11 @@ def eval_(
         typer.Option(help="Compute in (default: float32 on a CPU, the model's own on a GPU).", rich_help_panel=RUNNING),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(help="Records that go through the model at once.", rich_help_panel=RUNNING)
+        int,
+        typer.Option(
+            help="Records that go through the model at once, and four times as many for their answers.",
+            rich_help_panel=RUNNING,
+        ),
     ] = 32,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.", rich_help_panel=RUNNING)
@@ -123,6 +127,8 @@ def eval_(
         raise UsageError("FILE, --forget, --retain and --holdout go with --benchmark qa")
     if records and (forget or retain or holdout):
         raise UsageError("name one FILE of records, or --forget, --retain and --holdout")
+    if plot and plot.resolve() == out.resolve():
+        raise UsageError(f"--out and --plot: both are {out}; choose two names")
     if before and not plot:
         raise UsageError("--before goes with --plot")
 
@@ -141,12 +147,15 @@ def eval_(
 
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.client.loading import adapter_base
-    from mpu_cli.evaluation.evaluate import Settings, evaluate
+    from mpu_cli.evaluation.evaluate import Settings, choose, evaluate
 
+    asked = tuple(filter(None, map(str.strip, (metrics or "").split(","))))
     if plot:
+        from mpu_cli.evaluation.plots import check_drawable
         from mpu_cli.figures import check_target
 
         check_target(plot, force)
+        check_drawable(choose(chosen, asked, bool(reference_model)), plot)
     earlier = read_retain_log(before) if before else None
     with progress("eval", 1, "") as advance_bar:
 
@@ -158,7 +167,7 @@ def eval_(
             open_model(base or model),
             chosen,
             Settings(
-                metrics=tuple(filter(None, (metrics or "").split(","))),
+                metrics=asked,
                 dtype=dtype,
                 device=device,
                 batch_size=batch_size,
@@ -177,7 +186,7 @@ def eval_(
     rows = []
     for name, form in result.forms.items():
         beside = log.value(name) if log else None
-        rows.append([name, f"{form['agg_value']:.4g}", ARROWS[goal(name)], *([_number(beside)] if log else [])])
+        rows.append([name, f"{form['agg_value']:.4g}", ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
     table(f"{model} on {chosen.name}", ["metric", "value", "better", *(["retain model"] if log else [])], rows)
     if log is None and "privleak" in result.forms:
         note("privleak: without --retain-log the retain model's AUC is taken to be 0.5")

@@ -46,8 +46,10 @@ def finetune(
 
     Prints the path of the model.
     """
-    if epochs < 1 or batch_size < 1 or (micro_batch_size or 1) < 1:
+    if epochs < 1 or batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1):
         raise UsageError("--epochs, --batch-size and --micro-batch-size: must be at least 1")
+    if not 0 <= seed < 2**32 or warmup_steps < 0:
+        raise UsageError("--seed and --warmup-steps: must be 0 or more, and --seed below 2³²")
     if not 0 < lr < float("inf"):
         raise UsageError(f"--lr {lr}: must be a finite number above 0")
 

@@ -9,6 +9,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, stages
+from mpu_cli.errors import MpuError
 
 MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
 
@@ -34,10 +35,13 @@ def sweep(
 
     cells = read_sweep(file)
     with stages() as bar:
-        lines = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note)
+        lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = metrics.split(",") if metrics else [name for name in MAIN if name in had] or had
     printed: list[str] = []
     for name, table in pivot(lines, names, across).items():
         printed += [f"**{name}**", "", *markdown(table), ""]
     emit(printed[:-1], lines, as_json)
+    if failed:
+        name, reason = next(iter(failed.items()))
+        raise MpuError(f"{len(failed)} of {len(cells)} experiments failed; the first, {name}: {reason}")

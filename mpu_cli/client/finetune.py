@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from mpu_cli.client.records import Record
 from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
 from mpu_cli.client.unlearn import PRECISIONS, memory_in_mind
 from mpu_cli.errors import MpuError
+from mpu_cli.manifest import MANIFEST_NAME
 
 # Learning records is the descent of the loss that gradient ascent climbs.
 MEMORISE = Algorithm(lambda learned, _alternate, _settings: learned.scores.cross_entropy, Settings(alpha=0))
@@ -81,3 +83,4 @@ def finetune(
         ).dtype
         loaded.to(stored).save_pretrained(target)
         tokenizer.save_pretrained(target)
+        (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")

@@ -36,6 +36,7 @@ class Split:
     encode: Callable[[Encoder, str, Row], Item | list[Item]]
     limit: int = 200
     stops: tuple[str, ...] = ()
+    shown: Callable[[], Sequence[Row]] = tuple  # records that every prompt begins with
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -44,8 +45,9 @@ class Split:
 
     @cached_property
     def sha256(self) -> str:
-        """Of what the records hold."""
-        return hashlib.sha256(json.dumps([row for _, row in self.rows], sort_keys=True).encode()).hexdigest()
+        """Of what the records hold, and those that are shown before them."""
+        held = [row for _, row in (*self.rows, *self.shown())]
+        return hashlib.sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def text_of(row: Row, field: str) -> str:
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
         held = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
         raise MpuError(f"{place}: has no text in {field!r} (its fields: {held or 'none'})")
-    return values[field]
+    return _sound(place, values[field])
 
 
 def texts_of(row: Row, field: str) -> list[str]:
@@ -74,7 +76,16 @@ def texts_of(row: Row, field: str) -> list[str]:
     texts = values.get(field) if isinstance(values, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise MpuError(f"{place}: has no list of texts in {field!r}")
-    return texts
+    return [_sound(place, text) for text in texts]
+
+
+def _sound(place: str, text: str) -> str:
+    """``text``; MpuError for half a surrogate pair, which JSON may hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MpuError(f"{place}: a text holds half a character ({error.reason})") from error
+    return text
 
 
 def question(encoder: Encoder, part: str, row: Row) -> Item | list[Item]:
@@ -125,9 +136,9 @@ def tofu(
             f"{general}_Truth_Ratio": metrics.truth_ratio(right, wrong, forget=False),
         }
     table["model_utility"] = metrics.harmonic_mean(UTILITY)
-    table |= _forgetting("forget", "forget", "holdout", retain)
+    table |= _forgetting("forget", "tofu", splits, retain)
     if retain and retain.has("forget_truth_ratio"):
-        table["forget_quality"] = _forget_quality(splits["forget"], retain)
+        table["forget_quality"] = _forget_quality("tofu", splits["forget"], retain)
     return Benchmark("tofu", splits, table)
 
 
@@ -138,16 +149,17 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
         return partial(benchmark_rows, f"muse-{corpus}", split, data_dir, config)
 
     def knowledge(name: str) -> Split:
+        shown = cache(rows("knowmem", f"{name}_qa_icl"))
+
         @cache
         def shots() -> list[Pair]:
-            shown = rows("knowmem", f"{name}_qa_icl")()
-            return [(text_of(row, "question"), text_of(row, "answer")) for row in shown]
+            return [(text_of(row, "question"), text_of(row, "answer")) for row in shown()]
 
         def encode(encoder: Encoder, _: str, row: Row) -> Item:
             return encoder.question(text_of(row, "question"), text_of(row, "answer"), row[0], shots())
 
         source = f"knowmem/{name}_qa"
-        return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS)
+        return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS, shown)
 
     def verbatim(encoder: Encoder, _: str, row: Row) -> Item:
         return encoder.completion(text_of(row, "prompt"), text_of(row, "gt"), row[0])
@@ -155,20 +167,21 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
     def text(encoder: Encoder, _: str, row: Row) -> Item:
         return encoder.text(text_of(row, "text"), row[0])
 
-    splits = [
+    listed = [
         Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
         knowledge("forget"),
         knowledge("retain"),
         Split("forget", "privleak/forget", rows("privleak", "forget"), text),
         Split("holdout", "privleak/holdout", rows("privleak", "holdout"), text),
     ]
+    splits = {split.name: split for split in listed}
     table = {
         "forget_verbmem_ROUGE": metrics.rouge("verbmem", "rougeL_f1"),
         "forget_knowmem_ROUGE": metrics.rouge("forget_knowmem", "rougeL_f1"),
         "retain_knowmem_ROUGE": metrics.rouge("retain_knowmem", "rougeL_f1"),
-        **_forgetting("verbmem", "forget", "holdout", retain),
+        **_forgetting("verbmem", f"muse-{corpus}", splits, retain),
     }
-    return Benchmark(f"muse-{corpus}", {split.name: split for split in splits}, table)
+    return Benchmark(f"muse-{corpus}", splits, table)
 
 
 def own_records(
@@ -192,11 +205,11 @@ def own_records(
             table[wrong] = metrics.perturbed_probability(name)
             ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
             table[ratio] = metrics.truth_ratio(right, wrong, forget=name == "forget")
-    told = _forgetting("forget", "forget", "holdout", retain_log)
+    told = _forgetting("forget", "qa", splits, retain_log)
     with_holdout = {name: metric for name, metric in told.items() if name.startswith("mia_") or name == "privleak"}
     table |= {name: metric for name, metric in told.items() if holdout or name not in with_holdout}
     if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
-        table["forget_quality"] = _forget_quality(splits["forget"], retain_log)
+        table["forget_quality"] = _forget_quality("qa", splits["forget"], retain_log)
     return Benchmark("qa", splits, table)
 
 
@@ -206,21 +219,41 @@ def read_own(path: Path | None, forget: str | None, retain: str | None, holdout:
         sets: dict[str, list[Row]] = {"forget": [], "retain": [], "holdout": []}
         for place, row in file_rows(path):
             kind = row.get("set") if isinstance(row, dict) else None
-            if kind not in sets:
+            if not isinstance(kind, str) or kind not in sets:
                 raise MpuError(f"{place}: has no 'set' that is forget, retain or holdout")
             sets[kind].append((place, row))
         return list(sets.values())
-    return [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
+    found = [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
+    for name, rows in zip((forget, retain, holdout), found, strict=True):
+        if name and not rows:
+            raise MpuError(f"{name}: holds no records")
+    return found
 
 
-def _forget_quality(forget: Split, retain: RetainLog) -> Metric:
-    return metrics.forget_quality(lambda: retain.truth_ratios([text_of(row, "question") for row in forget.rows]))
+def _forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
+    def ratios() -> list[float]:
+        retain.check_made_on(benchmark, {})
+        found = retain.truth_ratios([text_of(row, "question") for row in forget.rows])
+        retain.check_made_on(benchmark, {"forget": forget.sha256})
+        return found
+
+    return metrics.forget_quality(ratios)
 
 
-def _forgetting(memorised: str, members: str, strangers: str, retain: RetainLog | None) -> dict[str, Metric]:
+def _forgetting(
+    memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None
+) -> dict[str, Metric]:
+    members, strangers = "forget", "holdout"
+
+    def retain_auc() -> float:
+        if retain is None:
+            return metrics.CHANCE
+        retain.check_made_on(benchmark, {name: splits[name].sha256 for name in (members, strangers)})
+        return retain.auc({name: len(splits[name].rows) for name in (members, strangers)})
+
     return {
         "extraction_strength": metrics.memorization(memorised, "extraction_strength"),
         "exact_memorization": metrics.memorization(memorised, "exact_memorization"),
         **metrics.attacks(members, strangers),
-        "privleak": metrics.privleak(lambda: retain.auc if retain else metrics.CHANCE),
+        "privleak": metrics.privleak(retain_auc),
     }

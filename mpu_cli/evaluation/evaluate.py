@@ -21,9 +21,10 @@ from mpu_cli import __version__
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH, WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.checkpoint.source import TOKENIZER_FILES, Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.loading import ADAPTER_WEIGHTS, as_directory, load, with_adapter
+from mpu_cli.client.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, as_directory, load, with_adapter
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
@@ -54,12 +55,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """``forms``: each metric in the suite's form; ``facts``: what the numbers depend on."""
+    """``forms``: each metric in the suite's form."""
 
     path: Path
     forms: dict[str, Form]
-    facts: dict[str, object]
-    resumed: bool
 
 
 @dataclass
@@ -93,7 +92,11 @@ def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool) -> 
     if unknown := [name for name in names if name not in table]:
         raise UsageError(
             f"--metrics {unknown[0]}: {benchmark.name} has no such metric here (it has: {', '.join(table)})"
-            + ("; forget_quality needs --retain-log" if "forget_quality" in unknown else "")
+            + (
+                "; forget_quality needs --retain-log, one with forget_truth_ratio"
+                if "forget_quality" in unknown
+                else ""
+            )
         )
     if "mia_reference" in names and not with_reference:
         raise UsageError("--metrics mia_reference: needs --reference-model")
@@ -158,7 +161,7 @@ def evaluate(
         output = transaction.add(out)
         facts = _facts(model, adapter, benchmark, used, settings, reference)
         partial = out.with_name(f".{out.name}.partial")
-        kept = _read_partial(partial, facts)
+        kept = _read_partial(partial, facts, {benchmark.members, benchmark.strangers})
         resumed = bool(kept)
         if resumed:
             tell(f"going on from {partial}, which holds {len(kept)} passes")
@@ -169,18 +172,18 @@ def evaluate(
         forms: dict[str, Form] = {}
         for name, metric in chosen.items():
             forms[name] = metric.make(kept, forms)
-        for name, value in kept[harness_key].items() if lm_eval else ():
-            forms[name] = {"agg_value": value}
+        forms |= kept[harness_key] if lm_eval else {}
         document = {
             **FORMAT,
             **facts,
             "retain_log": None if retain_log is None else {"path": str(retain_log), "sha256": _sha256(retain_log)},
             "seconds": round(time.monotonic() - started, 3),
+            "resumed": resumed,
             "metrics": forms,
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     partial.unlink(missing_ok=True)
-    return Result(out, forms, facts, resumed)
+    return Result(out, forms)
 
 
 def _passes(
@@ -200,10 +203,12 @@ def _passes(
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
     loaded, tokenizer = _load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
-    config = loaded.config.get_text_config()
-    # Rotary positions go on past what a model was trained on, and the suite lets them.
-    limit = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
-    encoder = Encoder(tokenizer, _template(settings, tokenizer), settings.system_prompt, limit)
+    template = str(facts["options"]["template"])
+    if template == "chat" and not tokenizer.chat_template:
+        raise MpuError("the model's tokenizer has no chat template; use --template plain")
+    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
+        raise MpuError(f"{model.source}: has no tokenizer in it; put its tokenizer files beside the weights")
+    encoder = Encoder(tokenizer, template, settings.system_prompt, _longest(loaded))
     run = _Run(loaded, tokenizer, encoder, settings.batch_size, kept, partial, facts)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
     todo = needs - set(kept)
@@ -211,6 +216,10 @@ def _passes(
     total += sum(len(split.rows) for split in attacked) * len(todo & {"gradnorm", "reference"})
     advance = bar(total)
 
+    for split in used:  # what is wrong with a record is known before any pass
+        for part in SCORED:
+            if f"{split.name}.{part}" in todo or (part == "answer" and f"{split.name}.text" in todo):
+                _check_ids(run.encoded(split, part), loaded, model.source)
     for split in used:
         parts = [part for part in SCORED if f"{split.name}.{part}" in todo]
         if parts:
@@ -232,9 +241,11 @@ def _passes(
     if "reference" in todo:
         run.model = loaded = None  # one model at a time
         items = [run.encoded(split, "answer") for split in attacked]
-        other, _ = _load(reference, dtype, device)
-        if max(max(item.ids) for side in items for item in side) >= other.config.get_text_config().vocab_size:
+        other, its_tokenizer = _load(reference, dtype, device)
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise MpuError(f"{reference.source}: has another vocabulary than the model; the attack needs the same")
+        for side in items:
+            _check_ids(side, other, reference.source)
         told = [
             [
                 scores.loss
@@ -245,6 +256,25 @@ def _passes(
             for side in items
         ]
         run.keep({"reference": dict(zip(sides, told, strict=True))})
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    """How many tokens the model reads; None for rotary positions, which go on past what a model was trained on."""
+    config = model.config.get_text_config()
+    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+
+
+def _check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
+    """MpuError, with the place, for a token that ``model`` has no embedding of, or more tokens than it reads."""
+    rows, longest = model.get_input_embeddings().weight.shape[0], _longest(model)
+    for made in items:
+        for item in made if isinstance(made, list) else [made]:
+            if max(item.ids) >= rows:
+                raise MpuError(
+                    f"{item.place}: {source} has {rows} tokens, and its tokenizer gives number {max(item.ids)}"
+                )
+            if longest is not None and len(item.ids) > longest:
+                raise MpuError(f"{item.place}: is {len(item.ids)} tokens long, and {source} reads {longest}")
 
 
 def _score(
@@ -295,10 +325,12 @@ def _load(model: Model, dtype: torch.dtype, device: str) -> tuple[PreTrainedMode
         return load(folder, dtype, device)
 
 
-def _template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> str:
-    if settings.template == "chat" and not tokenizer.chat_template:
-        raise MpuError("the model's tokenizer has no chat template; use --template plain")
-    return settings.template or ("chat" if tokenizer.chat_template else "plain")
+def _own_template(model: Model) -> str:
+    """ "chat" if the model's tokenizer has a template, as its files say without loading it, else "plain"."""
+    if any((model.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return "chat"
+    path = model.folder / "tokenizer_config.json"
+    return "chat" if path.is_file() and read_json_object(path).get("chat_template") else "plain"
 
 
 def _facts(
@@ -319,11 +351,12 @@ def _facts(
         "threads": torch.get_num_threads(),
     }
     own = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
+    template = settings.template or _own_template(model)
     return {
         "mpu": __version__,
         "benchmark": benchmark.name,
         "model": _identity(model),
-        "adapter": {"source": str(adapter), "sha256": _sha256(adapter / ADAPTER_WEIGHTS)} if adapter else None,
+        "adapter": _adapter_identity(adapter) if adapter else None,
         "reference_model": None if reference is None else _identity(reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
@@ -331,8 +364,8 @@ def _facts(
         "options": {
             "dtype": settings.dtype or ("float32" if device == "cpu" else WORD.get(own, "float32")),
             "batch_size": settings.batch_size,
-            "template": settings.template,
-            "system_prompt": settings.system_prompt,
+            "template": template,
+            "system_prompt": settings.system_prompt if template == "chat" else None,
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
         "hardware": hardware,
@@ -344,9 +377,13 @@ def _identity(model: Model) -> dict[str, str]:
         weights = fingerprint(model.checkpoint, pool)
     digest = hashlib.sha256(model.config_path.read_bytes())
     for path in model.side_files:
-        if path.name in TOKENIZER_FILES:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return {"source": model.source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
+
+
+def _adapter_identity(folder: Path) -> dict[str, str]:
+    names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    return {"source": str(folder)} | {name: _sha256(folder / name) for name in names}
 
 
 def _version(package: str) -> str | None:
@@ -359,10 +396,18 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_partial(path: Path, facts: Mapping[str, object]) -> dict[str, object]:
-    """The findings of a run with the same facts that was stopped; none if there are none, or they are damaged."""
+def _read_partial(path: Path, facts: Mapping[str, object], attacked: set[str]) -> dict[str, object]:
+    """The findings of a run with the same facts that was stopped, of the splits whose records are the same too; none
+    if there are none, or they are damaged. ``attacked`` are the splits that findings of no split are of."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["facts"] == json.loads(json.dumps(facts)):
-            return dict(document["findings"])
+        before, now = document["facts"], json.loads(json.dumps(facts))
+        then, data = before.pop("data"), now.pop("data")
+        same = {name for name in data if then.get(name) == data[name]}
+        if before == now:
+            return {
+                key: found
+                for key, found in document["findings"].items()
+                if key.startswith(HARNESS) or ({key.split(".")[0]} if "." in key else attacked) <= same
+            }
     return {}

@@ -6,16 +6,31 @@ token that is not the likeliest, and the likeliest one there. A model that knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 
+from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import memory_in_mind
 
 ROWS = 4  # times the batch size: a step reads one token a row
+# entries of a generation config that do not change what greedy generation says, or that are set for it here
+HARMLESS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version",
+    "_from_model_config", "do_sample", "num_beams", "temperature", "top_p", "top_k", "typical_p", "min_p", "max_length",
+    "max_new_tokens", "use_cache", "cache_implementation", "num_return_sequences", "return_dict_in_generate",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "stop_strings", "max_time",
+    "early_stopping",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,24 +61,48 @@ def answer(
     for no limit. Batches are of like length.
     """
     ends = _end_tokens(model, tokenizer)
+    if _takes_other_tokens(model):
+        drafts = [[] for _ in items]
     said: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
     waiting = [i for i, tokens in enumerate(said) if len(tokens) < limit and not (tokens and tokens[-1] in ends)]
     advance(len(items) - len(waiting))
     waiting.sort(key=lambda i: len(items[i].prompt) + len(said[i]), reverse=True)
-    rows = ROWS * batch_size
-    for start in range(0, len(waiting), rows):
-        batch = waiting[start : start + rows]
-        prompts = [[*items[i].prompt, *said[i]] for i in batch]
-        wanted = max(limit - len(said[i]) for i in batch)
-        room = wanted if longest is None else min(wanted, longest - max(map(len, prompts)))
-        if room < 1:
+    prompts = {i: [*items[i].prompt, *said[i]] for i in waiting}
+    rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
+    wanted = {i: min(limit - len(said[i]), rooms[i]) for i in waiting}
+    for batch in _batches(waiting, wanted, rooms, ROWS * batch_size):
+        most = max(wanted[i] for i in batch)
+        if most < 1:
+            advance(len(batch))
             continue
         with memory_in_mind():
-            fresh = _generate(model, tokenizer, prompts, room, stops)
+            fresh = _generate(
+                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch]
+            )
         for i, tokens in zip(batch, fresh, strict=True):
             said[i] = _until_end([*said[i], *tokens], ends, limit)
         advance(len(batch))
     return [_texts(tokenizer, item, tokens, stops) for item, tokens in zip(items, said, strict=True)]
+
+
+def _batches(
+    waiting: Sequence[int], wanted: Mapping[int, int], rooms: Mapping[int, int], rows: int
+) -> Iterator[list[int]]:
+    """Batches of at most ``rows`` in which nobody has to go on for longer than another has room."""
+    batch: list[int] = []
+    for i in waiting:
+        more = [*batch, i]
+        if len(more) > rows or max(wanted[j] for j in more) > min(rooms[j] for j in more):
+            yield batch
+            more = [i]
+        batch = more
+    if batch:
+        yield batch
+
+
+def _takes_other_tokens(model: PreTrainedModel) -> bool:
+    """Whether the generation config has others than the likeliest tokens taken; the suite lets it, and so do we."""
+    return bool(set(model.generation_config.to_diff_dict()) - HARMLESS)
 
 
 class _Stops(StoppingCriteria):
@@ -78,12 +117,26 @@ class _Stops(StoppingCriteria):
         return torch.tensor([any(stop in text for stop in self._stops) for text in texts], device=input_ids.device)
 
 
+class _Numbers(LogitsProcessor):
+    """Refuses logits that are no numbers, which would pass for an answer of nothing."""
+
+    def __init__(self, places: Sequence[str]):
+        self._places = places
+
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wrong = scores.isnan().any(1)
+        if bool(wrong.any()):
+            raise MpuError(f"{self._places[int(wrong.nonzero()[0])]}: the model's logits there are not numbers (NaN)")
+        return scores
+
+
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     limit: int,
     stops: Sequence[str],
+    places: Sequence[str],
 ) -> list[list[int]]:
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
@@ -91,8 +144,9 @@ def _generate(
     stopping = {"stopping_criteria": [_Stops(tokenizer, stops, longest)]} if stops else {}
     said = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, num_beams=1,
-        temperature=None, top_p=None, top_k=None, repetition_penalty=None, pad_token_id=tokenizer.eos_token_id,
-        **stopping,
+        temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id, num_return_sequences=1,
+        return_dict_in_generate=False, stop_strings=None, max_time=None,
+        logits_processor=LogitsProcessorList([_Numbers(places)]), **stopping,
     )  # fmt: skip
     return said[:, longest:].tolist()
 

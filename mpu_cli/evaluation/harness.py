@@ -24,8 +24,11 @@ def check() -> None:
 
 def run_tasks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
-) -> dict[str, float]:
-    """``lm_eval/TASK/METRIC`` → value for each of ``tasks``: names that the harness knows, or its .yaml files.
+) -> dict[str, dict[str, object]]:
+    """``lm_eval/TASK/METRIC`` → its form for each of ``tasks``: names that the harness knows, or its .yaml files.
+
+    A form is {"agg_value": …, "higher_is_better": …}; a task that filters answers in several ways has
+    ``lm_eval/TASK/METRIC,FILTER``.
 
     Raises MpuError if a task is not known or its data cannot be had.
     """
@@ -46,8 +49,10 @@ def run_tasks(
         raise MpuError(f"--lm-eval {','.join(tasks)}: {reason[0]}") from error
     values = {}
     for task, results in told["results"].items():
+        higher = told.get("higher_is_better", {}).get(task, {})
         for metric, value in results.items():
             name, _, part = metric.partition(",")
             if isinstance(value, int | float) and not name.endswith("_stderr") and part:
-                values[f"lm_eval/{task}/{name}"] = float(value)
+                key = f"lm_eval/{task}/{name if part == 'none' else metric}"
+                values[key] = {"agg_value": float(value), "higher_is_better": higher.get(name)}
     return values

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
-from mpu_cli.figures import PALETTE, make_figure, svg, write_figure
+from mpu_cli.figures import PALETTE, make_figure, plain, svg, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +30,12 @@ UTILITY = {
 Forms = Mapping[str, Mapping]
 
 
+def check_drawable(names: Collection[str], path: Path) -> None:
+    """UsageError if ``draw`` has nothing to draw for metrics of these ``names``."""
+    if not {"forget_truth_ratio", "forget_Q_A_Prob", *ATTACKS, *UTILITY} & set(names):
+        raise UsageError(f"--plot {path}: the metrics asked for have no distribution to draw")
+
+
 def draw(
     forms: Forms, path: Path, *, title: str, retain: Forms | None, before: Forms | None, force: bool = False
 ) -> None:
@@ -48,8 +55,6 @@ def draw(
         panels.append(lambda axes: _probabilities(axes, models))
     if any(name in forms for name in UTILITY):
         panels.append(lambda axes: _utility(axes, models))
-    if not panels:
-        raise UsageError(f"--plot {path}: the metrics asked for have no distribution to draw")
     numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]
     write_figure(
         make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
@@ -76,8 +81,8 @@ def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | No
             colours = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
             drawn = axes.bar(range(len(labels)), [0 if v is None else v for v in values], color=colours)
             axes.bar_label(drawn, ["–" if v is None else f"{v:.3g}" for v in values], fontsize=8)
-            axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize=8)
-            axes.set_title(name, fontsize=10)
+            axes.set_xticks(range(len(labels)), list(map(plain, labels)), rotation=20, ha="right", fontsize=8)
+            axes.set_title(plain(name), fontsize=10)
             axes.margins(y=0.15)
 
         return bars
@@ -87,7 +92,8 @@ def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | No
 
 def _column(forms: Forms, name: str, field: str) -> list[float]:
     rows = forms.get(name, {}).get("value_by_index", {})
-    return [row[field] for row in rows.values() if isinstance(row, Mapping) and field in row]
+    values = [row.get(field) for row in rows.values()]
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _truth_ratios(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
@@ -133,7 +139,7 @@ def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
     parts = [name for name in UTILITY if name in models[0][2]]
     height = 0.8 / len(models)
     for i, (label, colour, forms) in enumerate(models):
-        values = [forms.get(name, {}).get("agg_value", 0.0) for name in parts]
+        values = [_aggregate(forms, name) for name in parts]
         places = [place + (i - (len(models) - 1) / 2) * height for place in range(len(parts))]
         axes.barh(places, values, height, color=colour, label=label)
     axes.set_yticks(range(len(parts)), [UTILITY[name] for name in parts], fontsize=8)
@@ -141,6 +147,12 @@ def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
     axes.set_xlim(0, 1)
     axes.set_title("Utility", fontsize=10)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(models), frameon=False)
+
+
+def _aggregate(forms: Forms, name: str) -> float:
+    """The value of a metric, NaN where a model has none: no bar is drawn for it."""
+    value = forms.get(name, {}).get("agg_value")
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _value(forms: Forms, name: str) -> str:

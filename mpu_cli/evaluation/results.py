@@ -20,7 +20,7 @@ MATTERS = (
     ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
-OPTIONAL = (("retain_log", "sha256"), ("reference_model", "fingerprint"))  # to have none changes no number
+OPTIONAL = (("reference_model", "fingerprint"),)  # to have none changes no number
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,24 @@ class Evaluated:
 
 
 def read_results(paths: Sequence[Path]) -> list[Evaluated]:
-    """Read results, named by as much of their paths as tells them apart."""
+    """Read results, named by their files, or by as much of their paths as tells them apart."""
     read = [read_retain_log(path) for path in paths]
-    stems = [path.stem for path in paths]
-    labels = stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in paths]
+    for labels in ([path.name for path in paths], [str(path) for path in paths]):
+        labels = [label.removesuffix(".json") for label in labels]
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        labels = [f"{label} ({i})" for i, label in enumerate(labels, 1)]
     return [Evaluated(label, log, log.document) for label, log in zip(labels, read, strict=True)]
 
 
-def goal(name: str) -> str:
-    """Where a metric should go: "up", "down", "zero", or "retain" (an attack: to 0.5, or the retain model's AUC)."""
+def goal(name: str, form: Mapping[str, object] | None = None) -> str:
+    """Where a metric should go: "up", "down", "zero", or "retain" (an attack: near to 0.5).
+
+    ``form`` is the metric's, in which a task of the harness says so itself.
+    """
+    if form and isinstance(form.get("higher_is_better"), bool):
+        return "up" if form["higher_is_better"] else "down"
     if name == "privleak":
         return "zero"
     if name.startswith("mia_"):
@@ -73,8 +82,8 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
         values = [_at(r.facts, path) for r in told]
         if path == ("data",):
             values = [_data(value) for value in values]
-            common = set.intersection(*map(set, values)) if values else set()
-            odd = sorted(split for split in common if len({value[split] for value in values}) > 1)
+            splits = sorted({split for value in values for split in value})
+            odd = [name for name in splits if len({value[name] for value in values if name in value}) > 1]
             said += [f"other records in {split}" for split in odd]
         elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
             named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(told, values, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,24 +27,38 @@ class RetainLog:
     def value(self, name: str) -> float | None:
         """Its aggregate, or None where it has none."""
         form = self.metrics.get(name, {})
-        value = form.get("agg_value", form.get("auc"))
-        return float(value) if isinstance(value, int | float) else None
+        return _number(form.get("agg_value", form.get("auc")))
 
-    @property
-    def auc(self) -> float:
-        """AUC of min-k, for PrivLeak."""
+    def check_made_on(self, benchmark: str, digests: Mapping[str, str]) -> None:
+        """MpuError if the log is one of mpu's and of another benchmark, or of splits with other ``digests``."""
+        if not self.document:
+            return
+        if self.document.get("benchmark") != benchmark:
+            raise MpuError(f"{self.path}: is a result on {self.document.get('benchmark')}, not on {benchmark}")
+        data = self.document.get("data")
+        for name, digest in digests.items():
+            told = data.get(name) if isinstance(data, Mapping) else None
+            if isinstance(told, Mapping) and told.get("sha256") != digest:
+                raise MpuError(f"{self.path}: was made on other {name} records; make it on the same ones")
+
+    def auc(self, sizes: Mapping[str, int]) -> float:
+        """AUC of min-k, for PrivLeak, between splits of these ``sizes``."""
         value = self.value("mia_min_k")
         if value is None:
             raise MpuError(f"{self.path}: has no mia_min_k, which privleak compares with; make it with that metric")
+        for name, size in sizes.items():
+            side = self.metrics["mia_min_k"].get(name)
+            rows = side.get("value_by_index") if isinstance(side, Mapping) else None
+            if isinstance(rows, Mapping) and len(rows) != size:
+                raise MpuError(f"{self.path}: was made on other {name} records ({len(rows)}, and there are {size})")
         return value
 
     def truth_ratios(self, questions: Sequence[str]) -> list[float]:
         """The truth ratio of each of ``questions``; MpuError if the log is of others."""
-        rows = self.metrics["forget_truth_ratio"].get("value_by_index")
-        try:
-            ratios = [float(rows[str(i)]["score"]) for i in range(len(rows))]
-        except (KeyError, TypeError, ValueError) as error:
-            raise MpuError(f"{self.path}: its forget_truth_ratio has no score for each question") from error
+        rows = self.metrics["forget_truth_ratio"].get("value_by_index", {})
+        ratios = [_number(rows.get(str(i), {}).get("score")) for i in range(len(rows))]
+        if not ratios or None in ratios:
+            raise MpuError(f"{self.path}: its forget_truth_ratio has no score for each question")
         if len(ratios) != len(questions):
             raise MpuError(
                 f"{self.path}: is of another forget split ({len(ratios)} questions, and there are {len(questions)})"
@@ -56,10 +72,22 @@ class RetainLog:
         return ratios
 
 
+def _number(value: object) -> float | None:
+    """A finite number, or None for anything else that JSON may hold."""
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
+
+
 def read_retain_log(path: Path) -> RetainLog:
     """Open a log; MpuError for a file that is none."""
     document = read_json_object(path)
     table = document.get("metrics", document)
     if not isinstance(table, dict) or not all(isinstance(form, dict) for form in table.values()) or not table:
         raise MpuError(f"{path}: holds no metrics; a retain log is a result of mpu eval or of OpenUnlearning")
+    for name, form in table.items():
+        rows = form.get("value_by_index", {})
+        if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+            raise MpuError(f"{path}: the value_by_index of {name} is no table of records")
     return RetainLog(path, table, document if table is not document else {})

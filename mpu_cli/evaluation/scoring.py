@@ -64,13 +64,14 @@ def score(
     first = {(item.ids, item.start): item for item in reversed(items)}
     unique = list(first.values())
     alone, shared = _split(unique)
-    if shared and not _can_share(model, shared[0], batch_size):
-        alone, shared = unique, []
     with memory_in_mind():
+        if shared and not _can_share(model, shared[0], batch_size):
+            alone, shared = unique, []
         passes = ((batch, logits_of(model, batch)) for batch in _batches(alone, batch_size))
         for batch, logits in chain(passes, _shared_passes(model, shared, batch_size)):
             for item, scores in zip(batch, _read(logits, batch, moments), strict=True):
-                if not torch.isfinite(scores.losses).all():
+                told = (scores.losses, scores.log_probs, scores.mean, scores.variance)
+                if not all(bool(torch.isfinite(part).all()) for part in told if part is not None):
                     raise MpuError(f"{item.place}: the model's logits there are not numbers (NaN or infinite)")
                 found[item.ids, item.start] = scores
             advance(len(batch))

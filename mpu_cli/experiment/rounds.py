@@ -11,6 +11,7 @@ one copy with noise of scale κ·mean(α), and the client's result is the next m
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -18,7 +19,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +34,7 @@ from mpu_cli.checkpoint.source import Model, open_model
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import Record
 from mpu_cli.client.training import Losses
-from mpu_cli.client.unlearn import Options, unlearn
+from mpu_cli.client.unlearn import Options, check_options, unlearn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate, open_deltas
@@ -96,7 +98,12 @@ class _Log:
     def __post_init__(self) -> None:
         if self.path.exists():
             whole = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-            self.lines = [json.loads(line) for line in whole]
+            try:
+                self.lines = [json.loads(line) for line in whole]
+            except ValueError as error:
+                raise MpuError(
+                    f"{self.path}: is damaged ({error}); choose another --out, or remove the folder"
+                ) from error
             self.path.write_text("".join(whole), encoding="utf-8")
 
     def add(self, step: str, **facts: object) -> None:
@@ -125,21 +132,52 @@ def run(
         raise UsageError(f"--copies {experiment.copies}: at least 2 are needed, or the noise cannot cancel")
     if experiment.all_rounds < 1:
         raise UsageError(f"--rounds {experiment.rounds}: must be at least 1")
+    if not math.isfinite(experiment.server_lr):
+        raise UsageError(f"--server-lr {experiment.server_lr}: must be a finite number")
+    if experiment.seed is not None and not 0 <= experiment.seed < 2**64:
+        raise UsageError(f"--secret-seed {experiment.seed}: must be 0 or more, and below 2⁶⁴")
+    check_options(experiment.options)
     facts = _facts(experiment, forget, retain)
     _begin(folder, facts)
-    log = _Log(folder / "log.jsonl")
-    server, client = folder / "server", folder / "client"
-    if not (server / "identity.txt").exists():
-        make_identity(server / "identity.txt")
-    model, last = experiment.base, None
-    for number in range(1, experiment.all_rounds + 1):
-        made = server / f"round_{number}" / "model"
-        if not made.exists():
-            _round(experiment, number, model, forget, retain, server, client, log, bar, tell)
-        if last and not experiment.keep:
-            shutil.rmtree(last, ignore_errors=True)
-        model, last = str(made), made
-    return Outcome(last, log.lines)
+    with _alone(folder):
+        log = _Log(folder / "log.jsonl")
+        server, client = folder / "server", folder / "client"
+        for unfinished in [*folder.glob("*/round_*/.*.partial"), *folder.glob("*/round_*/outbox")]:
+            shutil.rmtree(unfinished)  # of a run that was killed
+        if not (server / "identity.txt").exists():
+            make_identity(server / "identity.txt")
+        made = [number for number in range(1, experiment.all_rounds + 1) if _model(server, number).exists()]
+        model = str(_model(server, made[-1])) if made else experiment.base
+        for number in range(made[-1] if made else 1, experiment.all_rounds + 1):
+            if not _model(server, number).exists():
+                _round(experiment, number, model, forget, retain, server, client, log, bar, tell)
+            model = str(_model(server, number))
+            if not experiment.keep:
+                if number > 1:
+                    shutil.rmtree(_model(server, number - 1), ignore_errors=True)
+                shutil.rmtree(_home(server, number) / "deltas", ignore_errors=True)
+                shutil.rmtree(_home(client, number), ignore_errors=True)
+    return Outcome(Path(model), log.lines)
+
+
+def _home(party: Path, number: int) -> Path:
+    """A party's folder of a round."""
+    return party / f"round_{number}"
+
+
+def _model(server: Path, number: int) -> Path:
+    return _home(server, number) / "model"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second run out of ``folder``; MpuError if this is the second one."""
+    with (folder / "run.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise MpuError(f"{folder}: another mpu is at work in it; wait for it, or choose another --out") from error
+        yield
 
 
 def _round(
@@ -154,7 +192,7 @@ def _round(
     bar: Callable[[str, float], Callable[..., None]],
     tell: Callable[[str], None],
 ) -> None:
-    home, away = server / f"round_{number}", client / f"round_{number}"
+    home, away = _home(server, number), _home(client, number)
     copies = len(experiment.published[0])
     label = f"round {number} of {experiment.all_rounds}"
     for k in range(1, copies + 1):
@@ -190,9 +228,6 @@ def _round(
         bytes=open_model(str(home / "model")).checkpoint.nbytes,
     )  # fmt: skip
     tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}")
-    if not experiment.keep:
-        shutil.rmtree(home / "deltas")
-        shutil.rmtree(away)
 
 
 def _publish(
@@ -206,6 +241,8 @@ def _publish(
     if (home / "keys.bin").exists():  # the round's other copies are of the same publication
         keys = unseal(home / "keys.bin", identities)
         seed, name = bytes.fromhex(keys.seed), keys.run
+    elif (first := _home(home.parent, 1) / "keys.bin").exists():
+        name = unseal(first, identities).run  # one run is a whole request, of however many rounds
     model = open_model(base)
     started = time.monotonic()
     outbox = home / "outbox"
@@ -285,8 +322,11 @@ def _begin(folder: Path, facts: Mapping[str, object]) -> None:
             before = json.loads(told.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise MpuError(f"{folder}: exists already and holds no experiment; choose another --out") from error
-        now = json.loads(json.dumps(facts))
-        if other := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+        if not (folder / "log.jsonl").exists():  # nothing was done yet: what was wrong may have been put right
+            write_json(told, facts)
+            return
+        kept, now = _deciding(before), _deciding(json.loads(json.dumps(facts)))
+        if other := sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name)):
             raise MpuError(
                 f"{folder}: holds another experiment (other {', '.join(other)}); choose another --out, or remove it"
             )
@@ -295,6 +335,12 @@ def _begin(folder: Path, facts: Mapping[str, object]) -> None:
     fresh = folder / "run.json.new"
     write_json(fresh, facts)
     os.replace(fresh, told)
+
+
+def _deciding(facts: Mapping[str, object]) -> dict[str, object]:
+    """What of a run's facts decides its result; a run may go on under others."""
+    told = {name: value for name, value in facts.items() if name not in ("hardware", "versions")}
+    return told | {"experiment": {k: v for k, v in dict(told.get("experiment") or {}).items() if k != "keep"}}
 
 
 def _facts(experiment: Experiment, forget: Sequence[Record], retain: Sequence[Record]) -> dict[str, object]:

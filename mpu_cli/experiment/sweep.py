@@ -27,10 +27,10 @@ from pathlib import Path
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation import benchmarks
-from mpu_cli.evaluation.evaluate import Settings, evaluate
+from mpu_cli.evaluation.evaluate import Settings, choose, evaluate
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 from mpu_cli.experiment.rounds import Experiment, run
-from mpu_cli.experiment.settings import check, plan
+from mpu_cli.experiment.settings import OPTIONS, check, plan
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,27 +70,59 @@ def read_sweep(path: Path) -> list[Cell]:
         raise MpuError(f"{path}: not TOML ({error})") from error
     evaluation = document.pop("eval", {})
     cases = document.pop("cases", [{}])
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise UsageError(f"{path}: cases: must be tables, each under a line [[cases]]")
+    if not all(isinstance(table, dict) for table in (evaluation, *(case.get("eval", {}) for case in cases))):
+        raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
     cells: dict[str, Cell] = {}
     for case in cases:
         told = {**document, **{name: value for name, value in case.items() if name != "eval"}}
         measured = {**evaluation, **case.get("eval", {})}
         _check_evaluation(measured, path)
         axes = {name: value for name, value in told.items() if isinstance(value, list)}
+        if empty := [name for name, values in axes.items() if not values]:
+            raise UsageError(f"{path}: {empty[0]} = []: an axis needs a value")
         for choice in itertools.product(*axes.values()):
             chosen = dict(zip(axes, choice, strict=True))
             cell = _cell({**told, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
             cells.setdefault(json.dumps([cell.options, cell.evaluation], sort_keys=True), cell)
-    if len({cell.name for cell in cells.values()}) < len(cells):
-        return [replace(cell, name=f"{cell.name}-{_digest(key)}") for key, cell in cells.items()]
-    return list(cells.values())
+    named = _told_apart(list(cells.values()))
+    if len({cell.name for cell in named}) < len(named):
+        return [replace(cell, name=f"{cell.name}-{_digest(cell)}") for cell in named]
+    return named
+
+
+def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
+    """``cells``, each with a value for everything that any of them varies, options of eval included, but for what its
+    mode ignores: where a file leaves an option out, the default is what was run."""
+    axes = list(dict.fromkeys(name for cell in cells for name in cell.varied))
+    measures = [
+        name
+        for name in dict.fromkeys(name for cell in cells for name in cell.evaluation)
+        if len({repr(cell.evaluation.get(name)) for cell in cells}) > 1
+    ]
+    told = []
+    for cell in cells:
+        shown = {name: cell.options.get(name, OPTIONS[name][1]) for name in axes if name not in _ignored(cell.options)}
+        shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
+        told.append(replace(cell, varied={k: "default" if v is None else v for k, v in shown.items()}))
+    return told
+
+
+def _ignored(options: Mapping[str, object]) -> tuple[str, ...]:
+    ignored = IGNORED.get(str(options.get("mode", "mpu")), ())
+    # Denominators are given for as many copies, also where it is their mean that counts.
+    return tuple(
+        name for name in ignored if not (name == "copies" and "alphas" not in ignored and options.get("alphas"))
+    )
 
 
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:
-    ignored = IGNORED.get(str(options.get("mode", "mpu")), ())
+    ignored = _ignored(options)
     kept = {name: value for name, value in options.items() if name not in ignored}
     check(kept, f"{path}: ")
     shown = {name: kept[name] for name in varied if name in kept}
-    parts = [re.sub(r"[^\w.]+", "_", str(value)).strip("_") for value in shown.values()]
+    parts = [re.sub(r"[^\w.]+", "_", str(value)).strip("_.") for value in shown.values()]
     return Cell("-".join(parts) or "run", kept, dict(evaluation), shown)
 
 
@@ -102,7 +134,8 @@ def _check_evaluation(options: Mapping[str, object], path: Path) -> None:
             raise UsageError(f"{path}: [eval] {name} = {value!r}: must be a {EVAL[name].__name__}")
 
 
-def _digest(text: str) -> str:
+def _digest(cell: Cell) -> str:
+    text = json.dumps([cell.options, cell.evaluation], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
@@ -112,43 +145,62 @@ def sweep(
     *,
     bar: Callable[[str, float], Callable[..., None]],
     tell: Callable[[str], None],
-) -> list[dict[str, object]]:
-    """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``.
+) -> tuple[list[dict[str, object]], dict[str, str]]:
+    """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and of
+    cells that failed the reason.
 
-    A cell's models go once it is evaluated, unless it says ``keep = true``; its log and result stay.
+    A cell's models go once it is evaluated, unless it says ``keep = true``; its log and result stay. Raises MpuError
+    or UsageError, before anything is run, for options that cannot be.
     """
+    for cell in cells:
+        plan(cell.options)
+        _measure_of(cell)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS
     done = {line["name"]: line for line in read_lines(path)}
+    failed: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
-        if cell.name in done and done[cell.name]["digest"] == _digest(json.dumps([cell.options, cell.evaluation])):
+        if done.get(cell.name, {}).get("digest") == _digest(cell):
             continue
+        done.pop(cell.name, None)
         tell(f"{number} of {len(cells)}: {cell.name}")
         made = plan(cell.options)
-        outcome = run(made.experiment, made.forget, made.retain, folder / cell.name, bar=bar, tell=lambda _: None)
-        metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", bar)
-        if not made.experiment.keep:
-            _clear(folder / cell.name, made.experiment)
+        try:
+            outcome = run(made.experiment, made.forget, made.retain, folder / cell.name, bar=bar, tell=lambda _: None)
+            metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", bar)
+        except MpuError as error:
+            failed[cell.name] = str(error)
+            continue
         line = {
-            "name": cell.name, "digest": _digest(json.dumps([cell.options, cell.evaluation])), **cell.varied,
-            "metrics": metrics, **_agreement(outcome.log),
+            "name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log),
         }  # fmt: skip
         done[cell.name] = line
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    return [done[cell.name] for cell in cells]
+        if not made.experiment.keep:
+            _clear(folder / cell.name, made.experiment)
+    return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
-def _evaluate(model: Path, cell: Cell, out: Path, bar: Callable[[str, float], Callable[..., None]]) -> dict[str, float]:
+def _measure_of(cell: Cell) -> tuple[benchmarks.Benchmark, Settings, RetainLog | None]:
+    """What [eval] of a cell asks for. Raises MpuError or UsageError for what cannot be."""
     given = cell.evaluation
     log = read_retain_log(Path(given["retain_log"])) if "retain_log" in given else None
     settings = Settings(
         metrics=tuple(given.get("metrics", ())), dtype=given.get("dtype"), batch_size=given.get("batch_size", 32),
         template=given.get("template"),
     )  # fmt: skip
+    benchmark = benchmark_of(given, cell.options, log)
+    choose(benchmark, settings.metrics, "reference_model" in given)
+    return benchmark, settings, log
+
+
+def _evaluate(model: Path, cell: Cell, out: Path, bar: Callable[[str, float], Callable[..., None]]) -> dict[str, float]:
+    given = cell.evaluation
+    benchmark, settings, log = _measure_of(cell)
     result = evaluate(
         open_model(str(model)),
-        benchmark_of(given, cell.options, log),
+        benchmark,
         settings,
         reference=open_model(given["reference_model"]) if "reference_model" in given else None,
         retain_log=log.path if log else None,

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.privacy.align import layer_maps, residual_order, undo
+from mpu_cli.server.noise import check_alphas
 from mpu_cli.symmetry.axis import AxisMap
 
 FAST = 3  # layers that --fast looks at: the first, the middle, the last
@@ -25,8 +27,9 @@ ATTACKS = {
     "one copy": "one copy, no reference: the noise is all that hides the weights",
     "one copy, reference": "one copy, aligned to the public reference",
     "all copies": "all copies aligned to the first, averaged with the published α",
+    "all copies, smallest": "the same, with the weights that make the average smallest (α unknown, no reference)",
     "all copies, reference": "all copies aligned to the reference, averaged with the published α",
-    "all copies, α unknown": "the same, with the weights that bring it nearest to the reference",
+    "all copies, α unknown": "the same, with the weights that bring the average nearest to the reference",
 }
 
 
@@ -58,6 +61,10 @@ class Audit:
         """Relative to the weights, up to symmetries; in total or of a block."""
         return self._ratio(self.attacks[attack].function, self.weights, block)
 
+    def change_error(self, attack: str) -> float:
+        """``function_error`` in total, relative to the task vector (to the weights where there is no reference)."""
+        return self._ratio(self.attacks[attack].function, self.task, None)
+
     def task_error(self, attack: str, block: str | None = None) -> float | None:
         """Relative to the task vector, in the reference's coordinates; None where the attack ends up in others."""
         errors = self.attacks[attack].task
@@ -86,6 +93,7 @@ def audit(
     """
     if len(alphas) != len(copies):
         raise UsageError(f"{len(alphas)} α for {len(copies)} copies; give one for each")
+    check_alphas(alphas, len(copies))
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     names = {t.name: base.checkpoint.tensors[t.name].shape for t in layout.parameters}
     for model in [*copies, *([reference] if reference else [])]:
@@ -122,7 +130,8 @@ class _Attack:
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
         self.unmoved: dict[str, float] = {}
-        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+        self._orders: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
         self._gram = torch.zeros(
             len(copies), len(copies), dtype=torch.float64
         )  # of all blocks so far: α is one for all
@@ -137,13 +146,18 @@ class _Attack:
         ]
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
-        return {t.name: model.checkpoint.tensor(t.name).float() for t in tensors}
+        held = {t.name: model.checkpoint.tensor(t.name).float() for t in tensors}
+        for name, weights in held.items():
+            if not all_finite(weights):
+                raise MpuError(f"{model.source}: {name!r} holds NaN or Inf; there is nothing to audit")
+        return held
 
-    def _order(self, model: Model, target: Model) -> torch.Tensor:
-        """The permutation of the model dimension that takes ``model`` to ``target``."""
-        pair = (id(model), id(target))
+    def _order(self, model: Model, target: Model, symmetries: str | None = None) -> torch.Tensor:
+        """The permutation of the model dimension that takes ``model`` to ``target``, if the set has one."""
+        symmetries = symmetries or self._symmetries
+        pair = (id(model), id(target), symmetries)
         if pair not in self._orders:
-            if any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(self._symmetries)):
+            if any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(symmetries)):
                 outside = [t for t in self._layout.parameters if t.layer is None]
                 held = [{t.name: m.checkpoint.tensor(t.name) for t in outside} for m in (model, target)]
                 self._orders[pair] = residual_order(self._layout, *held)
@@ -153,13 +167,14 @@ class _Attack:
 
     def _aligned(
         self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], order: torch.Tensor,
-        towards: Mapping[str, torch.Tensor],
+        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """``copy`` of a block in the coordinates of ``towards``; ``order`` is that of the model dimension."""
+        symmetries = symmetries or self._symmetries
         copy = undo(self._layout, tensors, copy, {"model": AxisMap(order)})
         if tensors[0].layer is None:
             return copy
-        return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, self._symmetries))
+        return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, symmetries))
 
     def block(self, block: str, tensors: Sequence[TensorLayout]) -> None:
         truth = self._tensors(self._base, tensors)
@@ -179,6 +194,9 @@ class _Attack:
             ]
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
+            self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
+            smallest = self._mean(lined, nearest(self._own_gram))
+            self._score("all copies, smallest", block, tensors, first, smallest, truth, mutual)
             self._score("all copies", block, tensors, first, together, truth, mutual)
         if public is not None:
             started = time.perf_counter()
@@ -214,14 +232,14 @@ class _Attack:
         told = self.attacks[attack]
         told.seconds += seconds
         first = self._copies[0]
-        order = self._order(first, self._base)
+        order = self._order(first, self._base, "all")
         if whose is self._reference:
             told.task[block] = _distance(estimate, truth)
             # Whether the attack got the order of the model dimension right is no matter of what the model computes.
             found = torch.empty_like(order)
             found[self._order(first, whose)] = order
             order = found
-        told.function[block] = _distance(self._aligned(tensors, estimate, order, truth), truth)
+        told.function[block] = _distance(self._aligned(tensors, estimate, order, truth, "all"), truth)
 
 
 def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -235,6 +253,8 @@ def nearest(gram: torch.Tensor) -> torch.Tensor:
 
     The task vector is in every combination alike, so what they make small is the noise.
     """
+    if not float(gram.diagonal().mean()) > 0:  # the copies are the reference itself
+        return torch.full((len(gram),), 1 / len(gram), dtype=gram.dtype)
     steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     weights = torch.linalg.solve(steadied, torch.ones(len(gram), dtype=gram.dtype))
     return weights / weights.sum()

@@ -26,7 +26,7 @@ def draw(found: Audit, path: Path, *, title: str, force: bool) -> None:
                     errors = [found.task_error(name, b) if task else found.function_error(name, b) for b in blocks]
                     clipped = [max(LEAST, error) for error in errors]
                     # lines that lie on each other are seen, as the later ones are thinner
-                    axes.plot(range(len(blocks)), clipped, color=PALETTE[i], linewidth=6 - i, alpha=0.8, label=name)
+                    axes.plot(range(len(blocks)), clipped, color=PALETTE[i], linewidth=7 - i, alpha=0.8, label=name)
             axes.axhline(1, color="#bbb", linestyle=":", linewidth=1)
             step = -(-len(blocks) // 20)
             names = [block.removeprefix("model.").removesuffix(".weight") for block in blocks[::step]]

@@ -145,6 +145,19 @@ def _check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
             )
 
 
+def _check_alike(deltas: Sequence[Delta]) -> None:
+    """MpuError for LoRA deltas of a round that adapt different tensors: noise cancels where all of them do."""
+    first = deltas[0]
+    for delta in deltas[1:]:
+        if "lora" not in (first.manifest.kind, delta.manifest.kind):
+            continue
+        if odd := set(first.checkpoint.tensors) ^ set(delta.checkpoint.tensors):
+            raise MpuError(
+                f"{delta.path}: holds other tensors than {first.path} ({listed(odd)}); "
+                "the copies of a round are trained with the same options"
+            )
+
+
 def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The factors that a LoRA delta has to hold: both for each tensor of which it holds one."""
     held = delta.checkpoint.tensors
@@ -247,7 +260,7 @@ def aggregate(
     Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
     published, or for NaN and Inf; UsageError for an η that is no rate.
     """
-    layout, weights = _ready(base, deltas, keys, server_lr)
+    layout, weights = _ready(base, deltas, keys, server_lr, max_norm)
     source = base.checkpoint
     plan = model_plan(source, layout, dtype)
     facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
@@ -280,8 +293,7 @@ def aggregate(
             if layout.alias:
                 digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
             _check_base(base, keys, combine(source.tensors, digests))
-        if max_norm is not None:
-            _check_norms(gram, deltas, max_norm)
+        _check_norms(gram, deltas, max_norm)
         write_small_files(base, folder, plan)
         write_json(folder / MANIFEST_NAME, facts)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
@@ -289,29 +301,34 @@ def aggregate(
 
 
 def _outliers(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> list[tuple[str, int, float]]:
-    """Copies whose change of one tensor is more than OUTLIER times that of every other copy."""
+    """Copies whose change of a tensor is more than OUTLIER times that of any other (inf: the others have none)."""
     norms = products.diagonal().clamp(min=0).sqrt().tolist()
     found = []
     for k, delta in enumerate(deltas):
         others = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
-        if 0 < others * OUTLIER < norms[k]:
-            found.append((name, delta.copy, norms[k] / others))
+        if len(deltas) > 1 and others * OUTLIER < norms[k]:
+            found.append((name, delta.copy, norms[k] / others if others else math.inf))
     return found
 
 
-def _check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float) -> None:
-    if not (math.isfinite(max_norm) and max_norm > 0):
-        raise UsageError(f"--max-norm {max_norm}: must be a finite number above 0")
-    for delta, norm in zip(deltas, gram.diagonal().sqrt().tolist(), strict=True):
-        if norm > max_norm:
+def _check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None) -> None:
+    for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
+        if not math.isfinite(square):
+            raise MpuError(f"{delta.path}: its norm is no finite number; nothing of this round was applied")
+        norm = math.sqrt(max(square, 0.0))
+        if max_norm is not None and norm > max_norm:
             raise MpuError(
                 f"{delta.path}: its norm is {norm:.4g}, above --max-norm {max_norm:g}; "
                 "nothing of this round was applied"
             )
 
 
-def _ready(base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float) -> tuple[Layout, torch.Tensor]:
+def _ready(
+    base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float, max_norm: float | None
+) -> tuple[Layout, torch.Tensor]:
     """The base's layout and the harmonic weights, float64 (m,), when there is a fitting delta of every copy."""
+    if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
+        raise UsageError(f"--max-norm {max_norm}: must be a finite number above 0")
     if not math.isfinite(server_lr):
         raise UsageError(f"--server-lr {server_lr}: must be a finite number")
     if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
@@ -323,6 +340,7 @@ def _ready(base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float) -
     shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
     for delta in deltas:
         _check_tensors(delta, layout, shapes)
+    _check_alike(deltas)
     inverse = torch.tensor([1 / alpha for alpha in keys.alphas], dtype=torch.float64)
     return layout, inverse / inverse.sum()
 
@@ -354,31 +372,35 @@ def aggregate_adapter(
     for delta in deltas:
         if delta.manifest.kind != "lora":
             raise MpuError(f"{delta.path}: is a full delta; --as-adapter needs LoRA deltas (unlearn --lora-rank)")
-    layout, weights = _ready(base, deltas, keys, server_lr)
+    layout, weights = _ready(base, deltas, keys, server_lr, max_norm)
     with worker_pool() as pool:
         _check_base(base, keys, fingerprint(base.checkpoint, pool))
     undoing = _Undoing(deltas, keys, layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
+    outliers: list[tuple[str, int, float]] = []
     for tensor in layout.parameters:
         changes = undoing.changes(tensor)
         if all(change is None for change in changes):
             continue
         rows = base.checkpoint.tensors[tensor.name].shape[0]
         factors = [None if c is None else c.factors(rows) for c in changes]
+        products = torch.zeros_like(gram)
         for j, one in enumerate(factors):
             for k, two in enumerate(factors):
                 if one and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
-                    gram[j, k] += ((one[0].T @ two[0]) * (one[1] @ two[1].T)).sum().double()
+                    left, right = (x.double().T @ y.double() for x, y in ((one[0], two[0]), (one[1].T, two[1].T)))
+                    products[j, k] = (left * right).sum()
             if one and not all(all_finite(factor) for factor in one):
                 raise MpuError(f"{deltas[j].path}: {tensor.name!r} holds NaN or Inf; nothing of this round was applied")
+        gram += products
+        outliers += _outliers(tensor.name, products, deltas)
         left = torch.cat([server_lr * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
         right = torch.cat([f[1] for f in factors if f], 0)
         a, b = (left.T, right.T) if layout.family.transposed else (right, left)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    if max_norm is not None:
-        _check_norms(gram, deltas, max_norm)
+    _check_norms(gram, deltas, max_norm)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config = {
@@ -396,7 +418,7 @@ def aggregate_adapter(
             for name, tensor in tensors.items():
                 writer.tensor(name).copy_(tensor)
         write_json(folder / "adapter_config.json", config)
-    return _agreement(out, gram, weights, 0.0)
+    return replace(_agreement(out, gram, weights, 0.0), outliers=tuple(outliers))
 
 
 def _check_base(base: Model, keys: Keys, found: str) -> None:
