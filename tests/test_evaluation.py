@@ -185,6 +185,37 @@ class TestGeneration:
         for said, long in zip(cut, whole, strict=True):
             assert said.generation == long.generation.split(stop)[0].strip()
 
+    def test_a_long_prompt_takes_no_room_from_others(self, tmp_path: Path) -> None:
+        """GPT-2 has 128 places: each answer is as long as its own prompt leaves room for, in any batch."""
+        model = random_model("gpt2")
+        model.generation_config.eos_token_id = None
+        tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
+        tokenizer.eos_token = None
+        rng = random.Random(3)
+        prompts = [tuple(rng.randrange(3, VOCABULARY) for _ in range(n)) for n in (108, 5, 120, 9, 5, 127, 128)]
+        items = [Item((*prompt, 5), len(prompt), prompt, "") for prompt in prompts]
+        told = {}
+        for size in (1, 32):
+            with torch.no_grad():
+                told[size] = answer(model, tokenizer, items, [[]] * 7, limit=60, batch_size=size, longest=128)
+        assert [each.generation for each in told[1]] == [each.generation for each in told[32]]
+        assert [len(each.generation.split()) for each in told[32]] == [20, 60, 8, 60, 60, 1, 0]
+
+    def test_the_generation_config_is_honoured(self, tmp_path: Path) -> None:
+        """As transformers' own greedy generation does, and the suite with it; drafts know only the likeliest token."""
+        model = random_model("llama")
+        model.generation_config.repetition_penalty = 1.7
+        model.generation_config.stop_strings = "w5"
+        tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))
+        [item] = items_of(random.Random(4), 1, 1)
+        ids = torch.tensor([item.prompt])
+        model.generation_config.stop_strings = None
+        expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                  max_new_tokens=20, pad_token_id=1)[0, ids.shape[1] :]  # fmt: skip
+        model.generation_config.stop_strings = "w5"
+        [said] = answer(model, tokenizer, [item], [[9]], limit=20, batch_size=2)
+        assert said.generation == tokenizer.decode(expected, skip_special_tokens=True)
+
 
 class TestCommand:
     def test_by_hand(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
@@ -369,6 +400,47 @@ class TestCommand:
         assert "forget01_perturbed.json, line " in said.err
         assert "NaN" in said.err
         assert not (tmp_path / "e").exists()
+
+    def test_not_numbers_in_answers(self, mpu: Callable, tofu: Path, tmp_path: Path) -> None:
+        broken = random_model("llama")
+        with torch.no_grad():
+            broken.model.norm.weight.fill_(math.nan)
+        save(broken, tmp_path / "nan")
+        asked = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
+        refused = mpu("eval", tmp_path / "nan", *asked, "--out", tmp_path / "n.json", check=False)
+        assert refused.status == 1
+        assert "forget01_perturbed.json" in refused.err
+        assert "not numbers" in refused.err
+
+    def test_findings_of_a_stopped_run_are_used_where_nothing_changed(
+        self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
+    ) -> None:
+        """A number in the partial file turns up in the result, and not once what it depends on is another."""
+        asked = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob")
+        out, partial = tmp_path / "eval.json", tmp_path / ".eval.json.partial"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mpu_cli", "eval", model, *asked, "--metrics",
+             "forget_Q_A_Prob,retain_Q_A_Prob,retain_Q_A_ROUGE", "--out", out],
+            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )  # fmt: skip
+        while not partial.exists() and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kept = json.loads(partial.read_text())
+        assert "forget.answer" in kept["findings"]
+        for row in kept["findings"]["forget.answer"]:
+            row["loss"] = 3.0
+        planted = json.dumps(kept)
+        lines = (tofu / "retain_perturbed.json").read_text()
+        (tofu / "retain_perturbed.json").write_text("\n".join(lines.splitlines()[::-1]) + "\n")
+        for change, expected in ((None, True), ("generation_config.json", False)):
+            partial.write_text(planted)
+            if change:
+                path = model / change
+                path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 7}))
+            told = mpu("eval", model, *asked, "--out", out, "--force", "--json").json["metrics"]["forget_Q_A_Prob"]
+            assert (told == pytest.approx(math.exp(-3.0))) is expected
 
     def test_pictures(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         common = (

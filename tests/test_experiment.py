@@ -113,10 +113,6 @@ class TestRun:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (place / "stopped/server/round_2/model").exists()
-        # The threads that are written down are this process's in the one run and that of the stopped in the other.
-        facts = json.loads((place / "stopped/run.json").read_text())
-        facts["hardware"] = json.loads((place / "whole/run.json").read_text())["hardware"]
-        (place / "stopped/run.json").write_text(json.dumps(facts))
         mpu(*arguments, "--out", "stopped", cwd=place)
         assert (
             distance(tensors(place / "stopped/server/round_2/model"), tensors(place / "whole/server/round_2/model"))
@@ -124,6 +120,37 @@ class TestRun:
         )
         steps = [json.loads(line) for line in (place / "stopped/log.jsonl").read_text().splitlines()]
         assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (2 + 2 + 1)
+
+    def test_goes_on_in_the_third_round(self, mpu: Callable, place: Path) -> None:
+        """No step is taken twice, whether the run was stopped or had ended; another one at once is kept out."""
+        arguments = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 3, "--out", "out")
+        command = [sys.executable, "-m", "mpu_cli", *map(str, arguments)]
+        process = subprocess.Popen(command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "2"})
+        second = None
+        while not list(place.glob("out/client/round_3/copy_2")) and process.poll() is None:
+            if second is None and (place / "out/log.jsonl").exists():
+                second = mpu(*arguments, cwd=place, check=False)
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert "another mpu is at work" in second.err
+        (place / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as a kill while a copy is written leaves it
+        (place / "out/server/round_3/.model.x.partial").mkdir()
+        mpu(*arguments, cwd=place)
+        steps = [json.loads(line) for line in (place / "out/log.jsonl").read_text().splitlines()]
+        taken = [(s["step"], s["round"], s.get("copy")) for s in steps]
+        assert len(taken) == len(set(taken))
+        assert len(taken) in (14, 15)  # a copy may have been there when its line was not
+        assert not [*place.rglob("out/**/*.partial"), *place.rglob("outbox"), *place.glob("out/client/*")]
+        assert mpu(*arguments, "--keep", cwd=place).out.strip() == "out/server/round_3/model"
+        assert (place / "out/log.jsonl").read_text().count("\n") == len(taken)
+
+    def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, place: Path) -> None:
+        for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
+            refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=place, check=False)
+            assert refused.status == 2
+            assert refused.err.count("\n") == 1
+        mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=place)
 
     def test_other_options_in_the_same_folder(self, mpu: Callable, place: Path) -> None:
         first = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
@@ -225,6 +252,21 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ("clean", 1e-4, 1), ("mpu", 1e-4, 1), ("clean", 2e-4, 2), ("mpu", 2e-4, 2),
         ]  # fmt: skip
 
+    def test_defaults_are_told_and_a_failure_stops_nothing(self, mpu: Callable, place: Path) -> None:
+        (place / "cases.toml").write_text(
+            'base = "base"\nalgo = "gradascent"\ntemplate = "plain"\nepochs = 1\nrounds = 1\noptim = "sgd"\n'
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\ntemplate = "plain"\n'
+            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nalphas = "1,1"\n[[cases]]\nmode = "noised"\nalphas = "1,2,3"\n'
+            + "copies = 3\n"
+        )
+        told = mpu("sweep", "cases.toml", cwd=place, check=False)
+        assert told.status == 1
+        assert "1 of 4 experiments failed" in told.err
+        lines = [json.loads(line) for line in (place / "cases/results.jsonl").read_text().splitlines()]
+        assert [(line.get("lr"), line.get("alphas")) for line in lines] == [
+            (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
+        ]  # fmt: skip
+
     @pytest.mark.parametrize(
         ("text", "said"),
         [
@@ -235,6 +277,10 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ('base = "base"\nlr = "fast"', "lr = 'fast': must be a float"),
             ('base = "base"\n[eval]\nsplit = "forget01"', "[eval] split: is no option"),
             ('base = "base"\n[eval]\nmetrics = "all"', "must be a list"),
+            ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
+            ('base = "base"\neval = 3', "[eval]"),
+            ('base = "base"\nkappa = []', "needs a value"),
+            ('base = "base"\n[eval]\nbenchmark = "nope"', "is one of tofu, muse, qa"),
         ],
     )
     def test_bad_input(self, mpu: Callable, place: Path, text: str, said: str) -> None:

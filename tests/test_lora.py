@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -116,6 +117,27 @@ def test_one_adapter_is_the_aggregate(mpu, rounds):
                 "float64", "--out", f"{name}.json", "--json", cwd=rounds).json["metrics"]
         )  # fmt: skip
     assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("adapter", [[], ["--as-adapter"]])
+def test_hostile_factors(mpu, rounds, adapter):
+    """Of a norm that is beyond counting, alone to change a tensor, or much larger than the others'."""
+    path = sorted((rounds / "deltas").iterdir())[1]
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    whole = load_file(path)
+    name = next(n.removesuffix(".lora_A") for n in whole if n.endswith(".lora_A"))
+    asked = ("aggregate", "deltas", *adapter, "--out", "new", "--max-norm", 1e6)
+    huge = {n: t * 1e200 if n.startswith(name) else t for n, t in whole.items()}
+    save_file(huge, path, metadata=metadata)
+    refused = mpu(*asked, cwd=rounds, check=False)
+    assert refused.status == 1
+    assert path.name in refused.err
+    assert not (rounds / "new").exists()
+    save_file({n: t for n, t in whole.items() if not n.startswith(name)}, path, metadata=metadata)
+    assert "holds other tensors" in mpu(*asked, cwd=rounds, check=False).err
+    save_file({n: t * 15 if n == name + ".lora_A" else t for n, t in whole.items()}, path, metadata=metadata)
+    assert f"changes {name}" in mpu(*asked, cwd=rounds).err.replace("\n", " ")
 
 
 def test_targets(mpu, tmp_path):
