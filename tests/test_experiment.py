@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mpu_cli.client.data import Encoding
 from mpu_cli.client.records import read_records
 from mpu_cli.client.training import Loop
 from mpu_cli.client.unlearn import Options
@@ -339,6 +340,9 @@ def test_plan_counts(mpu: Callable, place: Path) -> None:
         max(told["moved"] / machine["bandwidth"], told["operations"] / machine["operations"])
     )
     assert math.isfinite(told["training_seconds"])
+    encoding = Encoding(AutoTokenizer.from_pretrained(place / "base"), "chat")
+    records = read_records(str(place / "forget.jsonl"))
+    assert told["tokens"] == 2 * 2 * sum(len(example.ids) for example in encoding.encode(records))
     mpu("publish", "base", "--copies", 3, cwd=place)
     mpu("unlearn", "copy_1", *TRAINING, cwd=place)
     written = sum(t.numel() * 4 for t in tensors(place / "copy_1").values())

@@ -16,7 +16,9 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="Where to work; must not exist yet.", metavar="DIR")] = Path(
         "mpu-demo"
     ),
-    seed: Annotated[int, typer.Option(help="Other people and facts for another number.", metavar="N")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Other people and facts for another number.", metavar="N", min=0, max=2**32 - 1)
+    ] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Make a small model, let it forget four people in three ways, and compare them. Under two minutes.

@@ -11,7 +11,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 
 
 def plan(
@@ -77,15 +77,19 @@ def plan(
 
 
 def _tokens(opened: object, forget: str, data_dir: Path | None) -> int:
-    """Tokens of all the records, as the model's tokenizer cuts their texts."""
+    """Tokens of all the records, as training makes them: with the chat template, if the tokenizer has one."""
     from transformers import AutoTokenizer
 
+    from mpu_cli.client.data import Encoding
     from mpu_cli.client.records import read_records
 
     records = read_records(forget, data_dir)
-    tokenizer = AutoTokenizer.from_pretrained(opened.folder, trust_remote_code=False)
-    texts = [" ".join([*(text for _, text in record.turns), record.answer]) for record in records]
-    return sum(map(len, tokenizer(texts).input_ids))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(opened.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise MpuError(f"{opened.source}: has no tokenizer in it, and --forget is counted in its tokens") from error
+    encoding = Encoding(tokenizer, "chat" if tokenizer.chat_template else "plain")
+    return sum(len(example.ids) for example in encoding.encode(records))
 
 
 def _bytes(count: float) -> str:
