@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.source import open_model
@@ -65,6 +66,21 @@ def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str
     assert 0.005 < attacks["one copy"]["weights"] < 0.0105
     # The noise cancels; what stays is the error of the alignment, which is made with twice the noise of a copy.
     assert attacks["all copies"]["weights"] < 0.6 * attacks["one copy"]["weights"]
+
+
+def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
+    """A GPT-2 as the Hub's first ones were stored is the same reference."""
+    base = save(random_model("gpt2"), tmp_path / "base")
+    reference = save(random_model("gpt2", seed=1), tmp_path / "reference")
+    mpu("publish", base, "--reference", reference, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    asked = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--reference", reference)
+    expected = mpu(*asked).json["attacks"]
+    path = reference / "model.safetensors"
+    save_file({n.removeprefix("transformer."): t for n, t in load_file(path).items()}, path)
+    told = mpu(*asked).json["attacks"]
+    for name, found in expected.items():
+        assert told[name]["weights"] == found["weights"]
+        assert told[name]["task_vector"] == found["task_vector"]
 
 
 @needs_shared

@@ -95,17 +95,27 @@ def audit(
         raise UsageError(f"{len(alphas)} α for {len(copies)} copies; give one for each")
     check_alphas(alphas, len(copies))
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    names = {t.name: base.checkpoint.tensors[t.name].shape for t in layout.parameters}
+    names = {id(base): {t.name: t.name for t in layout.parameters}}
     for model in [*copies, *([reference] if reference else [])]:
-        held = {name: info.shape for name, info in model.checkpoint.tensors.items() if name in names}
-        if held != names:
-            raise MpuError(f"{model.source}: has not the base's tensors and shapes")
-    attack = _Attack(layout, copies, base, reference, tuple(alphas), symmetries)
+        names[id(model)] = _names(model, base, layout)
+    attack = _Attack(layout, copies, base, reference, tuple(alphas), symmetries, names)
     blocks = _chosen(layout, fast)
     for block in blocks:
         attack.block(block, layout.blocks[block])
         progress(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
     return Audit(attack.attacks, attack.task, attack.weights, attack.unmoved, reference is not None)
+
+
+def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
+    """The base's names of tensors → the model's, which may leave out a prefix; MpuError for other shapes."""
+    own = layout_of(model.checkpoint.tensors, model.config, model.source)
+    pairs = {t.name: o.name for t, o in zip(layout.parameters, own.parameters, strict=False)}
+    shapes = [base.checkpoint.tensors[name].shape for name in pairs]
+    if len(layout.parameters) != len(own.parameters) or shapes != [
+        model.checkpoint.tensors[name].shape for name in pairs.values()
+    ]:
+        raise MpuError(f"{model.source}: has not the base's tensors and shapes")
+    return pairs
 
 
 def _chosen(layout: Layout, fast: bool) -> list[str]:
@@ -120,8 +130,9 @@ def _chosen(layout: Layout, fast: bool) -> list[str]:
 class _Attack:
     def __init__(
         self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, alphas: tuple[float, ...],
-        symmetries: str,
+        symmetries: str, names: Mapping[int, Mapping[str, str]],
     ):  # fmt: skip
+        self._tensor_names = names  # of each model, by its id
         self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
         self._symmetries = symmetries
         inverse = torch.tensor([1 / alpha for alpha in alphas], dtype=torch.float64)
@@ -146,7 +157,8 @@ class _Attack:
         ]
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
-        held = {t.name: model.checkpoint.tensor(t.name).float() for t in tensors}
+        names = self._tensor_names[id(model)]
+        held = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
         for name, weights in held.items():
             if not all_finite(weights):
                 raise MpuError(f"{model.source}: {name!r} holds NaN or Inf; there is nothing to audit")
@@ -159,7 +171,7 @@ class _Attack:
         if pair not in self._orders:
             if any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(symmetries)):
                 outside = [t for t in self._layout.parameters if t.layer is None]
-                held = [{t.name: m.checkpoint.tensor(t.name) for t in outside} for m in (model, target)]
+                held = [self._tensors(m, outside) for m in (model, target)]
                 self._orders[pair] = residual_order(self._layout, *held)
             else:
                 self._orders[pair] = torch.arange(self._layout.sizes["model"])
