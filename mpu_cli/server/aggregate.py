@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -35,11 +36,17 @@ from mpu_cli.manifest import (
     delta_manifest,
 )
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.publish import MEASURED_SLICES, make_transform, model_plan, write_json, write_small_files
+from mpu_cli.server.publish import make_transform, measured_slices, model_plan, write_json, write_small_files
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 Progress = Callable[[int], None]
+
+# Over one slice: the deltas' inner products (m, m; the upper half 0), and, where that is measured, the squares of what
+# storage lost of the update and of the update (2,). Lists: small tensors that outlive large buffers fragment the heap.
+_Sums = tuple[list[list[float]], list[float]]
+
+Begun = TypeVar("Begun")
 
 OUTLIER = 10.0  # times another copy's change of the same tensor, from which on it is worth a warning
 
@@ -274,20 +281,27 @@ def aggregate(
         with ExitStack() as stack:
             writer = stack.enter_context(CheckpointWriter(folder, plan, as_metadata(facts)))
             pool = stack.enter_context(worker_pool())
-            for name, tensor in layout.tensors.items():
-                digesting = piece_digests(source, name, pool)
-                if tensor.constant:
-                    writer.tensor(name).copy_(source.tensor(name))
-                else:
-                    products, lost = _combine(pool, tensor, source, undoing, weights, server_lr, writer)
+
+            def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
+                digesting = piece_digests(source, tensor.name, pool)
+                if not tensor.constant:
+                    return digesting, _combine(pool, tensor, source, undoing, weights, server_lr, writer)
+                writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
+                return digesting, []
+
+            for tensor, (digesting, combining) in _one_ahead(begin, layout.tensors.values()):
+                name = tensor.name
+                digests[name] = list(digesting)
+                if combining:
+                    parts = zip(*(future.result() for future in combining), strict=True)
+                    products, lost = (torch.tensor(part, dtype=torch.float64).sum(0) for part in parts)
+                    products += products.tril(-1).T
                     gram += products
                     rounding += lost
                     outliers += _outliers(name, products, deltas)
-                    for delta in deltas:
-                        if name in delta.checkpoint.tensors:
-                            delta.checkpoint.forget_pages(name)
-                digests[name] = list(digesting)
-                source.forget_pages(name)
+                for checkpoint in (source, *(delta.checkpoint for delta in deltas)):
+                    if name in checkpoint.tensors:
+                        checkpoint.forget_pages(name)
                 writer.forget_pages(name)
                 progress(source.tensors[name].nbytes)
             if layout.alias:
@@ -298,6 +312,18 @@ def aggregate(
         write_json(folder / MANIFEST_NAME, facts)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
     return replace(_agreement(out, gram, weights, lost), outliers=tuple(outliers))
+
+
+def _one_ahead(
+    begin: Callable[[TensorLayout], Begun], tensors: Iterable[TensorLayout]
+) -> Iterator[tuple[TensorLayout, Begun]]:
+    """What ``begin`` gives for each tensor, once the next one has been begun too, so that no core waits."""
+    waiting: list[tuple[TensorLayout, Begun]] = []
+    for tensor in tensors:
+        waiting.append((tensor, begin(tensor)))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
 
 
 def _outliers(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> list[tuple[str, int, float]]:
@@ -437,28 +463,29 @@ def _combine(
     weights: torch.Tensor,
     server_lr: float,
     writer: CheckpointWriter,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tensor of the result. Returns the deltas' inner products (m, m) over it, and the squares of what storage
-    lost of the update and of the update, over the slices where that was measured (2,)."""
+) -> list[Future[_Sums]]:
+    """Begin to write one tensor of the result, in slices that give their ``_Sums``."""
     before, target = as_matrix(source.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
     changes = undoing.changes(tensor)
     given = [change for change in changes if change is not None]
     dtype = compute_dtype(*(NAME[d] for d in (before.dtype, target.dtype, *(d for c in given for d in c.dtypes))))
     slices = row_slices([change.mapping for change in given] or [TensorMap(None, None)], *before.shape)
-    stride = max(1, len(slices) // MEASURED_SLICES)
+    looked_at = measured_slices(len(slices))
+    rates = (weights * server_lr).to(dtype).tolist()
 
-    def work(start: int, stop: int, measured: bool) -> tuple[list[list[float]], list[float]]:
-        undone = torch.empty(len(changes), (stop - start) * before.shape[1], dtype=dtype)
-        for row, change in zip(undone, changes, strict=True):
-            if change is None:
-                row.zero_()
-            else:
-                row.view(stop - start, -1).copy_(change.rows(start, stop, dtype))
-        gram = (undone @ undone.T).double()
-        for k, delta in enumerate(undoing.deltas):
-            _check_finite(undone[k], float(gram[k, k]), delta, tensor.name)
+    def work(start: int, stop: int, measured: bool) -> _Sums:
+        undone = [None if c is None else c.rows(start, stop, dtype).to(dtype).reshape(-1) for c in changes]
+        gram = [[0.0] * len(changes) for _ in changes]  # its lower half
+        for j, one in enumerate(undone):
+            for k, other in enumerate(undone[: j + 1]):
+                if one is not None and other is not None:
+                    gram[j][k] = float(torch.dot(one, other))
         clean = before[start:stop].to(dtype)
-        update = (weights.to(dtype) @ undone).mul_(server_lr).view(clean.shape)
+        update = torch.zeros_like(clean)
+        for k, (part, rate) in enumerate(zip(undone, rates, strict=True)):
+            if part is not None:
+                _check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
+                update.view(-1).add_(part, alpha=rate)
         stored = (clean + update).to(target.dtype)
         if not all_finite(stored):
             raise MpuError(
@@ -466,15 +493,12 @@ def _combine(
             )
         target[start:stop] = stored
         if not measured:
-            return gram.tolist(), [0.0, 0.0]
+            return gram, [0.0, 0.0]
         lost = stored.to(dtype) - clean - update
-        return gram.tolist(), [float(lost.double().square().sum()), float(update.double().square().sum())]
+        return gram, [float(lost.double().square().sum()), float(update.double().square().sum())]
 
     pool.submit(writer.populate, tensor.name)
-    # Lists, not tensors: small tensors that live on between large buffers keep the heap from being used again.
-    futures = [pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
-    results = [future.result() for future in futures]
-    return tuple(torch.tensor(part, dtype=torch.float64).sum(0) for part in zip(*results, strict=True))
+    return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
 
 
 def invert(

@@ -82,22 +82,25 @@ class Noise:
             purposes.append(("shared noise", self._round, tensor))
         return [self._randomness.key(*purpose) for purpose in purposes]
 
-    def slice(
-        self,
-        keys: Sequence[bytes],
-        sigma: float,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        shared_sigma: float = 0.0,
+    def draws(self, keys: Sequence[bytes], start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Standard normals for elements ``start … stop`` of a tensor, (stop − start,) for each of its ``keys``."""
+        return [standard_normals(key, start, stop, double=self._double).to(dtype) for key in keys]
+
+    def of_copies(
+        self, draws: Sequence[torch.Tensor], sigma: float, shared_sigma: float = 0.0, onto: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """ε_k for elements ``start … stop`` of a tensor whose block has scale ``sigma``, (stop − start,) a copy.
+        """ε_k of each copy, flat, from the ``draws`` for a tensor whose block has scale ``sigma``; added to ``onto``.
 
         Noise of scale ``shared_sigma``, the same in every copy, is added where there is shared noise.
         """
-        draws = [standard_normals(key, start, stop, double=self._double).to(dtype) for key in keys]
-        scaled = [[*row, *([shared_sigma] if self._shared else [])] for row in (self._weights * sigma).tolist()]
-        return [
-            sum((draw * weight for draw, weight in zip(draws[1:], row[1:], strict=True)), start=draws[0] * row[0])
-            for row in scaled
-        ]
+        first, *others = draws
+        table = self._weights * sigma
+        if self._shared:
+            table = torch.cat([table, torch.full((len(table), 1), shared_sigma, dtype=table.dtype)], 1)
+        noisy = []
+        for weights in table.to(first.dtype).tolist():  # rounded first, as what overflows is no error but infinite
+            made = first * weights[0] if onto is None else torch.add(onto, first, alpha=weights[0])
+            for draw, weight in zip(others, weights[1:], strict=True):
+                made.add_(draw, alpha=weight)
+            noisy.append(made)
+        return noisy

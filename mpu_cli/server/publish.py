@@ -33,7 +33,6 @@ from mpu_cli.server.profile import Profile, no_clock
 from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
-MEASURED_SLICES = 4  # of a tensor; enough weights for what they are measured for, at a small part of the time
 _SUM = 1 << 16  # elements summed in the compute dtype before the sum goes on in double
 
 Progress = Callable[[int], None]  # told the bytes of base weights that are done
@@ -334,13 +333,13 @@ class _Writing:
             lap = self.clock()
             clean = weights[start:stop].to(dtype)
             lap("convert the base")
-            noise = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype, shared) if keys else None
+            draws = self.noise.draws(keys, start * columns, stop * columns, dtype)
             lap("draw the noise")
+            noisy = self.noise.of_copies(draws, sigma, shared, clean.view(-1)) if keys else [clean] * len(maps)
+            lap("add the noise")
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
-                noisy = clean if noise is None else noise[k].view(clean.shape).add_(clean)
-                lap("add the noise")
-                turned = mapping.forward(noisy, start)
+                turned = mapping.forward(noisy[k].view(clean.shape), start)
                 lap("change coordinates")
                 written = turned.to(stored)
                 if not all_finite(written):
@@ -360,8 +359,14 @@ class _Writing:
         for writer in self.writers:
             self.pool.submit(writer.populate, tensor.name)
         slices = row_slices(maps, rows, columns)
-        stride = max(1, len(slices) // MEASURED_SLICES)
-        return [self.pool.submit(work, *bounds, i % stride == 0) for i, bounds in enumerate(slices)]
+        looked_at = measured_slices(len(slices))
+        return [self.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
+
+
+def measured_slices(slices: int) -> range:
+    """Which slices of a tensor to measure: the first, and of many one in the middle. Enough weights for what is told,
+    at a small part of the time."""
+    return range(0, slices, max(8, -(-slices // 2)))
 
 
 def _check_alias(base: Model, layout: Layout) -> None:

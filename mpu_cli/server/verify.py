@@ -85,7 +85,14 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(randomness, keys.round, keys.alphas, shared=bool(keys.shared_sigma), double=keys.calibration is not None),
+        Noise(
+            randomness,
+            keys.round,
+            keys.alphas,
+            [manifest.copy],
+            shared=bool(keys.shared_sigma),
+            double=keys.calibration is not None,
+        ),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
@@ -134,12 +141,13 @@ class _Again:
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
             weights = clean[start:stop].to(dtype)
-            noise = torch.zeros_like(weights)
+            noise, noisy = torch.zeros_like(weights), weights
             if keys:
-                drawn = self.noise.slice(keys, sigma, start * columns, stop * columns, dtype, shared)
-                noise = drawn[self.number - 1].view_as(weights)
+                draws = self.noise.draws(keys, start * columns, stop * columns, dtype)
+                [noise], [noisy] = (self.noise.of_copies(draws, sigma, shared, to) for to in (None, weights.view(-1)))
+                noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
-            again = mapping.forward(noise + weights, start)
+            again = mapping.forward(noisy, start)
             yield _Slice(start, weights, noise, stored, again, mapping.backward(stored.double(), start))
 
     def block(self, block: str, tensors: list[TensorLayout]) -> BlockCheck:
