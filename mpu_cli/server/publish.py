@@ -351,13 +351,19 @@ class _Writing:
                 lap("convert and write")
                 if measured:
                     without = mapping.forward(clean, start)
-                    sums[k, 0] = (written.to(dtype) - without).double().square().sum()
-                    sums[k, 1] = (written == without.to(stored)).sum()
+                    survived = (written.to(dtype) - without).view(-1)
+                    sums[k, 0] = torch.dot(survived, survived)
+                    sums[k, 1] = written.numel() - torch.count_nonzero(written != without.to(stored))
                     lap("measure what survives")
             return (sums, clean.numel()) if measured else None
 
+        def make_room(writer: CheckpointWriter) -> None:
+            lap = self.clock()
+            writer.populate(tensor.name)
+            lap("make room for the copies")
+
         for writer in self.writers:
-            self.pool.submit(writer.populate, tensor.name)
+            self.pool.submit(make_room, writer)
         slices = row_slices(maps, rows, columns)
         looked_at = measured_slices(len(slices))
         return [self.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
