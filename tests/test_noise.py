@@ -76,10 +76,23 @@ def test_any_slice_is_a_slice_of_the_whole(start, length, double):
     assert torch.equal(found, whole[start : start + length])
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_normals_are_box_muller_of_the_keystream(double):
+    width, bits = (8, 63) if double else (4, 31)
+    cell = keystream(KEY, 3 * 1024 * width, 1024 * width)
+    words = [int.from_bytes(cell[i : i + width], "little") for i in range(0, len(cell), width)]
+    found = standard_normals(KEY, 3 * 1024, 4 * 1024, double=double)
+    for i in range(512):
+        radius = math.sqrt(-2 * math.log((words[i] % 2**bits + 1) / 2**bits))
+        angle = math.pi * (words[512 + i] - (words[512 + i] >> bits) * 2 ** (bits + 1)) / 2**bits
+        expected = [radius * math.cos(angle), radius * math.sin(angle)]
+        assert found[[i, i + 512]].tolist() == pytest.approx(expected, rel=0, abs=1e-14 if double else 2e-6)
+
+
 def test_keystream_is_aes_256_ctr():
     encryptor = Cipher(algorithms.AES(KEY), modes.CTR(bytes(16))).encryptor()
-    expected = encryptor.update(bytes(4096))
-    assert bytes(keystream(KEY, 0, 4096)) == expected
+    expected = encryptor.update(bytes(3_000_000))
+    assert bytes(keystream(KEY, 0, 3_000_000)) == expected
     assert bytes(keystream(KEY, 1024, 512)) == expected[1024:1536]
 
 
