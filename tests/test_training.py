@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -92,47 +93,60 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
+# accelerate has FSDP for accelerators alone: here it is made to take gloo on CPUs for NCCL on GPUs.
 SHARDED = """
-import sys
-import torch
-from torch.distributed import destroy_process_group, init_process_group
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from mpu_cli.client.training import whole_parameters
-from tests.models import random_model
+import os
+import shlex
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from mpu_cli.cli.main import main
 
-init_process_group("gloo")
-torch.manual_seed(0)
-ids = torch.randint(3, 90, (2, 9))
-models = [random_model("llama"), random_model("llama")]
-for module in (*models[1].model.layers, models[1]):
-    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-for model in models:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-whole, gathered = (dict(whole_parameters(model)) for model in models)
-assert list(whole) == list(gathered)
-assert not any(torch.equal(w, o) for w, o in zip(whole.values(), random_model("llama").parameters()))
-for name, weights in whole.items():
-    torch.testing.assert_close(gathered[name], weights)
-destroy_process_group()
+begin = PartialState.__init__
+
+def claim(self, *arguments, **options):
+    begin(self, *arguments, **options)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+PartialState.__init__ = claim
+
+from mpu_cli.client import lora, training, unlearn
+from torch.distributed.tensor import DTensor
+
+def gather(model, whole=training.whole_parameters):
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return whole(model)
+
+unlearn.whole_parameters = lora.whole_parameters = gather
+main(shlex.split(os.environ["ARGUMENTS"]))  # torchrun takes some of mpu's options for its own
 """
 
 
-def test_shards_are_gathered(tmp_path):
-    """FSDP 2 over two processes (gloo): after a step, gathered weights are those of a process that holds them all."""
-    (tmp_path / "sharded.py").write_text(SHARDED)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "sharded.py"
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "more", [["--optim", "sgd"], ["--optim", "adamw-blockwise"], ["--lora-rank", "2", "--optim", "sgd"]]
+)
+def test_two_processes_with_shards_of_the_weights_give_the_delta_of_one(mpu, folder, more):
+    """FSDP 2 through accelerate, gloo on CPU."""
+    options = [*TRAINING, *more, "--device", "cpu", "--precision", "float64"]
+    mpu("unlearn", "base", *options, "--out", "one", cwd=folder)
+    (folder / "sharded.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "ARGUMENTS": shlex.join(["unlearn", "base", *options, "--out", "two", "--debug"]),
+    }  # fmt: skip
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    one, two = load_file(folder / "one"), load_file(folder / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
 def test_shards_that_are_not_gathered_are_refused():
-    """No such run is possible without a GPU: accelerate's own plugin, as it would be in the state of one."""
+    """accelerate's own plugin, as it is in the state of such a run."""
     for version in (1, 2):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
         accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))

@@ -48,12 +48,19 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros((), dtype=wide, device=parameter.device)
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
-                state["exp_avg_sq"].lerp_(gradient.square().mean(), 1 - beta2)
+                state["exp_avg_sq"].lerp_(_mean(gradient.square()), 1 - beta2)
                 mean = state["exp_avg"] / (1 - beta1 ** state["step"])
                 scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt().add_(group["eps"])
                 decayed = parameter.to(wide).mul(1 - group["lr"] * group["weight_decay"])
                 parameter.copy_(decayed.sub_(mean.div_(scale).mul_(group["lr"])))
         return loss
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    """The mean of the whole tensor, also where this process holds only a shard of it."""
+    from torch.distributed.tensor import DTensor  # a third of a second, which asking for names must not cost
+
+    return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()
 
 
 OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit")
