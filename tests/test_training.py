@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,13 +94,15 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
-# accelerate has FSDP for accelerators alone: here it is made to take gloo on CPUs for NCCL on GPUs.
+# accelerate shards weights on accelerators alone: here it is made to take gloo on CPUs for NCCL on GPUs.
 SHARDED = """
 import os
 import shlex
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 from mpu_cli.cli.main import main
+from mpu_cli.client import lora, training, unlearn
 
 begin = PartialState.__init__
 
@@ -108,53 +111,89 @@ def claim(self, *arguments, **options):
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
-PartialState.__init__ = claim
-
-from mpu_cli.client import lora, training, unlearn
-from torch.distributed.tensor import DTensor
-
 def gather(model, whole=training.whole_parameters):
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    shards = [isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()]
+    assert all(shards) if os.environ["SHARDS"] == "weights" else not any(shards)
     return whole(model)
 
+PartialState.__init__ = claim
 unlearn.whole_parameters = lora.whole_parameters = gather
 main(shlex.split(os.environ["ARGUMENTS"]))  # torchrun takes some of mpu's options for its own
 """
+FSDP = {
+    "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"
+}  # fmt: skip
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+
+
+def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shards: str = "weights") -> tuple[int, str]:
+    """Exit status and standard error of ``unlearn base``, in two processes that ``accelerate`` is to shard for."""
+    (folder / "sharded.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SHARDS": shards, **accelerate}
+    environment["ARGUMENTS"] = shlex.join(["unlearn", "base", *TRAINING, "--device", "cpu", *options])
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
     "more", [["--optim", "sgd"], ["--optim", "adamw-blockwise"], ["--lora-rank", "2", "--optim", "sgd"]]
 )
-def test_two_processes_with_shards_of_the_weights_give_the_delta_of_one(mpu, folder, more):
-    """FSDP 2 through accelerate, gloo on CPU."""
-    options = [*TRAINING, *more, "--device", "cpu", "--precision", "float64"]
-    mpu("unlearn", "base", *options, "--out", "one", cwd=folder)
-    (folder / "sharded.py").write_text(SHARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-        "ARGUMENTS": shlex.join(["unlearn", "base", *options, "--out", "two", "--debug"]),
-    }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
+    options = [*more, "--precision", "float64"]
+    mpu("unlearn", "base", *TRAINING, *options, "--out", "one", cwd=folder)
+    status, told = launch_sharded(folder, {**FSDP, "FSDP_VERSION": "2"}, *options, "--out", "two")
+    assert status == 0, told[-3000:]
     one, two = load_file(folder / "one"), load_file(folder / "two")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
-def test_shards_that_are_not_gathered_are_refused():
-    """accelerate's own plugin, as it is in the state of such a run."""
-    for version in (1, 2):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-        accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-        if version == 2:
-            check_sharding(accelerator)
-        else:
-            with pytest.raises(UsageError, match="fsdp_version"):
-                check_sharding(accelerator)
+@pytest.mark.parametrize("more", [["--optim", "adamw", "--micro-batch-size", "1"], ["--lora-rank", "2"]])
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_deepspeed_gives_the_delta_of_one_process(mpu, folder, more, stage):
+    pytest.importorskip("deepspeed")
+    environment = {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
+    mpu("unlearn", "base", *TRAINING, *more, "--out", "one", cwd=folder)
+    shards = "weights" if stage == "3" else "state"
+    status, told = launch_sharded(folder, environment, *more, "--out", "two", shards=shards)
+    assert status == 0, told[-3000:]
+    one, two = load_file(folder / "one"), load_file(folder / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():  # DeepSpeed computes in float32
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "optimizer", "complaint"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, "adamw", "fsdp_version"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, "adamw-blockwise", None),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, "adamw-blockwise", "second moment"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "adamw", None),
+    ],
+)
+def test_what_training_would_get_wrong_is_refused(plugin, optimizer, complaint):
+    accelerator = SimpleNamespace(state=SimpleNamespace(**plugin))
+    with pytest.raises(UsageError, match=complaint) if complaint else nullcontext():
+        check_sharding(accelerator, optimizer)
+
+
+def test_bitsandbytes_adamw_is_adamw(mpu, folder):
+    """In 32 bits up to rounding; in 8 bits along the same way."""
+    pytest.importorskip("bitsandbytes")
+    ways = {}
+    for name in ("adamw", "paged_adamw_32bit", "adamw_8bit"):
+        mpu("unlearn", "base", *TRAINING, "--optim", name, "--out", name, cwd=folder)
+        ways[name] = load_file(folder / name)
+    adamw = ways.pop("adamw")
+    for name, tensor in adamw.items():
+        close = 1e-4 * float(tensor.abs().max())
+        torch.testing.assert_close(ways["paged_adamw_32bit"][name], tensor, rtol=0, atol=close)
+    flat = [torch.cat([t.flatten() for t in way.values()]) for way in (adamw, ways["adamw_8bit"])]
+    assert float(torch.cosine_similarity(*flat, dim=0)) > 0.95
 
 
 def test_the_log_has_a_line_a_step(mpu, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -78,6 +79,7 @@ def make_optimizer(name: str, groups: list[dict], lr: float) -> torch.optim.Opti
         import bitsandbytes
     except ImportError as error:
         raise MpuError(f"--optim {name} needs bitsandbytes; install it with pip install bitsandbytes") from error
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
     if name == "paged_adamw_32bit":
         return bitsandbytes.optim.PagedAdamW32bit(groups, lr=lr)
     return bitsandbytes.optim.AdamW8bit(groups, lr=lr)

@@ -286,21 +286,23 @@ def train(
             loop=loop,
             on_step=record,
         )
-        check_sharding(trainer.accelerator)
+        check_sharding(trainer.accelerator, loop.optimizer)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
 
 
-def check_sharding(accelerator: Accelerator) -> None:
-    """UsageError for ways of sharding weights that ``whole_parameters`` does not gather."""
+def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
+    """UsageError for ways of sharding weights that ``whole_parameters`` or the optimiser cannot follow."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
         raise UsageError("FSDP 1 hides which shard is of which weight; set fsdp_version to 2 for accelerate")
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        raise UsageError("weights sharded by DeepSpeed's ZeRO-3 are not gathered; use ZeRO-2, or FSDP 2")
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer == "adamw-blockwise":
+        raise UsageError(
+            "DeepSpeed shows an optimiser all weights as one tensor, and adamw-blockwise keeps a second moment for "
+            "each tensor; use FSDP 2, or --optim adamw"
+        )
 
 
 def whole_parameters(trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -309,5 +311,12 @@ def whole_parameters(trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
     from torch.distributed.tensor import DTensor
 
     for name, parameter in extract_model_from_parallel(trained).named_parameters():
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+        else:
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
