@@ -1,17 +1,19 @@
 """NPO as ``mpu unlearn`` trains it, against a loop that keeps a second model and runs it at every step.
 
-    python -m tests.benchmarks.client 0.1b DIR [cpu|cuda]
+    python -m tests.benchmarks.client 0.1b DIR
+    python -m tests.benchmarks.client 1b DIR --device cuda --dtype bfloat16
 
-Both train in float32 on a CPU and in bfloat16 on a GPU, with AdamW, on the same random tokens, through the epochs of
-one round of NPO; asking the frozen copy is paid for. The loop is the usual one: logits of every position, of both
+Both train with AdamW on the same random tokens, through the epochs of one round of NPO; asking the frozen copy is paid
+for. The loop is the usual one: logits of every position, of both
 models. Prints tokens a second and peak memory: of the device on a GPU, anonymous resident memory on a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,29 +28,28 @@ from mpu_cli.client.training import ExampleSet, Loop, Step, train
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 
-BATCH, LENGTH, PROMPT, BATCHES = 8, 128, 64, 2
+BATCH, LENGTH, PROMPT = 8, 128, 64
 EPOCHS = ALGORITHMS["npo"].epochs
-STEPS = EPOCHS * BATCHES
 BETA = 0.1
 
 
-def examples(vocabulary: int, seed: int) -> list[Example]:
+def examples(vocabulary: int, count: int, seed: int) -> list[Example]:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(3, vocabulary, (BATCH * BATCHES, LENGTH), generator=generator).tolist()
+    rows = torch.randint(3, vocabulary, (count, LENGTH), generator=generator).tolist()
     return [Example(row, [IGNORED] * PROMPT + row[PROMPT:]) for row in rows]
 
 
-def load(folder: Path, device: str) -> torch.nn.Module:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+def load(options: argparse.Namespace) -> torch.nn.Module:
+    dtype = getattr(torch, options.dtype)
+    return AutoModelForCausalLM.from_pretrained(options.folder / "base", dtype=dtype).to(options.device)
 
 
-def ours(folder: Path, device: str) -> float:
+def ours(options: argparse.Namespace) -> float:
     """Seconds for all the steps, those of asking the frozen copy included."""
-    model = load(folder, device)
-    forget, retain = (examples(model.config.vocab_size, seed) for seed in (1, 2))
-    steps = [Step(list(range(i, i + BATCH)), list(range(i, i + BATCH))) for i in range(0, BATCH * BATCHES, BATCH)]
-    steps *= EPOCHS
+    model = load(options)
+    count = BATCH * options.batches
+    forget, retain = (examples(model.config.vocab_size, count, seed) for seed in (1, 2))
+    steps = [Step(list(range(i, i + BATCH)), list(range(i, i + BATCH))) for i in range(0, count, BATCH)] * EPOCHS
     started = time.perf_counter()
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
     sets = {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}
@@ -71,14 +72,15 @@ def scores(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Scores:
     return score(logits, batch["labels"])
 
 
-def two_models(folder: Path, device: str) -> float:
+def two_models(options: argparse.Namespace) -> float:
     """The same with a frozen second model that is run at every step."""
-    model, frozen = load(folder, device), load(folder, device)
-    forget, retain = (examples(model.config.vocab_size, seed) for seed in (1, 2))
+    model, frozen = load(options), load(options)
+    count = BATCH * options.batches
+    forget, retain = (examples(model.config.vocab_size, count, seed) for seed in (1, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     started = time.perf_counter()
-    for i in [*range(0, BATCH * BATCHES, BATCH)] * EPOCHS:
-        batches = [{k: v.to(device) for k, v in pad(rows[i : i + BATCH]).items()} for rows in (forget, retain)]
+    for i in [*range(0, count, BATCH)] * EPOCHS:
+        batches = [{k: v.to(options.device) for k, v in pad(rows[i : i + BATCH]).items()} for rows in (forget, retain)]
         with torch.no_grad():
             reference = scores(frozen, batches[0]).sequence_log_probs
         ratio = scores(model, batches[0]).sequence_log_probs - reference
@@ -90,20 +92,29 @@ def two_models(folder: Path, device: str) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    name, folder, device = sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["cpu"])[0]
-    if name in ("ours", "two_models"):
-        seconds = globals()[name](folder, device)
-        peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
-        print(json.dumps({"tokens": 2 * BATCH * LENGTH * STEPS / seconds, "peak": peak}))
+def main(options: argparse.Namespace) -> None:
+    if options.kind:
+        seconds = {"ours": ours, "two_models": two_models}[options.kind](options)
+        peak = torch.cuda.max_memory_allocated() / 2**20 if options.device == "cuda" else None
+        tokens = 2 * BATCH * options.batches * EPOCHS * LENGTH
+        print(json.dumps({"tokens": tokens / seconds, "peak": peak}))
         return
-    base = make(name, folder / "base", dtype="BF16")
+    make(options.shape, options.folder / "base", dtype="BF16")
     for kind in ("two_models", "ours"):
-        command = [sys.executable, "-m", "tests.benchmarks.client", kind, str(base), device]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        peak = told["peak"] or run_measured(*command)[1]
-        print(f"{kind:<12} {told['tokens']:9.0f} tokens/s {peak:8.0f} MB")
+        command = [sys.executable, "-m", "tests.benchmarks.client", *sys.argv[1:], "--kind", kind]
+        with tempfile.TemporaryFile("w+") as output:
+            _, anonymous = run_measured(*command, stdout=output)
+            output.seek(0)
+            told = json.loads(output.read().splitlines()[-1])
+        print(f"{kind:<12} {told['tokens']:9.0f} tokens/s {told['peak'] or anonymous:8.0f} MB", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batches", type=int, default=2, help=f"of {BATCH} forget and {BATCH} retain records")
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    main(parser.parse_args())

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -30,10 +31,10 @@ POLL = 0.01  # seconds between looks at the process's memory
 MPU = (sys.executable, "-m", "mpu_cli")
 
 
-def run(*command: object) -> tuple[float, float]:
+def run(*command: object, stdout: IO[str] | int = subprocess.DEVNULL) -> tuple[float, float]:
     """Wall seconds of a command and its peak anonymous memory in MB."""
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(list(map(str, command)), stdout=stdout, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
