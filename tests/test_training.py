@@ -80,7 +80,10 @@ def launch(folder: Path, processes: int, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
+RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weight beyond the layer
+
+
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"], RMU, [*RMU, "--retain-loss", "nll"]])
 def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     """gloo on CPU; steps of 3 over two processes, so that one has less to do than the other."""
     options = [*more, "--precision", "float64", "--optim", "sgd"]
@@ -111,10 +114,10 @@ def claim(self, *arguments, **options):
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
-def gather(model, whole=training.whole_parameters):
+def gather(model, *chosen, whole=training.whole_parameters):
     shards = [isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()]
     assert all(shards) if os.environ["SHARDS"] == "weights" else not any(shards)
-    return whole(model)
+    return whole(model, *chosen)
 
 PartialState.__init__ = claim
 unlearn.whole_parameters = lora.whole_parameters = gather

@@ -82,7 +82,7 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
 
 def factors(trained: torch.nn.Module, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The factors of every adapted tensor as the delta holds them."""
-    parameters = dict(whole_parameters(trained))
+    parameters = dict(whole_parameters(trained, lambda name: ".lora_" in name))
     for name, module in trained.named_modules():
         if not hasattr(module, "lora_A"):
             continue

@@ -1,7 +1,8 @@
 """The training loop: transformers' Trainer over a schedule that is fixed before it begins.
 
-An item of the data loader is a micro-batch: the part of one optimiser step that one process works on at a time. Losses
-are normalised by the whole step, so that the sum over its parts, on one process or several, is the loss of the step.
+An item of the data loader is a micro-batch: the part of one term of one optimiser step that one process works on at a
+time. Losses are normalised by the whole step, so that the sum over its parts, on one process or several, is the loss of
+the step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -102,23 +104,27 @@ def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: in
     return steps
 
 
-class _MicroBatches(Dataset):
-    """The schedule, each step cut into ``parts`` micro-batches."""
+_READ = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the sets that each term reads together
 
-    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], parts: int):
-        self._steps, self._sets, self._parts = steps, sets, parts
+
+class _MicroBatches(Dataset):
+    """The schedule, each step cut into ``parts`` micro-batches for each of the ``terms`` of the loss.
+
+    A micro-batch is of one term: what the backward pass needs of the forget set is gone before the retain set is read.
+    """
+
+    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
+        self._steps, self._sets, self._terms, self._parts = steps, sets, terms, parts
 
     def __len__(self) -> int:
-        return len(self._steps) * self._parts
+        return len(self._steps) * len(self._terms) * self._parts
 
     def __getitem__(self, index: int) -> dict[str, dict[str, object]]:
-        step, part = self._steps[index // self._parts], index % self._parts
-        numbers = {"forget": step.forget, "alternate": step.forget, "retain": step.retain}
-        return {
-            name: self._batch(self._sets[name], numbers[name], part)
-            for name in numbers
-            if name in self._sets and numbers[name]
-        }
+        index, part = divmod(index, self._parts)
+        step, term = divmod(index, len(self._terms))
+        numbers = getattr(self._steps[step], self._terms[term])
+        names = [name for name in _READ[self._terms[term]] if name in self._sets]
+        return {name: self._batch(self._sets[name], numbers, part) for name in names}
 
     def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, object]:
         mine = numbers[part :: self._parts]
@@ -170,19 +176,18 @@ class _UnlearningTrainer(Trainer):
         return Part(run(model, batch, layer=layer, **counts), self._references[name].frozen(batch))
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object):
-        layer = self._settings.layer if self._algorithm.hidden else None
-        forget = self._part(model, "forget", inputs["forget"], layer)
-        alternate = self._part(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
-        forget_term = self._algorithm.forget(forget, alternate, self._settings)
-        loss = self._settings.gamma * forget_term
-        seen = {"forget_term": forget_term, "forget": forget.scores.cross_entropy}
+        settings = self._settings
         if "retain" in inputs:
-            term, asks = RETAIN[self._retain_loss]
-            retain = self._part(model, "retain", inputs["retain"], self._settings.layer if asks == "hidden" else None)
-            retain_term = term(retain)
-            loss = loss + self._settings.alpha * retain_term
-            seen |= {"retain_term": retain_term, "retain": retain.scores.cross_entropy}
-        self._count(seen | {"loss": loss})
+            name, rate, (retain, asks) = "retain", settings.alpha, RETAIN[self._retain_loss]
+            part = self._part(model, "retain", inputs["retain"], settings.layer if asks == "hidden" else None)
+            term = retain(part)
+        else:
+            name, rate, layer = "forget", settings.gamma, settings.layer if self._algorithm.hidden else None
+            part = self._part(model, "forget", inputs["forget"], layer)
+            other = self._part(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
+            term = self._algorithm.forget(part, other, settings)
+        loss = rate * term
+        self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
         # Processes average their gradients; the parts of a step add up.
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
@@ -231,6 +236,12 @@ def train(
     with ExitStack() as stack:
         folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         first = PartialState().is_main_process
+        shallow = {"forget": algorithm.hidden, "retain": RETAIN[retain_loss][1] == "hidden"}
+        # One that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
+        terms = sorted((name for name in _READ if name in sets), key=lambda name: not shallow[name])
+        if all(shallow[name] for name in terms):
+            _fix_unused(model, sets["forget"].examples[0], settings.layer)
+        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # every card would keep whole gradients till the last
         log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log and first else None
         arguments = TrainingArguments(
             output_dir=str(folder),
@@ -253,13 +264,14 @@ def train(
             remove_unused_columns=False,
             dataloader_pin_memory=False,
             ddp_find_unused_parameters=False,
+            accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
         )
         if loop.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all cards that it sees
         per_process = -(-loop.batch_size // arguments.world_size)
         accumulation = -(-per_process // (loop.micro_batch_size or per_process))
-        arguments.gradient_accumulation_steps = accumulation
+        arguments.gradient_accumulation_steps = accumulation * len(terms)
         started = time.monotonic()
         begin = last_checkpoint(folder) if loop.resume else None
         done = int(begin.name.rsplit("-", 1)[1]) if begin else 0
@@ -277,7 +289,7 @@ def train(
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
-            train_dataset=_MicroBatches(steps, sets, accumulation * arguments.world_size),
+            train_dataset=_MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
             data_collator=_only,
             algorithm=algorithm,
             settings=settings,
@@ -293,6 +305,18 @@ def train(
         return trainer.model
 
 
+def _fix_unused(model: torch.nn.Module, example: Example, layer: int) -> None:
+    """Leave out of training the parameters that come after ``layer``, whose output is all that the loss reads.
+
+    They would get no gradient, and several processes wait for everybody's gradient of everything trained.
+    """
+    batch = {name: value.to(model.device) for name, value in pad([example]).items()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hidden = run(model, batch, layer=layer).hidden
+    for parameter, gradient in zip(trained, torch.autograd.grad(hidden.sum(), trained, allow_unused=True), strict=True):
+        parameter.requires_grad_(gradient is not None)
+
+
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     """UsageError for ways of sharding weights that ``whole_parameters`` or the optimiser cannot follow."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
@@ -305,13 +329,15 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
         )
 
 
-def whole_parameters(trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trained parameters under their own names, each gathered by all processes when its turn comes."""
+def whole_parameters(
+    trained: torch.nn.Module, chosen: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The ``chosen`` parameters under their own names, each gathered by all processes when its turn comes."""
     from accelerate.utils import extract_model_from_parallel
     from torch.distributed.tensor import DTensor
 
     for name, parameter in extract_model_from_parallel(trained).named_parameters():
-        if not parameter.requires_grad:
+        if not chosen(name):
             continue
         if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
             import deepspeed

@@ -17,7 +17,7 @@ from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import AxisMap, joined, map_columns, turn_rows
 from mpu_cli.symmetry.sampling import Draws, sample
 
-CHUNK = 262_144  # weights in a slice: its buffers stay in a core's second-level cache
+CHUNK = 262_144  # weights in a slice: few enough for caches, enough that threads seldom wait for the interpreter
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
