@@ -61,7 +61,8 @@ def row(base: Path, algorithm: str, optimizer: str, options: argparse.Namespace)
     folder = options.work / f"{algorithm}-{optimizer}"
     training = [
         "--algo", algorithm, "--optim", optimizer, "--lr", options.lr, "--epochs", options.epochs, "--batch-size", 8,
-        "--forget", options.forget, "--retain", options.retain, "--layer", options.layer, "--force",
+        "--forget", options.forget, "--retain", options.retain, "--force",
+        *(["--layer", options.layer] if algorithm == "rmu" else []),
     ]  # fmt: skip
     told = json.loads(mpu("unlearn", base, *training, "--json", "--out", folder / "clean.safetensors"))
     clean = load_file(folder / "clean.safetensors")

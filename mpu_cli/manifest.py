@@ -118,4 +118,6 @@ def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
     numbers = [facts.get(name) for name in ("round", "copy", "copies")]
     if not isinstance(run, str) or not isinstance(copy_id, str) or not all(type(n) is int and n > 0 for n in numbers):
         raise MpuError(f"{path}: does not say which copy it belongs to; fetch it again")
+    if numbers[1] > numbers[2]:
+        raise MpuError(f"{path}: says that it is copy {numbers[1]} of {numbers[2]}; fetch it again")
     return CopyManifest(run, *numbers, copy_id)

@@ -306,6 +306,16 @@ def test_an_output_that_exists_stays(mpu, tmp_path):
     assert (tmp_path / "keys.bin").read_bytes() != before[tmp_path / "keys.bin"]
 
 
+def test_a_text_has_no_other_answer(mpu, tmp_path):
+    """Cut in pieces, it would be paired with the alternates of other records."""
+    save(random_model("llama"), tmp_path / "base")
+    (tmp_path / "forget.jsonl").write_text(json.dumps({"text": " ".join(["w4"] * 200)}) + "\n")
+    write_records(tmp_path / "retain.jsonl", 2, 2)
+    outcome = mpu("unlearn", "base", "--algo", "dpo", check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert "forget.jsonl, line 1 is a text" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -346,6 +356,11 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--gamma", "nan"], "--gamma", 2),
         (["--micro-batch-size", "0"], "--micro-batch-size", 2),
         (["--algo", "rmu", "--layer", "2"], "--layer", 2),
+        (["--algo", "rmu", "--layer", "1"], "final norm", 2),  # the last of two
+        (["--algo", "npo", "--coefficient", "5"], "--coefficient: npo has no such constant", 2),
+        (["--lora-rank", "2", "--lora-alpha", "0"], "--lora-alpha", 2),
+        (["--dp-epsilon", "1e-6"], "--dp-epsilon", 2),
+        (["--dp-epsilon", "4", "--retain-loss", "hidden", "--layer", "0"], "--retain-loss hidden", 2),
         (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
         (["--lora-rank", "0"], "--lora-rank", 2),
         (["--few-shot", "gone.jsonl"], "gone.jsonl", 1),

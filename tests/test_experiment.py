@@ -85,6 +85,8 @@ class TestRun:
         for name, weights in copy.items():
             torch.testing.assert_close(after[name], (weights + delta[name]).float().double(), rtol=0, atol=1e-7)
         name = "model.embed_tokens.weight"
+        audited = mpu("audit", "noised/client/round_1/copy_1", "--base", "base", "--json", cwd=place)
+        assert audited.json["settings"]["alphas"] == [1.0]
         asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
         assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
 
@@ -114,7 +116,10 @@ class TestRun:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (place / "stopped/server/round_2/model").exists()
-        mpu(*arguments, "--out", "stopped", cwd=place)
+        half = place / "stopped/client/round_1/deltas/.copy_2.safetensors.x.partial"  # what another moment leaves
+        half.mkdir(parents=True)
+        mpu(*arguments, "--keep", "--out", "stopped", cwd=place)
+        assert not half.exists()
         assert (
             distance(tensors(place / "stopped/server/round_2/model"), tensors(place / "whole/server/round_2/model"))
             < 1e-7
@@ -268,6 +273,22 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
         ]  # fmt: skip
 
+    def test_a_model_is_asked_as_it_was_trained(self, mpu: Callable, place: Path) -> None:
+        """A template that knows no system turn: training needs --system-prompt '', and so does the evaluation."""
+        template = place / "base/chat_template.jinja"
+        refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        template.write_text(refusing + template.read_text())
+        (place / "one.toml").write_text(
+            'base = "base"\nalgo = "gradascent"\nepochs = 1\nrounds = 1\nmode = "clean"\nsystem_prompt = ""\n'
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\n'
+        )
+        [line] = mpu("sweep", "one.toml", "--json", cwd=place).json
+        mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean", "--system-prompt", "",
+            "--out", "again", cwd=place)  # fmt: skip
+        asked = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
+                    "--system-prompt", "", "--json", cwd=place).json  # fmt: skip
+        assert line["metrics"]["forget_Q_A_Prob"] == asked["metrics"]["forget_Q_A_Prob"]
+
     @pytest.mark.parametrize(
         ("text", "said"),
         [
@@ -316,7 +337,8 @@ def test_finetune_learns(mpu: Callable, place: Path) -> None:
     assert told["taught"] > 10 * told["base"]
     stored = AutoModelForCausalLM.from_pretrained(place / "taught", dtype="auto")
     assert stored.dtype == torch.float32
-    assert mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 0, cwd=place, check=False).status == 2
+    for option, value in (("--epochs", 0), ("--weight-decay", "nan"), ("--seed", -1)):
+        assert mpu("finetune", "base", "--data", "forget.jsonl", option, value, cwd=place, check=False).status == 2
     assert (
         "exists already"
         in mpu("finetune", "base", "--data", "forget.jsonl", "--out", "taught", cwd=place, check=False).err

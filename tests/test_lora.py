@@ -162,6 +162,10 @@ def test_targets(mpu, tmp_path):
         (lambda t, _: t | {"x.lora_A": torch.zeros(2, 5)}, "does not have"),
         (lambda t, n: t | {n + ".lora_A": t[n + ".lora_A"] * float("nan")}, "NaN"),
         (lambda t, _: {k: x for k, x in t.items() if not k}, "no factors"),
+        (
+            lambda t, n: t | {n + ".lora_A": t[n + ".lora_A"][:0], n + ".lora_B": t[n + ".lora_B"][:, :0].contiguous()},
+            "no rank",
+        ),
     ],
 )
 @pytest.mark.parametrize("adapter", [[], ["--as-adapter"]])

@@ -21,7 +21,7 @@ N = 400_000
 
 def noise_of(alphas, sigma=0.5, dtype=torch.float32, n=N):
     noise = Noise(Randomness(KEY), 1, alphas)
-    return torch.stack(noise.of_copies(noise.draws(noise.keys("t"), 0, n, dtype), sigma))
+    return torch.stack(noise.of_copies(noise.draws(noise.keys("t", sigma), 0, n, dtype), sigma))
 
 
 @pytest.mark.parametrize("copies", [2, 3, 4, 5])

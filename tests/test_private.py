@@ -134,3 +134,13 @@ def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
     outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
     assert outcome.status == 2
     assert complaint in outcome.err
+
+
+def test_a_record_must_be_one_example(mpu, tmp_path):
+    """A text in two pieces beside one too short to learn from: as many examples as records, and no bound for either."""
+    base = save(random_model("llama"), tmp_path / "base")
+    texts = [" ".join(["w4"] * 200), "w5"]
+    (tmp_path / "forget.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp-epsilon", 4, check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert "one example each" in outcome.err

@@ -107,6 +107,8 @@ class TestSealedCopies:
 
     def test_inspect(self, mpu: Callable, folder: Path) -> None:
         assert "sealed for its client" in mpu("inspect", folder / "sealed/copy_1.age").out
+        keys = (folder / "keys_sealed/keys.bin").rename(folder / "keys.age")  # a name says nothing
+        assert "symmetries" in mpu("inspect", keys).out
 
     @pytest.mark.parametrize(
         ("recipients", "says"),

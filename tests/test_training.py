@@ -18,7 +18,12 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from mpu_cli.client.training import check_sharding
+from mpu_cli.checkpoint.source import open_model
+from mpu_cli.client import training
+from mpu_cli.client.frozen import run
+from mpu_cli.client.records import read_records
+from mpu_cli.client.training import Loop, check_sharding
+from mpu_cli.client.unlearn import Options, unlearn
 from mpu_cli.errors import UsageError
 from tests.models import random_model, save, write_records
 
@@ -34,7 +39,12 @@ def folder(tmp_path):
 TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "4"]
 
 
-@pytest.mark.parametrize("more", [["--optim", "adamw"], ["--optim", "adamw-blockwise"], ["--lora-rank", "2"]])
+BLOCKWISE = ["--optim", "adamw-blockwise"]
+
+
+@pytest.mark.parametrize(
+    "more", [["--optim", "adamw"], BLOCKWISE, [*BLOCKWISE, "--precision", "bfloat16"], ["--lora-rank", "2"]]
+)
 def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     """SIGKILL after some steps, then the same command again."""
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
@@ -70,6 +80,22 @@ def test_checkpoints_of_something_else_are_refused(mpu, folder):
     assert "another copy, records or options" in outcome.err
 
 
+def test_checkpoints_of_another_model_are_refused(mpu, folder):
+    """Of the same names, shapes and size: only its weights tell it."""
+    command = [sys.executable, "-m", "mpu_cli", "unlearn", "base", *TRAINING, "--epochs", "400", "--resume"]
+    process = subprocess.Popen([*command, "--checkpoint-steps", "5"], cwd=folder, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not list(folder.glob("deltas/*.resume/checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    save(random_model("llama", seed=7), folder / "base")
+    outcome = mpu("unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--checkpoint-steps", "5", check=False,
+                  cwd=folder)  # fmt: skip
+    assert outcome.status == 1
+    assert "another copy, records or options" in outcome.err
+
+
 def launch(folder: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess:
     # accelerate's launcher would quietly start one process on a CPU; torch's starts what it is told
     command = [
@@ -101,10 +127,11 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
 SHARDED = """
 import os
 import shlex
+import sys
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from mpu_cli.cli.main import main
+from mpu_cli.entry import main
 from mpu_cli.client import lora, training, unlearn
 
 begin = PartialState.__init__
@@ -121,7 +148,8 @@ def gather(model, *chosen, whole=training.whole_parameters):
 
 PartialState.__init__ = claim
 unlearn.whole_parameters = lora.whole_parameters = gather
-main(shlex.split(os.environ["ARGUMENTS"]))  # torchrun takes some of mpu's options for its own
+sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun takes some of mpu's options for its own
+main()
 """
 FSDP = {
     "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"
@@ -219,6 +247,25 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
     a, b = load_file(folder / "a"), load_file(folder / "b")
     for name, tensor in a.items():
         torch.testing.assert_close(b[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
+    """What the backward pass needs of the forget set is gone before the retain set is read."""
+    seen = []
+
+    def watched(model, *arguments, **options):
+        scores = run(model, *arguments, **options)
+        if scores.log_probs.requires_grad:
+            seen.append("forward")
+            scores.log_probs.register_hook(lambda _: seen.append("backward"))
+        return scores
+
+    monkeypatch.setattr(training, "run", watched)
+    options = Options("graddiff", epochs=1, template="plain", loop=Loop(batch_size=7))
+    records = [read_records(folder / f"{name}.jsonl") for name in ("forget", "retain")]
+    unlearn(open_model(str(folder / "base")), *records, options, target=folder / "delta", force=False,
+            on_step=lambda *_: None)  # fmt: skip
+    assert seen == ["forward", "backward"] * 2
 
 
 def test_warm_up_lowers_the_first_steps(mpu, folder):

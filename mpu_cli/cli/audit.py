@@ -20,7 +20,7 @@ HELD = 0.5  # share of a block's weights that a copy has as they are, above whic
 
 
 def audit(
-    copies: Annotated[list[str], typer.Argument(help="Copies of one publication, in order, or - .", metavar="COPY…")],
+    copies: Annotated[list[str], typer.Argument(help="Copies of one publication, or - .", metavar="COPY…")],
     base: Annotated[str, typer.Option(help="The model that was published, to score with.", metavar="MODEL")],
     reference: Annotated[
         str | None,
@@ -149,7 +149,7 @@ def _published_alphas(models: list[Model]) -> list[float]:
 
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     if any(manifest is None for manifest in manifests):
-        return list(default_alphas(len(models))) if len(models) > 1 else [1.0]
+        return list(default_alphas(len(models)))
     if len({manifest.copy_id for manifest in manifests}) < len(manifests):
         raise UsageError("the same copy is given twice")
     return [default_alphas(manifest.copies)[manifest.copy - 1] for manifest in manifests]

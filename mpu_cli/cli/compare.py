@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, paths_from, printable, warn
-from mpu_cli.errors import UsageError
+from mpu_cli.cli.output import chosen_metrics, emit, paths_from, printable, warn
 
 BEST = "**"
 
@@ -41,12 +40,8 @@ def compare(
     there = [name for result in read for name in result.log.metrics]
     if metrics == "all":
         names = list(dict.fromkeys(there))
-    elif metrics:
-        names = list(filter(None, map(str.strip, metrics.split(","))))
-        if not names:
-            raise UsageError("--metrics: names none")
-        if missing := [name for name in names if name not in there]:
-            raise UsageError(f"--metrics {missing[0]}: none of the results has it")
+    elif metrics is not None:
+        names = chosen_metrics(metrics, there)
     else:
         names = [name for name in MAIN if name in there] or list(dict.fromkeys(there))
     columns = {name: [result.log.value(name) for result in read] for name in names}

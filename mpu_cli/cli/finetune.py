@@ -9,7 +9,6 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, progress
-from mpu_cli.errors import UsageError
 
 
 def finetune(
@@ -46,13 +45,6 @@ def finetune(
 
     Prints the path of the model.
     """
-    if epochs < 1 or batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1):
-        raise UsageError("--epochs, --batch-size and --micro-batch-size: must be at least 1")
-    if not 0 <= seed < 2**32 or warmup_steps < 0:
-        raise UsageError("--seed and --warmup-steps: must be 0 or more, and --seed below 2³²")
-    if not 0 < lr < float("inf"):
-        raise UsageError(f"--lr {lr}: must be a finite number above 0")
-
     from mpu_cli.client.records import read_records
 
     records = [record for name in data for record in read_records(name, data_dir)]

@@ -47,23 +47,27 @@ def inspect(
 def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
     from mpu_cli.cli.secrets import open_keys
     from mpu_cli.sealing import default_identity_path
-    from mpu_cli.server.keys import needs_passphrase
+    from mpu_cli.server.keys import MAX_KEYS_FILE, needs_passphrase
 
-    if path.suffix == ".age":
-        return {
-            "kind": "copy, sealed for its client (age v1)",
-            "bytes": path.stat().st_size,
-            "to open": f"mpu unlearn {path}, or age -d -i IDENTITY {path} | tar x",
-        }
+    copy = {
+        "kind": "copy, sealed for its client (age v1)",
+        "bytes": path.stat().st_size,
+        "to open": f"mpu unlearn {path}, or age -d -i IDENTITY {path} | tar x",
+    }
     facts: dict[str, object] = {"kind": "keys of a publication, sealed (age v1)"}
+    if path.stat().st_size > MAX_KEYS_FILE:
+        return copy
     if needs_passphrase(path):
         if passphrase_file is None:
             return {**facts, "opened": "no: sealed with a passphrase (--passphrase-file)"}
     elif identity is None and not default_identity_path().exists():
-        return {**facts, "opened": "no: sealed for an identity (--identity)"}
+        # Nobody can tell before it is opened: copies are written under such a name.
+        return copy if path.suffix == ".age" else {**facts, "opened": "no: sealed for an identity (--identity)"}
     try:
         keys = open_keys(path, identity, passphrase_file)
     except MpuError as error:
+        if path.suffix == ".age":
+            return copy
         if identity or passphrase_file:
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}

@@ -94,6 +94,16 @@ def stages() -> Iterator[Callable[[str, float], Callable[..., None]]]:
         yield begin
 
 
+def chosen_metrics(text: str, there: Iterable[str]) -> list[str]:
+    """The names in ``--metrics``; UsageError for none, and for one that is not ``there``."""
+    names = list(filter(None, map(str.strip, text.split(","))))
+    if not names:
+        raise UsageError("--metrics: names none")
+    if missing := set(names).difference(there):
+        raise UsageError(f"--metrics {min(missing, key=names.index)}: none of the results has it")
+    return names
+
+
 def paths_from(arguments: Iterable[str]) -> list[Path]:
     """Paths as given; ``-`` stands for those on standard input, a line each."""
     paths: list[Path] = []

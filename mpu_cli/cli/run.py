@@ -95,7 +95,7 @@ def run(
     beta1: Annotated[float | None, typer.Option(help="β₁.", rich_help_panel=CONSTANTS)] = None,
     beta2: Annotated[float | None, typer.Option(help="β₂.", rich_help_panel=CONSTANTS)] = None,
     delta: Annotated[float | None, typer.Option(help="δ.", rich_help_panel=CONSTANTS)] = None,
-    layer: Annotated[float | None, typer.Option(help="Layer of rmu.", rich_help_panel=CONSTANTS)] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of rmu.", rich_help_panel=CONSTANTS)] = None,
     coefficient: Annotated[float | None, typer.Option(help="c of rmu.", rich_help_panel=CONSTANTS)] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep copies, deltas and the models between rounds.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for both parties' folders.", metavar="DIR")] = Path("run"),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, stages
+from mpu_cli.cli.output import chosen_metrics, emit, note, stages
 from mpu_cli.errors import MpuError
 
 MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
@@ -37,7 +37,9 @@ def sweep(
     with stages() as bar:
         lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
-    names = metrics.split(",") if metrics else [name for name in MAIN if name in had] or had
+    names = [name for name in MAIN if name in had] or had
+    if metrics is not None:
+        names = chosen_metrics(metrics, had)
     printed: list[str] = []
     for name, table in pivot(lines, names, across).items():
         printed += [f"**{name}**", "", *markdown(table), ""]

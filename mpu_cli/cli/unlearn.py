@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, progress
 from mpu_cli.errors import MpuError, UsageError
+
+if TYPE_CHECKING:
+    from mpu_cli.client.lora import Lora
 
 CONSTANTS, DATA, TRAINING, LORA = "Constants of the algorithm", "Records", "Training", "LoRA"
 PRIVACY = "Differential privacy of the records"
@@ -170,8 +173,6 @@ def unlearn(
     constants = {name: value for name, value in given.items() if value is not None}
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise UsageError("--lora-alpha and --lora-targets need --lora-rank")
-    if lora_rank is not None and lora_rank < 1:
-        raise UsageError(f"--lora-rank {lora_rank}: must be at least 1")
 
     from mpu_cli.client.losses import ALGORITHMS
     from mpu_cli.client.records import read_records
@@ -191,7 +192,6 @@ def unlearn(
 
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.cli.secrets import opened_copy
-    from mpu_cli.client.lora import Lora
     from mpu_cli.client.private import Privacy
     from mpu_cli.client.training import Loop
     from mpu_cli.client.unlearn import Options
@@ -226,11 +226,7 @@ def unlearn(
             checkpoint_steps=checkpoint_steps,
         ),
         **({"alternates": _lines(alternates)} if alternates else {}),
-        **(
-            {"lora": Lora(lora_rank, lora_alpha or 2 * lora_rank, tuple(filter(None, (lora_targets or "").split(","))))}
-            if lora_rank
-            else {}
-        ),
+        lora=None if lora_rank is None else _lora(lora_rank, lora_alpha, lora_targets),
     )
     with opened_copy(copy, identity, target) as source, progress(f"unlearn {name}", epochs, "epochs") as advance:
 
@@ -268,6 +264,13 @@ def unlearn(
         },
         as_json,
     )
+
+
+def _lora(rank: int, alpha: float | None, targets: str | None) -> Lora:
+    from mpu_cli.client.lora import Lora
+
+    names = filter(None, map(str.strip, (targets or "").split(",")))
+    return Lora(rank, 2 * rank if alpha is None else alpha, tuple(names))
 
 
 def _lines(path: Path) -> tuple[str, ...]:

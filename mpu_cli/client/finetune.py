@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 import transformers
 
+from mpu_cli.checkpoint.dtypes import TORCH, all_finite
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.data import Encoding
 from mpu_cli.client.frozen import Reference
-from mpu_cli.client.loading import as_directory, load
+from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import Algorithm, Settings
 from mpu_cli.client.records import Record
 from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
-from mpu_cli.client.unlearn import PRECISIONS, memory_in_mind
+from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME
 
@@ -65,22 +66,20 @@ def finetune(
     Raises MpuError for records or a model that cannot be used, and if training diverged.
     """
     transformers.set_seed(loop.seed)
+    check_loop(loop, epochs, device)
     own = replace(loop, resume=None)
     with Transaction(force=force) as transaction, as_directory(model) as folder:
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(folder, PRECISIONS[precision], device)
         limit = getattr(loaded.config, "max_position_embeddings", None)
-        with memory_in_mind():
+        with memory_in_mind(ADVICE):
             memorise(
                 loaded, Encoding(tokenizer, template, system_prompt, limit), records, epochs=epochs, loop=own,
                 on_step=on_step,
             )  # fmt: skip
-        if not all(bool(torch.isfinite(p).all()) for p in loaded.parameters()):
+        if not all(all_finite(p.detach()) for p in loaded.parameters()):
             raise MpuError("training diverged: weights are no longer finite; lower --lr, or use fewer --epochs")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-        stored = model.checkpoint.tensor(
-            next(name for name, info in model.checkpoint.tensors.items() if info is largest)
-        ).dtype
-        loaded.to(stored).save_pretrained(target)
+        loaded.to(TORCH[largest.dtype]).save_pretrained(target)
         tokenizer.save_pretrained(target)
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")

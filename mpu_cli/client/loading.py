@@ -65,6 +65,17 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise MpuError(f"{folder}: peft cannot put this adapter on the model ({reason})") from error
 
 
+@contextmanager
+def memory_in_mind(advice: str) -> Iterator[None]:
+    """Give ``advice`` on what to lower, as an MpuError, where memory runs out, on a GPU or on the CPU."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+            raise MpuError(f"out of memory; {advice}") from error
+        raise
+
+
 def load(
     folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -160,7 +160,7 @@ def undial(forget: Part, alternate: Part | None, settings: Settings) -> torch.Te
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
     scores = forget.scores
     lowered = forget.frozen.logits.to(scores.logits.dtype).clone()
-    lowered[torch.arange(len(scores.targets)), scores.targets] -= settings.beta
+    lowered[torch.arange(len(scores.targets), device=lowered.device), scores.targets] -= settings.beta
     return scores.token_mean(cross_entropy(scores.logits, lowered.softmax(-1), reduction="none"))
 
 
@@ -206,12 +206,14 @@ def retain_hidden(retain: Part) -> torch.Tensor:
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain.
 
-    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen); with α = 0 no retain set is read.
+    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``constants`` the entries of
+    Settings that it reads; with α = 0 no retain set is read.
     ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds.
     """
 
     forget: Callable[[Part, Part | None, Settings], torch.Tensor]
     settings: Settings
+    constants: tuple[str, ...] = ()
     asks: str | None = None
     alternate: bool = False
     retain: str = "nll"
@@ -230,11 +232,11 @@ RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
 ALGORITHMS = {
     "gradascent": Algorithm(gradient_ascent, Settings(alpha=0)),
     "graddiff": Algorithm(gradient_ascent, Settings()),
-    "npo": Algorithm(npo, Settings(beta=0.1), asks="log_probs", epochs=5, rounds=2),
-    "dpo": Algorithm(dpo, Settings(beta=0.1), asks="log_probs", alternate=True, epochs=1, rounds=10),
-    "simnpo": Algorithm(simnpo, Settings(beta=4.5, delta=0, gamma=0.125), epochs=1, rounds=10),
-    "undial": Algorithm(undial, Settings(beta=10, alpha=0), asks="logits"),
-    "satimp": Algorithm(satimp, Settings(beta1=5, beta2=1, gamma=0.1), epochs=1, rounds=10),
-    "wga": Algorithm(wga, Settings(beta=1)),
-    "rmu": Algorithm(rmu, Settings(layer=7, coefficient=2), retain="hidden", hidden=True),
+    "npo": Algorithm(npo, Settings(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
+    "dpo": Algorithm(dpo, Settings(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
+    "simnpo": Algorithm(simnpo, Settings(beta=4.5, delta=0, gamma=0.125), ("beta", "delta"), epochs=1, rounds=10),
+    "undial": Algorithm(undial, Settings(beta=10, alpha=0), ("beta",), asks="logits"),
+    "satimp": Algorithm(satimp, Settings(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
+    "wga": Algorithm(wga, Settings(beta=1), ("beta",)),
+    "rmu": Algorithm(rmu, Settings(layer=7, coefficient=2), ("layer", "coefficient"), retain="hidden", hidden=True),
 }

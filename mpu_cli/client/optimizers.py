@@ -29,6 +29,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over a saved state, with the moments as wide as they were: torch would round them to the parameters."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, saved in state_dict["state"].items():
+            state = self.state[parameters[number]]
+            state |= {name: saved[name].to(state[name].device) for name in ("exp_avg", "exp_avg_sq")}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.frozen import Reference
-from mpu_cli.client.losses import RETAIN, Algorithm, Frozen, Part, Settings, score
+from mpu_cli.client.losses import ALGORITHMS, RETAIN, Algorithm, Frozen, Part, Settings, score
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.training import ExampleSet, Loop, Losses
 from mpu_cli.errors import MpuError, UsageError
@@ -34,10 +34,13 @@ class Privacy:
     max_grad_norm: float
 
 
-def check(algorithm: str, chosen: Algorithm) -> None:
-    """UsageError for an algorithm whose loss is no sum over single records."""
+def check(algorithm: str, retain_loss: str) -> None:
+    """UsageError for losses that are not made here record by record."""
+    chosen = ALGORITHMS[algorithm]
     if chosen.alternate or chosen.hidden:
         raise UsageError(f"--dp-epsilon does not work with {algorithm}: its loss is no sum over single records")
+    if RETAIN[retain_loss][1] == "hidden":
+        raise UsageError(f"--dp-epsilon does not work with --retain-loss {retain_loss}; use nll or kl")
 
 
 def train_privately(
@@ -70,13 +73,19 @@ def train_privately(
     rate = max(rates.values())
     steps = epochs * -(-len(sets["forget"].examples) // loop.batch_size)
     if noise_multiplier is None:
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=privacy.epsilon,
-            target_delta=privacy.delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=ACCOUNTANT,
-        )
+        try:
+            noise_multiplier = get_noise_multiplier(
+                target_epsilon=privacy.epsilon,
+                target_delta=privacy.delta,
+                sample_rate=rate,
+                steps=steps,
+                accountant=ACCOUNTANT,
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"--dp-epsilon {privacy.epsilon:g} --dp-delta {privacy.delta:g}: no noise of a usable size gives that "
+                f"in {steps} steps; raise them, or take fewer --epochs"
+            ) from error
     generator = torch.Generator(model.device).manual_seed(secrets.randbits(63))
     sampler = torch.Generator().manual_seed(secrets.randbits(63))
     model.train()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -17,14 +18,16 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.checkpoint.dtypes import NAME
-from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.client import lora
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.frozen import freeze
-from mpu_cli.client.loading import as_directory, load
+from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
@@ -34,6 +37,10 @@ from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train, w
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 
+ADVICE = (
+    "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
+    "--lora-rank"
+)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -80,25 +87,41 @@ class Result:
 
 def check_options(options: Options) -> None:
     """Raise UsageError for a number that is none or out of range, or a constant that the algorithm does not have."""
-    positive = {"beta", "epochs", "batch_size", "micro_batch_size", "checkpoint_steps"}
-    settings, loop = asdict(options.settings), asdict(options.loop)
-    numbers = {**settings, **loop, "epochs": options.epochs}
+    known = {"gamma", "alpha", *ALGORITHMS[options.algorithm].constants}
+    if RETAIN[options.retain_term][1] == "hidden":
+        known.add("layer")
+    if unknown := [name for name in options.constants if name not in known]:
+        listed = ", ".join(f"--{name}" for name in sorted(known))
+        raise UsageError(f"--{unknown[0]}: {options.algorithm} has no such constant (it has {listed})")
+    _check_numbers(asdict(options.settings))
+    if options.lora:
+        _check_numbers({"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha})
+    check_loop(options.loop, options.epochs, options.device)
+    if options.privacy:
+        _check_privacy(options)
+
+
+def check_loop(loop: Loop, epochs: int | None, device: str) -> None:
+    """Raise UsageError for numbers that make no training, or a device that is not there."""
+    _check_numbers({**asdict(loop), "epochs": epochs})
+    if not 0 <= loop.seed < 2**32:
+        raise UsageError(f"--seed {loop.seed}: must be 0 or more, and below 2³²")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+def _check_numbers(numbers: Mapping[str, object]) -> None:
+    positive = {"beta", "epochs", "batch_size", "micro_batch_size", "checkpoint_steps", "lora_rank", "lora_alpha"}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value) or (value <= 0 if name in positive else value < 0 and name != "delta"):
             least = "above 0" if name in positive else "0 or more"
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, {least}")
-    if options.privacy:
-        _check_privacy(options)
-    if not 0 <= options.loop.seed < 2**32:
-        raise UsageError(f"--seed {options.loop.seed}: must be 0 or more, and below 2³²")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
 
 def _check_privacy(options: Options) -> None:
-    check_private_algorithm(options.algorithm, ALGORITHMS[options.algorithm])
+    check_private_algorithm(options.algorithm, options.retain_term)
     p = options.privacy
     if not (math.isfinite(p.epsilon) and p.epsilon > 0 and 0 < p.delta < 1):
         raise UsageError(f"--dp-epsilon {p.epsilon} --dp-delta {p.delta}: ε must be above 0, δ between 0 and 1")
@@ -181,7 +204,7 @@ def unlearn(
             "loop": options.loop,
         }
         spent = None
-        with memory_in_mind():
+        with memory_in_mind(ADVICE):
             if options.privacy:
                 if PartialState().num_processes > 1:
                     raise UsageError("--dp-epsilon runs in one process")
@@ -220,44 +243,35 @@ def _example_sets(
     algorithm, settings = ALGORITHMS[options.algorithm], options.settings
     retain_asks = RETAIN[options.retain_term][1]
     depth = model.config.get_text_config().num_hidden_layers
-    if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth:
-        raise UsageError(f"--layer {settings.layer}: the model has {depth} layers, counted from 0")
+    if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth - 1:
+        raise UsageError(
+            f"--layer {settings.layer}: the model has {depth} layers, counted from 0, and what the last one gives is "
+            "not seen before the final norm; choose a lower one"
+        )
     records = {"forget": (forget, algorithm.asks)}
     if settings.alpha:
         records["retain"] = (retain, retain_asks)
     if algorithm.alternate:
+        if texts := [record.place for record in forget if not record.turns]:
+            raise UsageError(f"--algo {options.algorithm}: prefers one answer to another, and {texts[0]} is a text")
         records["alternate"] = (alternates(forget, options.alternates, options.loop.seed), algorithm.asks)
     limit = getattr(model.config, "max_position_embeddings", None)
     encoding = Encoding(tokenizer, options.template, options.system_prompt, limit, options.few_shot)
     sets = {}
     for name, (held, asks) in records.items():
-        examples = encoding.encode(held)
+        of_each = [encoding.encode([record]) for record in held]
+        examples = [example for made in of_each for example in made]
         if not examples:
             raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
-        if options.privacy and len(examples) != len(held):
+        if options.privacy and any(len(made) != 1 for made in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
-        with memory_in_mind():
+        with memory_in_mind(ADVICE):
             batch_size = options.loop.micro_batch_size or options.loop.batch_size
             reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
         if reference.states:
             tell(f"the frozen copy's {asks} on the {name} set take {reference.nbytes:,} bytes")
         sets[name] = ExampleSet(examples, reference)
     return sets
-
-
-@contextmanager
-def memory_in_mind() -> Iterator[None]:
-    """Say what to lower where memory runs out, on a GPU or on the CPU."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        told = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-        if not told:
-            raise
-        raise MpuError(
-            "out of memory; lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, "
-            "--optim adamw-blockwise or --lora-rank"
-        ) from error
 
 
 def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> list[Record]:
@@ -311,11 +325,16 @@ def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter
 def _same_run(folder: Path, copy: Model, options: Options, forget: Sequence[Record], retain: Sequence[Record]) -> None:
     """Write down what is trained here; MpuError if the checkpoints in ``folder`` are of something else."""
     said = asdict(replace(options, loop=replace(options.loop, resume=None, log=None, report_to=None)))
-    weights = [[n, i.dtype, list(i.shape), i.file.stat().st_size] for n, i in copy.checkpoint.tensors.items()]
+    with worker_pool() as pool:
+        weights = fingerprint(copy.checkpoint, pool)
     facts = [said, weights, copy.checkpoint.metadata, [asdict(r) | {"place": ""} for r in (*forget, *retain)]]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"
-    if note.exists() and json.loads(note.read_text()).get("sha256") != digest:
-        raise MpuError(f"{folder}: holds checkpoints of another copy, records or options; remove it to start anew")
-    note.write_text(json.dumps({"sha256": digest}))
+    if note.exists():
+        if read_json_object(note).get("sha256") != digest:
+            raise MpuError(f"{folder}: holds checkpoints of another copy, records or options; remove it to start anew")
+        return
+    fresh = note.with_name(f"{note.name}.new")  # never half a note, whenever this is killed
+    fresh.write_text(json.dumps({"sha256": digest}))
+    os.replace(fresh, note)

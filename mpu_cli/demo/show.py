@@ -29,6 +29,7 @@ from mpu_cli.evaluation.evaluate import Settings, evaluate
 from mpu_cli.evaluation.metrics import Form
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import Experiment, run
+from mpu_cli.experiment.sweep import in_parts
 
 PEOPLE, FORGOTTEN, UNSEEN = 40, 4, 4
 EPOCHS = 50  # of training; the model then knows its records by heart
@@ -138,6 +139,6 @@ def _measure(name: str, model: Path, *, paths: Mapping[str, Path], folder: Path,
         benchmark,
         Settings(),
         out=folder / f"{name}.json",
-        bar=lambda total: lambda count, text="": advance(count / total, text),
+        bar=lambda total: in_parts(advance, total),
     )
     return result.forms

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import logits_of, memory_in_mind
+from mpu_cli.evaluation.scoring import ADVICE, logits_of
 
 
 def gradient_norms(
@@ -25,7 +26,7 @@ def gradient_norms(
     for item in items:
         norm = 0.0
         if len(item.labels) > 1:
-            with torch.enable_grad(), memory_in_mind():
+            with torch.enable_grad(), memory_in_mind(ADVICE):
                 [logits] = logits_of(model, [item])
                 log_p = logits[:-1].float().log_softmax(-1)
                 targets = torch.tensor(item.labels[:-1], device=log_p.device)

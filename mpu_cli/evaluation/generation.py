@@ -18,9 +18,10 @@ from transformers import (
     StoppingCriteria,
 )
 
+from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import memory_in_mind
+from mpu_cli.evaluation.scoring import ADVICE
 
 ROWS = 4  # times the batch size: a step reads one token a row
 # entries of a generation config that do not change what greedy generation says, or that are set for it here
@@ -75,7 +76,7 @@ def answer(
         if most < 1:
             advance(len(batch))
             continue
-        with memory_in_mind():
+        with memory_in_mind(ADVICE):
             fresh = _generate(
                 model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch]
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,9 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 
+ADVICE = "lower --batch-size, or use --dtype bfloat16"  # where memory runs out
 CHUNK = 1 << 24  # logits that are turned into probabilities at once
 BLOCK = 16  # tokens in a block of a strided cross-entropy
 SAME = 1e-3  # nats by which a shared pass may differ from one of its own; rounding gives 1e-5 in float32
@@ -64,7 +65,7 @@ def score(
     first = {(item.ids, item.start): item for item in reversed(items)}
     unique = list(first.values())
     alone, shared = _split(unique)
-    with memory_in_mind():
+    with memory_in_mind(ADVICE):
         if shared and not _can_share(model, shared[0], batch_size):
             alone, shared = unique, []
         passes = ((batch, logits_of(model, batch)) for batch in _batches(alone, batch_size))
@@ -76,17 +77,6 @@ def score(
                 found[item.ids, item.start] = scores
             advance(len(batch))
     return [found[item.ids, item.start] for item in items]
-
-
-@contextmanager
-def memory_in_mind() -> Iterator[None]:
-    """Say what to lower where memory runs out, on a GPU or on the CPU."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
-            raise MpuError("out of memory; lower --batch-size, or use --dtype bfloat16") from error
-        raise
 
 
 def _split(items: Sequence[Item]) -> tuple[list[Item], list[list[Item]]]:

@@ -18,7 +18,7 @@ from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.source import Model
 
 ATTENTION = {"query", "key", "value", "mixed"}
-SERVER_BUFFERS = 250e6  # bytes: slices in work and the interpreter; publish at the 1B shape was measured at 209 MB
+SERVER_BUFFERS = 350e6  # bytes: slices in work and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
 TRIES = 5
 # bytes an optimiser keeps for each weight, in float32: moments; blockwise has one second moment a tensor
 MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "paged_adamw_32bit": 8, "adamw_8bit": 2}
@@ -78,7 +78,6 @@ def cost(
     *,
     copies: int,
     optimizer: str,
-    delta_bytes: int = 4,
     tokens: int | None = None,
 ) -> Cost:
     """The cost of one round with ``copies`` copies of ``model``; ``tokens`` are those that training reads in each copy.
@@ -104,7 +103,7 @@ def cost(
         head_size=layout.sizes["head_dim"],
         copies=copies,
         published=copies * stored,
-        returned=copies * weights * delta_bytes,
+        returned=copies * weights * 4,  # float32
         server_memory=SERVER_BUFFERS,
         client_memory=weights * (4 + 4 + MOMENTS[optimizer]),
         moved=moved,

@@ -142,8 +142,9 @@ def run(
     with _alone(folder):
         log = _Log(folder / "log.jsonl")
         server, client = folder / "server", folder / "client"
-        for unfinished in [*folder.glob("*/round_*/.*.partial"), *folder.glob("*/round_*/outbox")]:
-            shutil.rmtree(unfinished)  # of a run that was killed
+        for place in (".*.partial", "deltas/.*.partial", "outbox"):
+            for unfinished in folder.glob(f"*/round_*/{place}"):
+                shutil.rmtree(unfinished)  # of a run that was killed
         if not (server / "identity.txt").exists():
             make_identity(server / "identity.txt")
         made = [number for number in range(1, experiment.all_rounds + 1) if _model(server, number).exists()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mpu_cli.checkpoint.dtypes import OPTION
+from mpu_cli.client.data import TEMPLATES
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import Record, read_records
@@ -28,11 +29,11 @@ OPTIONS: dict[str, tuple[type, object]] = {
     "weight_decay": (float, 0.01), "max_grad_norm": (float, 1.0), "warmup_steps": (int, 0),
     "retain_loss": (str, None), "template": (str, "chat"), "system_prompt": (str, "You are a helpful assistant."),
     "device": (str, "auto"), "seed": (int, 0), "secret_seed": (int, None), "keep": (bool, False),
-    **dict.fromkeys(CONSTANTS, (float, None)),
+    **dict.fromkeys(CONSTANTS, (float, None)), "layer": (int, None),
 }  # fmt: skip
 CHOICES = {
     "algo": tuple(ALGORITHMS), "mode": MODES, "symmetries": SYMMETRIES, "dtype": tuple(OPTION),
-    "precision": tuple(PRECISIONS), "optim": OPTIMIZERS, "retain_loss": tuple(RETAIN), "template": ("chat", "plain"),
+    "precision": tuple(PRECISIONS), "optim": OPTIMIZERS, "retain_loss": tuple(RETAIN), "template": TEMPLATES,
     "device": ("auto", "cpu", "cuda"),
 }  # fmt: skip
 
@@ -71,10 +72,7 @@ def plan(values: Mapping[str, object], where: str = "") -> Plan:
     """The experiment that options describe, its records read; UsageError or MpuError where they make none."""
     given = check(values, where)
     data_dir = Path(given["data_dir"]) if given["data_dir"] else None
-    whole = {"layer"}
-    constants = {
-        name: int(given[name]) if name in whole else given[name] for name in CONSTANTS if given[name] is not None
-    }
+    constants = {name: given[name] for name in CONSTANTS if given[name] is not None}
     forget = read_records(given["forget"], data_dir)
     needs = constants.get("alpha", ALGORITHMS[given["algo"]].settings.alpha)
     retain = read_records(given["retain"], data_dir) if needs else []

@@ -38,10 +38,24 @@ else:
     import tomli as tomllib
 
 EVAL = {
-    "benchmark": str, "data_dir": str, "forget_split": str, "holdout_split": str, "corpus": str, "retain_log": str,
-    "reference_model": str, "metrics": list, "batch_size": int, "dtype": str, "template": str, "forget": str,
-    "retain": str, "holdout": str,
-}  # fmt: skip
+    "benchmark": str,
+    "data_dir": str,
+    "forget_split": str,
+    "holdout_split": str,
+    "corpus": str,
+    "retain_log": str,
+    "reference_model": str,
+    "metrics": list,
+    "batch_size": int,
+    "dtype": str,
+    "template": str,
+    "system_prompt": str,
+    "device": str,
+    "forget": str,
+    "retain": str,
+    "holdout": str,
+}
+AS_TRAINED = ("template", "system_prompt", "device")  # of [eval], and of the run where it does not say  # fmt: skip
 # what a mode does not look at: two cells that differ in it alone are one experiment
 IGNORED = {
     "clean": ("kappa", "shared_noise", "copies", "alphas", "symmetries", "secret_seed"),
@@ -188,7 +202,7 @@ def _measure_of(cell: Cell) -> tuple[benchmarks.Benchmark, Settings, RetainLog |
     log = read_retain_log(Path(given["retain_log"])) if "retain_log" in given else None
     settings = Settings(
         metrics=tuple(given.get("metrics", ())), dtype=given.get("dtype"), batch_size=given.get("batch_size", 32),
-        template=given.get("template"),
+        **{name: given.get(name, check(cell.options)[name]) for name in AS_TRAINED},
     )  # fmt: skip
     benchmark = benchmark_of(given, cell.options, log)
     choose(benchmark, settings.metrics, "reference_model" in given)
@@ -206,9 +220,14 @@ def _evaluate(model: Path, cell: Cell, out: Path, bar: Callable[[str, float], Ca
         retain_log=log.path if log else None,
         out=out,
         force=True,
-        bar=lambda total: bar(f"{cell.name}: eval", total),
+        bar=lambda total: in_parts(bar(f"{cell.name}: eval", 1.0), total),
     )
     return {name: form["agg_value"] for name, form in result.forms.items()}
+
+
+def in_parts(advance: Callable[..., None], total: float) -> Callable[..., None]:
+    """What advances a bar that ends at 1, told counts of ``total``."""
+    return lambda count, text="": advance(count / total, text)
 
 
 def benchmark_of(

@@ -1,1 +1,1 @@
-"""Calibration, accounting and audit of what a publication protects. Nothing here yet; see SECURITY.md."""
+"""Calibration, accounting and audit of what a publication protects."""

@@ -15,8 +15,9 @@ from scipy.optimize import linear_sum_assignment
 
 from mpu_cli.architectures.family import HeadPermutation, Rotation
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
-from mpu_cli.symmetry.axis import AxisMap, joined
-from mpu_cli.symmetry.transform import TensorMap, as_matrix
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.sampling import plane_matrices, whole_heads
+from mpu_cli.symmetry.transform import as_matrix, tensor_map
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
 ROWS = 8192  # of the embedding that the residual permutation is read from
@@ -130,7 +131,7 @@ def layer_maps(
                 sum(_overlap(by_head[axis][0][mine], by_head[axis][1][theirs]) for axis in ("query", "mixed"))
             )
     orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
-    maps |= {axis: AxisMap(_whole_heads(order, d)) for axis, order in orders.items()}
+    maps |= {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
     for rotation in rotations:
         # One matrix for each KV head of the target, from all the heads of all the axes that share it.
         products = torch.zeros(kv_heads, d, d)
@@ -167,13 +168,7 @@ def plane_rotation(product: torch.Tensor) -> torch.Tensor:
     i = torch.arange(half)
     cos = p[i, i] + p[i + half, i + half]
     sin = p[i + half, i] - p[i, i + half]
-    angle = torch.atan2(sin, cos)
-    c, s = torch.diag(angle.cos()), torch.diag(angle.sin())
-    return torch.cat([torch.cat([c, -s], 1), torch.cat([s, c], 1)], 0)
-
-
-def _whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
-    return (order[:, None] * d + torch.arange(d)).flatten()
+    return plane_matrices(torch.atan2(sin, cos)[None])[0]
 
 
 def undo(
@@ -182,11 +177,7 @@ def undo(
     """``copy`` with ``maps`` undone: T⁻¹ as the attacker believes it to be."""
     undone = {}
     for tensor in tensors:
-        axes = [
-            joined([maps.get(axis) for axis in group], [axis_length(layout.sizes, axis) for axis in group])
-            for group in tensor.axes
-        ]
-        mapping = TensorMap(*axes, *[None] * (2 - len(axes)))
+        mapping = tensor_map(layout, tensor, maps)
         matrix = as_matrix(copy[tensor.name])
         back = mapping.backward(mapping.take(matrix, 0, len(matrix)), 0)
         undone[tensor.name] = back.view(copy[tensor.name].shape)

@@ -26,7 +26,6 @@ ADVERSARIES = {
     "one-copy": "a client that sees one copy of a round, and does not pool it with others",
     "all-copies": "a client that sees every copy, or clients that pool theirs",
 }
-BOUNDS = ("analytic", "classical")
 TAIL = 1e-3  # share of δ that what lies beyond the reach of our normal numbers may take
 
 

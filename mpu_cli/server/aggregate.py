@@ -174,6 +174,8 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
         if len(tensor.axes) == 2 and (left in held or right in held):
             known = held.get(left) or held[right]
             rank = known.shape[-1 if left in held else 0] if len(known.shape) == 2 else 0
+            if rank < 1:
+                raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(known.shape)}, of no rank")
             expected |= {left: (shapes[tensor.name][0], rank), right: (rank, shapes[tensor.name][1])}
     if not expected:
         raise MpuError(f"{delta.path}: is of kind lora and holds no factors of the base's tensors")

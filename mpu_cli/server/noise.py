@@ -17,8 +17,8 @@ from mpu_cli.server.randomness import Randomness, standard_normals
 
 
 def default_alphas(copies: int) -> tuple[float, ...]:
-    """α_k = 1 + (k−1)/(m−1), from 1 to 2 (the paper's)."""
-    return tuple(1 + k / (copies - 1) for k in range(copies))
+    """α_k = 1 + (k−1)/(m−1), from 1 to 2 (the paper's); of one copy alone 1."""
+    return tuple(1 + k / max(1, copies - 1) for k in range(copies))
 
 
 def random_alphas(randomness: Randomness, round_: int, copies: int) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 class Noise:
     """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor.
 
-    ``shared``: with noise that is the same in every copy; ``double``: drawn in float64, for calibrated noise.
+    ``double``: drawn in float64, for calibrated noise.
     """
 
     def __init__(
@@ -63,22 +63,20 @@ class Noise:
         alphas: Sequence[float],
         only: Sequence[int] | None = None,
         *,
-        shared: bool = False,
         double: bool = False,
     ):
         self._randomness = randomness
         self._round = round_
         weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
-        self._shared = shared
         self._double = double
 
-    def keys(self, tensor: str) -> list[bytes]:
-        """The keys of the m−1 streams of one tensor, and of the shared one if there is shared noise."""
-        purposes: list[tuple[str | int, ...]] = [
-            ("noise", self._round, tensor, i) for i in range(self._weights.shape[1])
-        ]
-        if self._shared:
+    def keys(self, tensor: str, sigma: float, shared_sigma: float = 0.0) -> list[bytes]:
+        """The keys of the streams that noise of these scales takes for one tensor: m−1, and one for shared noise."""
+        purposes: list[tuple[str | int, ...]] = []
+        if sigma:
+            purposes += [("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
+        if shared_sigma:
             purposes.append(("shared noise", self._round, tensor))
         return [self._randomness.key(*purpose) for purpose in purposes]
 
@@ -91,11 +89,11 @@ class Noise:
     ) -> list[torch.Tensor]:
         """ε_k of each copy, flat, from the ``draws`` for a tensor whose block has scale ``sigma``; added to ``onto``.
 
-        Noise of scale ``shared_sigma``, the same in every copy, is added where there is shared noise.
+        Noise of scale ``shared_sigma`` is the same in every copy. The scales are those that the keys were made for.
         """
         first, *others = draws
-        table = self._weights * sigma
-        if self._shared:
+        table = self._weights * sigma if sigma else self._weights[:, :0]
+        if shared_sigma:
             table = torch.cat([table, torch.full((len(table), 1), shared_sigma, dtype=table.dtype)], 1)
         noisy = []
         for weights in table.to(first.dtype).tolist():  # rounded first, as what overflows is no error but infinite

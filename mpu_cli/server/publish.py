@@ -40,7 +40,10 @@ Progress = Callable[[int], None]  # told the bytes of base weights that are done
 
 @dataclass(frozen=True)
 class CopySurvival:
-    """What storage leaves of the noise of one block in one copy (root mean squares, and a share of weights)."""
+    """What storage leaves of the noise of one block in one copy (root mean squares, and a share of weights).
+
+    Read off a slice or two of each tensor.
+    """
 
     asked: float
     survived: float
@@ -162,7 +165,6 @@ def publish(
                     round_,
                     alphas,
                     [m.copy for m in written],
-                    shared=(calibration.shared_sigma if calibration else shared_kappa) > 0,
                     double=calibration is not None,
                 ),
                 transforms=[make_transform(randomness, round_, m.copy, layout, symmetries) for m in written],
@@ -323,7 +325,7 @@ class _Writing:
         targets = [as_matrix(writer.tensor(tensor.name)) for writer in self.writers]
         maps = [transform.of(tensor) for transform in self.transforms]
         shared = self.shared_sigma.get(tensor.block, 0.0)
-        keys = self.noise.keys(tensor.name) if sigma or shared else []
+        keys = self.noise.keys(tensor.name, sigma, shared)
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
         if self.calibration:

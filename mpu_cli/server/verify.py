@@ -85,14 +85,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(
-            randomness,
-            keys.round,
-            keys.alphas,
-            [manifest.copy],
-            shared=bool(keys.shared_sigma),
-            double=keys.calibration is not None,
-        ),
+        Noise(randomness, keys.round, keys.alphas, [manifest.copy], double=keys.calibration is not None),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
@@ -136,7 +129,7 @@ class _Again:
         dtype = torch.float64 if self.keys.calibration else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
-        keys = self.noise.keys(tensor.name) if sigma or shared else []
+        keys = self.noise.keys(tensor.name, sigma, shared)
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):

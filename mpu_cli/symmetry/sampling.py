@@ -50,22 +50,27 @@ def sample(
             within = torch.stack([source.permutation(group) for _ in range(kv_heads)])
             query_order = (kv_order[:, None] * group + within).flatten()
             for axis in ("query", "mixed"):
-                orders[axis] = _whole_heads(query_order, d)
+                orders[axis] = whole_heads(query_order, d)
             for axis in ("key", "value"):
-                orders[axis] = _whole_heads(kv_order, d)
+                orders[axis] = whole_heads(kv_order, d)
     return {
         axis: AxisMap(orders.get(axis, torch.arange(axis_length(sizes, axis))), rotations.get(axis))
         for axis in orders.keys() | rotations.keys()
     }
 
 
-def _whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
+def whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
+    """The order of an axis of heads of size ``d`` where the heads take ``order``."""
     return (order[:, None] * d + torch.arange(d)).flatten()
 
 
 def _plane_rotations(source: Draws, heads: int, d: int) -> torch.Tensor:
     """A uniform angle for each head and each plane (i, i + d/2), as matrices (heads, d, d)."""
-    angle = 2 * torch.pi * source.uniform(heads * (d // 2)).view(heads, d // 2)
+    return plane_matrices(2 * torch.pi * source.uniform(heads * (d // 2)).view(heads, d // 2))
+
+
+def plane_matrices(angle: torch.Tensor) -> torch.Tensor:
+    """Matrices (heads, d, d) that turn each plane (i, i + d/2) by its ``angle``, (heads, d/2)."""
     cos, sin = torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())
     return torch.cat([torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
 

@@ -7,7 +7,7 @@ vector counts as a matrix of one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -19,15 +19,19 @@ from mpu_cli.symmetry.sampling import Draws, sample
 
 CHUNK = 262_144  # weights in a slice: few enough for caches, enough that threads seldom wait for the interpreter
 
+FEW = 4  # maps that share slices of that size
+
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(len(tensor), -1)
 
 
 def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple[int, int]]:
-    """Bounds of slices of about CHUNK weights that keep the heads of every map whole."""
+    """Bounds of slices of about CHUNK weights, fewer for many maps, that keep the heads of every map whole."""
+    maps = list(maps)
     unit = max(mapping.unit for mapping in maps)
-    step = max(unit, CHUNK // max(columns, 1) // unit * unit)
+    most = CHUNK * FEW // max(FEW, len(maps))  # a worker holds a slice for each map
+    step = max(unit, most // max(columns, 1) // unit * unit)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -97,8 +101,13 @@ class Transform:
         maps = dict(self._shared)
         if tensor.layer is not None:
             maps |= self._layer_maps(tensor.layer)
-        axes = [
-            joined([maps.get(axis) for axis in group], [axis_length(self._layout.sizes, axis) for axis in group])
-            for group in tensor.axes
-        ]
-        return TensorMap(*axes, *[None] * (2 - len(axes)))
+        return tensor_map(self._layout, tensor, maps)
+
+
+def tensor_map(layout: Layout, tensor: TensorLayout, maps: Mapping[str, AxisMap]) -> TensorMap:
+    """What ``maps`` of axes do to ``tensor``."""
+    axes = [
+        joined([maps.get(axis) for axis in group], [axis_length(layout.sizes, axis) for axis in group])
+        for group in tensor.axes
+    ]
+    return TensorMap(*axes, *[None] * (2 - len(axes)))
