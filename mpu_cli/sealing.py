@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 import pyrage
 
+from mpu_cli.checkpoint.header import AGE_HEADER
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
 
-AGE_HEADER = b"age-encryption.org/v1\n"
 _BUFFER = 1 << 20  # bytes
 
 

@@ -166,3 +166,17 @@ def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
     assert mpu("audit", base, base, "--base", base, "--alphas", "1", check=False).status == 2
     assert mpu("audit", base, "--base", base, "--alphas", "one", check=False).status == 2
     assert set(FAMILIES) <= set(CONFIGS)
+
+
+def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
+    """Copies that do not belong together, another base than was published, a reference that is the base."""
+    base = save(random_model("llama"), tmp_path / "base")
+    for out in "ab":
+        mpu("publish", base, "--out", out, "--keys", f"{out}/keys.bin", cwd=tmp_path)
+    mixed = mpu("audit", "a/copy_1", "b/copy_2", "--base", base, check=False, cwd=tmp_path)
+    assert (mixed.status, "different publications" in mixed.err) == (2, True)
+    other = save(random_model("llama", seed=1), tmp_path / "other")
+    wrong = mpu("audit", "a/copy_1", "--base", other, "--keys", "a/keys.bin", check=False, cwd=tmp_path)
+    assert (wrong.status, "is not the model that was published" in wrong.err) == (1, True)
+    same = mpu("audit", "a/copy_1", "--base", base, "--reference", base, check=False, cwd=tmp_path)
+    assert (same.status, "the same weights as --base" in same.err) == (2, True)

@@ -364,6 +364,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
         (["--lora-rank", "0"], "--lora-rank", 2),
         (["--few-shot", "gone.jsonl"], "gone.jsonl", 1),
+        (["--attention", "flash_attention_2"], "--precision bfloat16", 2),
         (["--beta", "0"], "--beta", 2),
         (["--epochs", "0"], "--epochs", 2),
         (["--batch-size", "0"], "--batch-size", 2),

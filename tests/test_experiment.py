@@ -90,6 +90,20 @@ class TestRun:
         asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
         assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
 
+    def test_what_storage_rounds_away_is_told(self, mpu: Callable, place: Path) -> None:
+        (place / "narrow.toml").write_text(
+            'base = "narrow"\nalgo = "graddiff"\nepochs = 1\nrounds = 1\nlr = 1e-6\n[eval]\nbenchmark = "qa"\n'
+            + 'metrics = ["forget_Q_A_Prob"]\n'
+        )
+        save(random_model("llama", dtype=torch.bfloat16), place / "narrow")
+        small = ("--algo", "graddiff", "--epochs", 1, "--rounds", 1, "--lr", 1e-6)
+        assert "rounds away" in mpu("run", "narrow", *small, "--out", "a", cwd=place).err
+        assert "rounds away" not in mpu("run", "narrow", *small, "--dtype", "float32", "--out", "b", cwd=place).err
+        assert "rounds away" in mpu("sweep", "narrow.toml", cwd=place).err
+        taught = mpu("finetune", "narrow", "--data", "forget.jsonl", "--epochs", 1, "--lr", 1e-6, "--json", cwd=place)
+        assert "rounds away" in taught.err
+        assert taught.json["lost_to_rounding"] > 0.3
+
     def test_one_copy_at_a_time(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(place)
         seen = set()
@@ -165,7 +179,7 @@ class TestRun:
         assert again.out.strip() == "out/server/round_1/model"
         other = mpu(*first, "--kappa", 0.3, cwd=place, check=False)
         assert other.status == 1
-        assert "holds another experiment (other experiment, published)" in other.err
+        assert "experiment.kappa 0.01 → 0.3" in other.err
         (place / "mine").mkdir()
         (place / "mine" / "thesis.txt").write_text("all of it")
         assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=place, check=False).err
@@ -283,8 +297,8 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\n'
         )
         [line] = mpu("sweep", "one.toml", "--json", cwd=place).json
-        mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean", "--system-prompt", "",
-            "--out", "again", cwd=place)  # fmt: skip
+        mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean",
+            "--system-prompt", "", "--out", "again", cwd=place)  # fmt: skip
         asked = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
                     "--system-prompt", "", "--json", cwd=place).json  # fmt: skip
         assert line["metrics"]["forget_Q_A_Prob"] == asked["metrics"]["forget_Q_A_Prob"]

@@ -64,6 +64,14 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
     assert open_checkpoint(tmp_path / "deltas/base.safetensors").nbytes < open_checkpoint(base).nbytes
 
 
+def test_the_norm_told_is_that_of_the_product(mpu, rounds):
+    told = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json", "--out", "again",
+               cwd=rounds)  # fmt: skip
+    held = load_file(rounds / "again")
+    square = sum((held[n + ".lora_B"].double() @ held[n + ".lora_A"].double()).square().sum() for n in adapted(held))
+    assert told.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
+
+
 def test_undoing_factors_is_undoing_their_product(mpu, rounds):
     mpu("invert", "deltas", cwd=rounds)
     for k in (1, 2):

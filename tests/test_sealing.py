@@ -107,6 +107,12 @@ class TestSealedCopies:
 
     def test_inspect(self, mpu: Callable, folder: Path) -> None:
         assert "sealed for its client" in mpu("inspect", folder / "sealed/copy_1.age").out
+        for command in (
+            ["audit", "--base", folder / "base"],
+            ["eval", "--benchmark", "qa", "--forget", folder / "forget.jsonl"],
+        ):
+            refused = mpu(command[0], folder / "sealed/copy_1.age", *command[1:], check=False)
+            assert "is sealed" in refused.err
         keys = (folder / "keys_sealed/keys.bin").rename(folder / "keys.age")  # a name says nothing
         assert "symmetries" in mpu("inspect", keys).out
 

@@ -383,6 +383,22 @@ class TestAggregate:
         assert not (published / "u").exists()
         assert mpu(*arguments, "--max-norm", 0, check=False).status == 2
 
+    def test_copies_trained_otherwise_are_told(self, mpu, tmp_path, base):
+        """Each by its own, they are sound deltas: only side by side can they be seen not to belong together."""
+        for name in ("forget", "retain"):
+            write_records(tmp_path / f"{name}.jsonl", 4, 1)
+        mpu("publish", base, cwd=tmp_path)
+        common = ("--epochs", 1, "--template", "plain", "--force")
+        mpu("unlearn", "copy_1", "--algo", "npo", *common, cwd=tmp_path)
+        for options, complaint in (
+            (("--algo", "npo"), None),
+            (("--algo", "graddiff"), "different algorithms (graddiff, npo)"),
+            (("--algo", "npo", "--lr", 1e-3), "times another's"),
+        ):
+            mpu("unlearn", "copy_2", *options, *common, cwd=tmp_path)
+            told = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
+            assert complaint in told if complaint else "warning" not in told
+
     def test_norms_and_cosines_are_what_they_say(self, mpu, published):
         told = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
                    "--out", published / "unlearned", "--json")  # fmt: skip
@@ -429,7 +445,7 @@ class TestAggregate:
             ({"run": "another"}, "run another"),
             ({"round": 2}, "round 2"),
             ({"copy_id": "00"}, "another publication"),
-            ({"copy": 3}, "another publication"),
+            ({"copy": 3}, "copy 3 of 2"),
             ({"copy_id": None}, "which copy"),
             ({"copy": "1"}, "which copy"),
             ({"round": True}, "which copy"),

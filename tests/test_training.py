@@ -97,12 +97,13 @@ def test_checkpoints_of_another_model_are_refused(mpu, folder):
 
 
 def launch(folder: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess:
-    # accelerate's launcher would quietly start one process on a CPU; torch's starts what it is told
+    # README's command; accelerate's launcher would quietly start one process on a CPU
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "-m", "mpu_cli", "unlearn", "base", *TRAINING, "--device", "cpu", *arguments,
+        "-m", "--", "mpu_cli", "unlearn", "base", *TRAINING, *arguments,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command += ["--device", "cpu"] if torch.cuda.is_available() else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -117,6 +118,7 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     done = launch(folder, 2, *options, "--out", "two")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "two\n"  # one of the two speaks
+    assert sum("loss per answer token" in line for line in done.stderr.splitlines()) == 1
     one, two = load_file(folder / "one"), load_file(folder / "two")
     assert one.keys() == two.keys()
     for name, tensor in one.items():

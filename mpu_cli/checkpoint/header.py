@@ -25,6 +25,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**62  # of a dimension, a tensor and an offset; far above any file, far below what overflows
+AGE_HEADER = b"age-encryption.org/v1\n"  # what a sealed file begins with
 MAX_HEADER = 100_000_000  # the format's own limit: a longer header is an attack or damage
 
 
@@ -60,7 +61,10 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             if size < 8:
                 raise MpuError(f"{path}: {size} bytes are too few for a safetensors file; fetch it again")
             if length > MAX_HEADER:
-                raise MpuError(f"{path}: not a safetensors file (its header would have {length:,} bytes)")
+                file.seek(0)
+                if file.read(len(AGE_HEADER)) == AGE_HEADER:
+                    raise MpuError(f"{path}: is sealed; a copy is opened by age -d -i IDENTITY {path} | tar x")
+                raise MpuError(f"{path}: not a safetensors file")
             if length > size - 8:
                 raise MpuError(
                     f"{path}: cut off inside its header ({size:,} bytes, the header has {length:,}); fetch it again"

@@ -70,7 +70,10 @@ def open_model(source: str, config: Path | None = None) -> Model:
     config_path = config or folder / "config.json"
     checkpoint = open_checkpoint(path)
     if not config_path.is_file():
+        if '"mpu-delta"' in checkpoint.metadata.get("mpu", ""):
+            raise MpuError(f"{path}: is a delta, no model; put it on its base with `mpu aggregate`")
         raise MpuError(
-            f"{config_path}: no such file; mpu needs the model's config.json beside the weights, or --config"
+            f"{config_path}: no such file; the model's config.json lies beside the weights (publish, verify, invert "
+            "and aggregate also take --config)"
         )
     return Model(source, checkpoint, read_json_object(config_path), config_path, folder)

@@ -13,7 +13,7 @@ from mpu_cli.cli.output import emit, note, paths_from, progress, table, warn
 
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is likely wrong
 SHOWN = 3  # outliers that are named
-LOST = 0.3  # share of the update's norm that rounding may take before it is worth a warning
+UNLIKE = 3.0  # times another copy's norm, from which on a copy was likely trained otherwise
 
 
 def aggregate(
@@ -43,8 +43,8 @@ def aggregate(
     """
     from mpu_cli.checkpoint.dtypes import OPTION
     from mpu_cli.cli.secrets import open_keys
+    from mpu_cli.server.aggregate import LOST, aggregate_adapter, open_deltas, published_base
     from mpu_cli.server.aggregate import aggregate as run_aggregate
-    from mpu_cli.server.aggregate import aggregate_adapter, open_deltas, published_base
 
     paths = paths_from(deltas)  # first: at the end of a pipe, what makes the keys may still be at work
     opened = open_keys(keys, identity, passphrase_file)
@@ -78,6 +78,13 @@ def aggregate(
         warn(
             f"the copies disagree (cosine {result.pairwise:.2f} between two of them): other options or records for "
             "each copy, noise too large, or a delta that was tampered with"
+        )
+    if len(told := sorted({delta.manifest.algorithm for delta in found})) > 1:
+        warn(f"the copies were trained by different algorithms ({', '.join(told)}); the noise cancels between equals")
+    elif max(result.norms) > UNLIKE * min(result.norms):
+        warn(
+            f"one copy's change is {max(result.norms) / max(min(result.norms), 1e-30):.1f} times another's: other "
+            "options for each copy, or a delta that was tampered with"
         )
     for name, copy, factor in result.outliers[:SHOWN]:
         much = f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"

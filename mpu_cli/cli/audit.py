@@ -65,6 +65,7 @@ def audit(
 
         check_target(plot, force)
     models = [open_model(str(path)) for path in paths_from(copies)]
+    _together(models)
     if alphas:
         try:
             factors = [float(part) for part in alphas.split(",")]
@@ -78,11 +79,13 @@ def audit(
         from mpu_cli.cli.secrets import open_keys
 
         published = open_keys(keys, identity, passphrase_file)
-        _belong(models, published, keys)
+        _belong(models, owned, published, keys)
     public = open_model(reference) if reference else None
     for believed in [symmetries] if symmetries else ["paper", "all"]:
         with progress("audit", owned.checkpoint.nbytes) as advance:
             found = run_audit(models, owned, public, alphas=factors, symmetries=believed, fast=fast, progress=advance)
+        if public and not sum(found.task.values()):
+            raise UsageError(f"--reference {reference}: holds the same weights as --base; leave it out")
         best = min(found.attacks, key=found.function_error)
         if found.change_error(best) < CLOSE:
             break
@@ -150,15 +153,30 @@ def _published_alphas(models: list[Model]) -> list[float]:
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     if any(manifest is None for manifest in manifests):
         return list(default_alphas(len(models)))
-    if len({manifest.copy_id for manifest in manifests}) < len(manifests):
-        raise UsageError("the same copy is given twice")
     return [default_alphas(manifest.copies)[manifest.copy - 1] for manifest in manifests]
 
 
-def _belong(models: list[Model], published: Keys, path: Path) -> None:
-    """MpuError for a copy that is none of this publication."""
+def _together(models: list[Model]) -> None:
+    """UsageError for copies of different publications, which give nothing away together, and for one given twice."""
     from mpu_cli.manifest import read_copy_manifest
 
+    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
+    known = [manifest for manifest in manifests if manifest is not None]
+    if len({(manifest.run, manifest.round) for manifest in known}) > 1:
+        raise UsageError("these are copies of different publications; audit those of each by themselves")
+    if len({manifest.copy_id for manifest in known}) < len(known):
+        raise UsageError("the same copy is given twice")
+
+
+def _belong(models: list[Model], base: Model, published: Keys, path: Path) -> None:
+    """MpuError for a copy that is none of this publication, and for another base."""
+    from mpu_cli.checkpoint.fingerprint import fingerprint
+    from mpu_cli.checkpoint.pool import worker_pool
+    from mpu_cli.manifest import read_copy_manifest
+
+    with worker_pool() as pool:
+        if fingerprint(base.checkpoint, pool) != published.base.fingerprint:
+            raise MpuError(f"{base.source}: is not the model that was published with {path}")
     for model in models:
         manifest = read_copy_manifest(model.folder, model.checkpoint.metadata)
         if manifest is None or manifest.copy_id not in published.copy_ids:

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, progress
+from mpu_cli.cli.output import emit, note, progress, warn
+
+LOST = 0.3  # share of the change's norm that rounding may take before it is worth a warning
 
 
 def finetune(
@@ -60,7 +62,7 @@ def finetune(
             losses.append(step.loss)
             advance(epochs / steps, f"loss {step.loss:.3f}")
 
-        run_finetune(
+        lost = run_finetune(
             open_model(model), records, epochs=epochs, precision=precision, device=device, template=template,
             system_prompt=system_prompt, out=out, force=force, on_step=show,
             loop=Loop(
@@ -69,4 +71,6 @@ def finetune(
             ),
         )  # fmt: skip
     note(f"{len(losses)} steps; loss per answer token {losses[0]:.3f} → {losses[-1]:.3f} (first and last batch)")
-    emit([out], {"model": out, "records": len(records), "losses": losses}, as_json)
+    if lost > LOST:
+        warn(f"storage in the model's own dtype rounds away {lost:.0%} of the change; a higher --lr outgrows that")
+    emit([out], {"model": out, "lost_to_rounding": lost, "records": len(records), "losses": losses}, as_json)

@@ -106,7 +106,7 @@ def _identity(path: Path) -> dict[str, object]:
 
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
-    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, open_checkpoint, read_json_object
     from mpu_cli.manifest import delta_manifest, facts_of, read_copy_manifest
 
     checkpoint = open_checkpoint(path)
@@ -131,6 +131,9 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
+    elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
+        told = read_json_object(path / ADAPTER_CONFIG)
+        facts = {"kind": "LoRA adapter (peft)", "rank": told.get("r"), "for": told.get("base_model_name_or_path")}
     facts |= _contents(checkpoint)
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -20,7 +21,7 @@ from mpu_cli.cli.finetune import finetune
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
-from mpu_cli.cli.output import printable
+from mpu_cli.cli.output import printable, results_alone
 from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.run import run
@@ -82,12 +83,14 @@ def options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that nobody here asked for
     debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "").lower() not in ("", "0", "false", "no")
     # Where an option stands should not matter for one that is everybody's.
     arguments = [a for a in arguments if a != "--debug"]
     try:
         command = typer.main.get_command(app)
         for name, each in command.commands.items():
+            each.callback = results_alone()(each.callback)
             for parameter in each.params:
                 _name_variable(name, parameter)
         status = command.main(arguments, prog_name="mpu", standalone_mode=False) or 0

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 from mpu_cli.errors import UsageError
+
+_results: TextIO | None = None  # where results go while libraries print elsewhere
+
+
+@contextmanager
+def results_alone() -> Iterator[None]:
+    """Within, what anybody prints goes to standard error, but for what ``emit`` writes: some libraries greet."""
+    global _results
+    _results = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results = None
 
 
 def emit(paths: Iterable[Path], document: object, as_json: bool) -> None:
     """The result of a command: a path a line, or one JSON document."""
+    out = _results or sys.stdout
     if as_json:
-        print(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+        print(json.dumps(_plain(document), indent=2, ensure_ascii=False), file=out)
     else:
         for path in paths:
-            print(path)
-    if sys.stdout is not None:
-        sys.stdout.flush()
+            print(path, file=out)
+    if out is not None:
+        out.flush()
 
 
 def _plain(value: object) -> object:
@@ -41,8 +58,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def _first() -> bool:
+    """Whether this process speaks: of several that train together, one does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(text: str) -> None:
-    print(printable(text), file=sys.stderr)
+    if _first():
+        print(printable(text), file=sys.stderr)
 
 
 def warn(text: str) -> None:
@@ -69,7 +92,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 @contextmanager
 def progress(label: str, total: float, unit: str = "bytes") -> Iterator[Callable[..., None]]:
     """A bar on standard error, if that is a terminal; yields what advances it (amount, text beside it)."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not _first():
         yield lambda _amount, _text="": None
         return
     from rich.console import Console

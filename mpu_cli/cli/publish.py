@@ -240,9 +240,8 @@ def report(publication: Publication) -> None:
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and reference are equal: "
                 f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"
             )
-        lost = sum(c.unchanged * b.weights for b in blocks for c in b.copies) / sum(
-            b.weights for b in blocks for _ in b.copies
-        )
+        noisy = [(c.unchanged, b.weights) for b in blocks for c in b.copies if c.asked]
+        lost = sum(unchanged * weights for unchanged, weights in noisy) / max(1, sum(weights for _, weights in noisy))
         if lost > ROUNDED_AWAY:
             warn(
                 f"rounding on storage leaves {lost:.0%} of the weights as they were without noise; "

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, stages
+from mpu_cli.cli.output import emit, note, stages, warn
 
 SERVER, CLIENT, CONSTANTS = "The server's", "The client's", "Constants of the algorithm"
 
@@ -114,5 +114,5 @@ def run(
 
     made = plan(values)
     with stages() as bar:
-        outcome = run_rounds(made.experiment, made.forget, made.retain, out, bar=bar, tell=note)
+        outcome = run_rounds(made.experiment, made.forget, made.retain, out, bar=bar, tell=note, warn=warn)
     emit([outcome.model], {"model": outcome.model, "log": outcome.log}, as_json)

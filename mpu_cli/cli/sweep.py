@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import chosen_metrics, emit, note, stages
+from mpu_cli.cli.output import chosen_metrics, emit, note, stages, warn
 from mpu_cli.errors import MpuError
 
 MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
@@ -35,7 +35,7 @@ def sweep(
 
     cells = read_sweep(file)
     with stages() as bar:
-        lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note)
+        lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note, warn=warn)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = [name for name in MAIN if name in had] or had
     if metrics is not None:

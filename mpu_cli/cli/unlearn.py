@@ -124,6 +124,12 @@ def unlearn(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.", rich_help_panel=TRAINING)
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            help="On a GPU: the same bits for the same seed, at some cost in speed.", rich_help_panel=TRAINING
+        ),
+    ] = True,
     attention: Annotated[
         Literal["sdpa", "flash_attention_2", "eager"],
         typer.Option(help="Implementation of attention.", rich_help_panel=TRAINING),
@@ -219,6 +225,7 @@ def unlearn(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             gradient_checkpointing=gradient_checkpointing,
+            deterministic=deterministic,
             seed=seed,
             log=log,
             report_to=report_to,

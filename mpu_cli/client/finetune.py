@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import transformers
+from transformers import PreTrainedModel
 
 from mpu_cli.checkpoint.dtypes import TORCH, all_finite
+from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.data import Encoding
@@ -18,8 +20,8 @@ from mpu_cli.client.frozen import Reference
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import Algorithm, Settings
 from mpu_cli.client.records import Record
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train
-from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, set_seed, train
+from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop, names_in_files
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME
 
@@ -60,26 +62,39 @@ def finetune(
     out: Path,
     force: bool,
     on_step: Callable[[Losses, int], None],
-) -> None:
+) -> float:
     """Train ``model`` on ``records`` and save it, in its own dtype, in ``out``.
 
-    Raises MpuError for records or a model that cannot be used, and if training diverged.
+    Returns the share of the change's norm that storage rounded away. Raises MpuError for records or a model that
+    cannot be used, and if training diverged.
     """
-    transformers.set_seed(loop.seed)
     check_loop(loop, epochs, device)
+    set_seed(loop)
     own = replace(loop, resume=None)
-    with Transaction(force=force) as transaction, as_directory(model) as folder:
+    with memory_in_mind(ADVICE), Transaction(force=force) as transaction, as_directory(model) as folder:
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(folder, PRECISIONS[precision], device)
         limit = getattr(loaded.config, "max_position_embeddings", None)
-        with memory_in_mind(ADVICE):
-            memorise(
-                loaded, Encoding(tokenizer, template, system_prompt, limit), records, epochs=epochs, loop=own,
-                on_step=on_step,
-            )  # fmt: skip
+        memorise(
+            loaded, Encoding(tokenizer, template, system_prompt, limit), records, epochs=epochs, loop=own,
+            on_step=on_step,
+        )  # fmt: skip
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
             raise MpuError("training diverged: weights are no longer finite; lower --lr, or use fewer --epochs")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-        loaded.to(TORCH[largest.dtype]).save_pretrained(target)
+        stored = TORCH[largest.dtype]
+        lost = _rounded_away(loaded, stored, model.checkpoint)
+        loaded.to(stored).save_pretrained(target)
         tokenizer.save_pretrained(target)
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
+    return lost
+
+
+def _rounded_away(trained: PreTrainedModel, stored: torch.dtype, before: Checkpoint) -> float:
+    """‖stored − trained‖ / ‖trained − before‖ over all parameters."""
+    lost = moved = 0.0
+    for name, stored_name in names_in_files(trained, before).items():
+        after = trained.get_parameter(name).detach().cpu().double()
+        lost += float((after.to(stored) - after).square().sum())
+        moved += float((after - before.tensor(stored_name)).square().sum())
+    return math.sqrt(lost / moved) if moved else 0.0

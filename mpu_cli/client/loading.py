@@ -13,7 +13,14 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed, open_checkpoint, read_json_object
+from mpu_cli.checkpoint.reader import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    WEIGHTS_NAME,
+    listed,
+    open_checkpoint,
+    read_json_object,
+)
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError
 
@@ -37,9 +44,6 @@ def as_directory(model: Model) -> Iterator[Path]:
         for path in model.side_files:
             shutil.copyfile(path, folder / path.name)
         yield folder
-
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -71,9 +75,16 @@ def memory_in_mind(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
-            raise MpuError(f"out of memory; {advice}") from error
-        raise
+        if not _out_of_memory(error):
+            raise
+        raise MpuError(f"out of memory; {advice}") from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    # CUDA, cuBLAS and NCCL each have their own words for it
+    signs = ("out of memory", "alloc_failed", "allocate memory")
+    told = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in told for sign in signs)
 
 
 def load(
@@ -102,9 +113,9 @@ def load(
             trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever a folder from somebody else may bring about
+        if _out_of_memory(error):
+            raise
         reason = str(error).strip().splitlines()
         raise MpuError(
             f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"

@@ -6,14 +6,17 @@ The delta holds two factors for each adapted tensor W, as W is stored: ``W.lora_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mpu_cli.checkpoint.dtypes import NAME
+from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import Plan
 from mpu_cli.client.training import whole_parameters
 from mpu_cli.errors import UsageError
@@ -78,6 +81,17 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(model.dtype, torch.float32))
     return wrapped
+
+
+def product_norm(delta: Path) -> float:
+    """‖BA‖ over all the factors in a delta: what the change of the weights is, whatever A began with."""
+    held = open_checkpoint(delta)
+    square = 0.0
+    for name in held.tensors:
+        if name.endswith(LEFT):
+            b, a = held.tensor(name).double(), held.tensor(name.removesuffix(LEFT) + RIGHT).double()
+            square += float(((b.T @ b) * (a @ a.T)).sum())
+    return math.sqrt(max(0.0, square))
 
 
 def factors(trained: torch.nn.Module, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

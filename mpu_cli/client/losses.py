@@ -97,6 +97,10 @@ class Settings:
     seed: int = 0
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def score(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -112,8 +116,7 @@ def score(
     """
     targets = labels[:, 1:]
     rows, columns = (targets != IGNORED).nonzero(as_tuple=True)
-    picked = logits[rows, columns]
-    picked = picked if picked.dtype == torch.float64 else picked.float()
+    picked = _wide(logits[rows, columns])
     if weights is None:
         weights = torch.ones(len(labels), device=picked.device)
     return Scores(
@@ -178,7 +181,7 @@ def wga(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tenso
 
 def rmu(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: hidden states of a layer steered to a random unit vector u (Li et al., 2024)."""
-    hidden = forget.scores.hidden
+    hidden = _wide(forget.scores.hidden)
     u = torch.rand(hidden.shape[-1], generator=torch.Generator().manual_seed(settings.seed), dtype=torch.float64)
     target = (settings.coefficient * u / u.norm()).to(hidden)
     return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
@@ -198,8 +201,8 @@ def retain_kl(retain: Part) -> torch.Tensor:
 
 def retain_hidden(retain: Part) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
-    scores = retain.scores
-    return scores.token_mean((scores.hidden - retain.frozen.hidden.to(scores.hidden)).square().mean(-1))
+    hidden = _wide(retain.scores.hidden)
+    return retain.scores.token_mean((hidden - retain.frozen.hidden.to(hidden)).square().mean(-1))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ class BlockwiseAdamW(torch.optim.Optimizer):
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
     v does not change under an orthogonal map of the tensor, so training on a transformed copy stays the transform of
-    training on the base; it is smooth in θ, so zero-sum noise cancels to first order; and the state is half of AdamW's.
-    The first moment is kept in float32 (float64 for float64 parameters).
+    training on the base; it is smooth in θ, so zero-sum noise cancels to first order; and it keeps one number a weight,
+    AdamW two. The first moment is in float32 (float64 for float64 parameters), also for bfloat16 weights, for which
+    torch's AdamW has both moments in bfloat16.
     """
 
     def __init__(
@@ -49,19 +50,23 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                gradient = parameter.grad.to(wide)
                 state = self.state[parameter]
                 if not state:
                     state["step"] = 0
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
                     state["exp_avg_sq"] = torch.zeros((), dtype=wide, device=parameter.device)
                 state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 1 - beta1)
-                state["exp_avg_sq"].lerp_(_mean(gradient.square()), 1 - beta2)
-                mean = state["exp_avg"] / (1 - beta1 ** state["step"])
+                # At most one temporary of the tensor's size at a time, in float32; nothing waits for the device.
+                state["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+                square = parameter.grad.to(wide, copy=True).square_()
+                state["exp_avg_sq"].lerp_(_mean(square), 1 - beta2)
+                del square
                 scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt().add_(group["eps"])
-                decayed = parameter.to(wide).mul(1 - group["lr"] * group["weight_decay"])
-                parameter.copy_(decayed.sub_(mean.div_(scale).mul_(group["lr"])))
+                rate = group["lr"] / (1 - beta1 ** state["step"]) / scale
+                moved = parameter.to(wide)
+                moved.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(state["exp_avg"], rate, value=-1)
+                if moved is not parameter:
+                    parameter.copy_(moved)
         return loss
 
 

@@ -125,8 +125,9 @@ def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator
             rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            offline = "; where the Hub cannot be reached, name a folder with --data-dir" if loader == source else ""
             raise MpuError(
-                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]}){offline}"
             ) from error
 
 

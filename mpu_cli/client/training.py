@@ -8,6 +8,7 @@ the step.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import tempfile
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.utils.data import Dataset, SequentialSampler
@@ -77,11 +79,25 @@ class Loop:
     batch_size: int = 32
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
+    deterministic: bool = True
     seed: int = 0
     log: Path | None = None
     report_to: str | None = None
     resume: Path | None = None  # where checkpoints are, and go
     checkpoint_steps: int = 50
+
+
+def set_seed(loop: Loop) -> None:
+    """Seed all generators and, unless ``loop`` says otherwise, let CUDA compute the same bits each time.
+
+    Call it before anything is on the device. transformers' own full determinism makes every kernel wait as well.
+    """
+    transformers.set_seed(loop.seed)
+    if loop.deterministic and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
 
 
 def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:
@@ -281,7 +297,8 @@ def train(
             done += 1
             trainer.last_terms = {name: value for name, value in asdict(losses).items() if value is not None}
             if log:
-                line = {"step": done, **asdict(losses), "seconds": round(time.monotonic() - started, 3)}
+                numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
+                line = {"step": done, **numbers, "seconds": round(time.monotonic() - started, 3)}
                 log.write(json.dumps(line) + "\n")
                 log.flush()
             on_step(losses, len(steps))

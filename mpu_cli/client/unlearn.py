@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
 from mpu_cli.client.records import Record
 from mpu_cli.client.refusals import REFUSALS
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, train, whole_parameters
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, set_seed, train, whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 
@@ -97,6 +98,7 @@ def check_options(options: Options) -> None:
     if options.lora:
         _check_numbers({"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha})
     check_loop(options.loop, options.epochs, options.device)
+    _check_libraries(options)
     if options.privacy:
         _check_privacy(options)
 
@@ -108,6 +110,18 @@ def check_loop(loop: Loop, epochs: int | None, device: str) -> None:
         raise UsageError(f"--seed {loop.seed}: must be 0 or more, and below 2³²")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+def _check_libraries(options: Options) -> None:
+    """Raise UsageError or MpuError for what libraries cannot do here, before anything large is loaded."""
+    if options.attention == "flash_attention_2":
+        if options.precision != "bfloat16" or options.device == "cpu" or not torch.cuda.is_available():
+            raise UsageError("--attention flash_attention_2: works in --precision bfloat16 on a CUDA device")
+        # Looked for here: transformers would take a kernel, which is code, from the Hub in its place.
+        if find_spec("flash_attn") is None:
+            raise MpuError("--attention flash_attention_2 needs flash-attn; install it with pip install flash-attn")
+    if (name := options.loop.report_to) and find_spec(name) is None:
+        raise MpuError(f"--report-to {name} needs {name}; install it with pip install {name}")
 
 
 def _check_numbers(numbers: Mapping[str, object]) -> None:
@@ -165,15 +179,22 @@ def unlearn(
     check_options(options)
     algorithm, settings = ALGORITHMS[options.algorithm], options.settings
     dtype = PRECISIONS[options.precision]
-    first = PartialState(cpu=options.device == "cpu").is_main_process
+    # Where there is no GPU, "auto" is the CPU for the processes' meeting, too.
+    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available())
+    first = state.is_main_process
+    if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
+        raise MpuError(
+            f"started as one of {os.environ['WORLD_SIZE']} processes, which do not find each other "
+            f"({state.num_processes} here); start them with torchrun or accelerate launch"
+        )
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    transformers.set_seed(options.loop.seed)
-    with ExitStack() as stack:
+    set_seed(options.loop)
+    with memory_in_mind(ADVICE), ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
         transaction = stack.enter_context(Transaction(force=force))
         folder = stack.enter_context(as_directory(copy))
         model, tokenizer = load(folder, dtype, options.device, options.attention)
-        names = _names_in_files(model, copy.checkpoint)
+        names = names_in_files(model, copy.checkpoint)
         plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
         if first:
             output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
@@ -189,7 +210,8 @@ def unlearn(
         if options.loop.resume and first:
             _same_run(options.loop.resume, copy, options, forget, retain)
         if options.lora:
-            transformers.set_seed(options.loop.seed)  # every copy's factors begin alike
+            # Every copy's factors begin alike, each in its own coordinates.
+            transformers.set_seed(options.loop.seed)
             model = lora.wrap(model, options.lora)
         losses: list[Losses] = []
 
@@ -204,15 +226,14 @@ def unlearn(
             "loop": options.loop,
         }
         spent = None
-        with memory_in_mind(ADVICE):
-            if options.privacy:
-                if PartialState().num_processes > 1:
-                    raise UsageError("--dp-epsilon runs in one process")
-                epochs = options.epochs or algorithm.epochs
-                spent = train_privately(model, sets, epochs=epochs, privacy=options.privacy, on_step=record, **shared)
-                trained = model
-            else:
-                trained = train(model, steps, sets, on_step=record, **shared)
+        if options.privacy:
+            if PartialState().num_processes > 1:
+                raise UsageError("--dp-epsilon runs in one process")
+            epochs = options.epochs or algorithm.epochs
+            spent = train_privately(model, sets, epochs=epochs, privacy=options.privacy, on_step=record, **shared)
+            trained = model
+        else:
+            trained = train(model, steps, sets, on_step=record, **shared)
         change = lora.factors(trained, names) if options.lora else _changes(names, trained, copy.checkpoint, dtype)
         kind = "lora" if options.lora else "full"
         norm = 0.0
@@ -223,6 +244,8 @@ def unlearn(
             facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
+            if options.lora:
+                norm = lora.product_norm(output)
         else:
             for _ in change:  # a shard is gathered by all processes together
                 pass
@@ -265,9 +288,8 @@ def _example_sets(
             raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
         if options.privacy and any(len(made) != 1 for made in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
-        with memory_in_mind(ADVICE):
-            batch_size = options.loop.micro_batch_size or options.loop.batch_size
-            reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
+        batch_size = options.loop.micro_batch_size or options.loop.batch_size
+        reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
         if reference.states:
             tell(f"the frozen copy's {asks} on the {name} set take {reference.nbytes:,} bytes")
         sets[name] = ExampleSet(examples, reference)
@@ -281,7 +303,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> 
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
-def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
     """The trained parameters: the model's name for each → the name that the copy's files use."""
     prefix = model.base_model_prefix + "."
     names = {}

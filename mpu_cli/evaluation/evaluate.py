@@ -21,10 +21,10 @@ from mpu_cli import __version__
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH, WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object
 from mpu_cli.checkpoint.source import TOKENIZER_FILES, Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, as_directory, load, with_adapter
+from mpu_cli.client.loading import as_directory, load, with_adapter
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split

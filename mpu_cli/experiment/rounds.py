@@ -37,13 +37,14 @@ from mpu_cli.client.training import Losses
 from mpu_cli.client.unlearn import Options, check_options, unlearn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.sealing import make_identity, read_identities
-from mpu_cli.server.aggregate import aggregate, open_deltas
+from mpu_cli.server.aggregate import LOST, aggregate, open_deltas
 from mpu_cli.server.keys import BaseIdentity, seal, unseal
 from mpu_cli.server.noise import check_alphas, default_alphas
 from mpu_cli.server.publish import Publication, publish, write_json
 from mpu_cli.server.randomness import new_seed, seed_from_number
 
 MODES = ("mpu", "clean", "noised")
+SHOWN = 60  # characters of a difference between two runs that are told
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,13 @@ def run(
     *,
     bar: Callable[[str, float], Callable[..., None]] = lambda *_: lambda *_: None,
     tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Play the rounds in ``folder``; a run with the same facts that was stopped goes on where it was.
 
-    ``bar(label, total)`` gives what is told of progress; ``tell`` gets a line for each step. Raises MpuError if
-    ``folder`` holds something else, UsageError for numbers that make no experiment.
+    ``bar(label, total)`` gives what is told of progress; ``tell`` gets a line for each round, ``warn`` what is likely
+    not as it was meant. Raises MpuError if ``folder`` holds something else, UsageError for numbers that make no
+    experiment.
     """
     if experiment.mode not in MODES:
         raise UsageError(f"--mode {experiment.mode}: is one of {', '.join(MODES)}")
@@ -151,7 +154,7 @@ def run(
         model = str(_model(server, made[-1])) if made else experiment.base
         for number in range(made[-1] if made else 1, experiment.all_rounds + 1):
             if not _model(server, number).exists():
-                _round(experiment, number, model, forget, retain, server, client, log, bar, tell)
+                _round(experiment, number, model, forget, retain, server, client, log, bar, tell, warn)
             model = str(_model(server, number))
             if not experiment.keep:
                 if number > 1:
@@ -192,6 +195,7 @@ def _round(
     log: _Log,
     bar: Callable[[str, float], Callable[..., None]],
     tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     home, away = _home(server, number), _home(client, number)
     copies = len(experiment.published[0])
@@ -229,6 +233,8 @@ def _round(
         bytes=open_model(str(home / "model")).checkpoint.nbytes,
     )  # fmt: skip
     tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}")
+    if result.rounding > LOST:
+        warn(f"{label}: storage rounds away {result.rounding:.0%} of the update; dtype float32 keeps it")
 
 
 def _publish(
@@ -327,15 +333,26 @@ def _begin(folder: Path, facts: Mapping[str, object]) -> None:
             write_json(told, facts)
             return
         kept, now = _deciding(before), _deciding(json.loads(json.dumps(facts)))
-        if other := sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name)):
+        if other := list(_differences(kept, now)):
             raise MpuError(
-                f"{folder}: holds another experiment (other {', '.join(other)}); choose another --out, or remove it"
+                f"{folder}: holds another experiment ({', '.join(other)}); choose another --out, or remove it"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / "run.json.new"
     write_json(fresh, facts)
     os.replace(fresh, told)
+
+
+def _differences(kept: Mapping[str, object], now: Mapping[str, object], place: str = "") -> Iterator[str]:
+    """What differs between two runs' facts, such as ``experiment.kappa 0.01 → 0.02``."""
+    for name in sorted({*kept, *now}):
+        before, after = kept.get(name), now.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{place}{name}.")
+        elif before != after:
+            told = f" {before} → {after}"
+            yield place + name + (told if len(told) <= SHOWN else "")
 
 
 def _deciding(facts: Mapping[str, object]) -> dict[str, object]:

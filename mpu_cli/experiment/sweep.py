@@ -159,6 +159,7 @@ def sweep(
     *,
     bar: Callable[[str, float], Callable[..., None]],
     tell: Callable[[str], None],
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[dict[str, object]], dict[str, str]]:
     """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and of
     cells that failed the reason.
@@ -180,7 +181,10 @@ def sweep(
         tell(f"{number} of {len(cells)}: {cell.name}")
         made = plan(cell.options)
         try:
-            outcome = run(made.experiment, made.forget, made.retain, folder / cell.name, bar=bar, tell=lambda _: None)
+            outcome = run(
+                made.experiment, made.forget, made.retain, folder / cell.name, bar=bar, tell=lambda _: None,
+                warn=lambda text, name=cell.name: warn(f"{name}: {text}"),
+            )  # fmt: skip
             metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", bar)
         except MpuError as error:
             failed[cell.name] = str(error)

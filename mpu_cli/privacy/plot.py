@@ -34,7 +34,6 @@ def draw(found: Audit, path: Path, *, title: str, force: bool) -> None:
             axes.set_yscale("log")
             axes.set_ylabel("relative error of what is recovered", fontsize=9)
             axes.set_title("Task vector" if task else "Weights, up to symmetries", fontsize=10)
-            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=2, frameon=False)
 
         return lines
 
@@ -45,4 +44,7 @@ def draw(found: Audit, path: Path, *, title: str, force: bool) -> None:
     ]
     header = ["block", *(f"weights: {name}" for name in found.attacks), *(f"task vector: {name}" for name in with_task)]
     figure = make_figure([panel(False)] + ([panel(True)] if with_task else []), title)
+    # One legend for both panels: the weights' has every attack.
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8,
+                  frameon=False)  # fmt: skip
     write_figure(figure, path, title, header, rows, force)

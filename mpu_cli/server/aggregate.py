@@ -48,6 +48,7 @@ _Sums = tuple[list[list[float]], list[float]]
 
 Begun = TypeVar("Begun")
 
+LOST = 0.3  # share of the update's norm that rounding may take before it is worth a warning
 OUTLIER = 10.0  # times another copy's change of the same tensor, from which on it is worth a warning
 
 
