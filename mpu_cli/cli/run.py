@@ -85,6 +85,9 @@ def run(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.", rich_help_panel=CLIENT)
     ] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option(help="On a GPU: the same bits for the same seed.", rich_help_panel=CLIENT)
+    ] = True,
     seed: Annotated[int, typer.Option(help="Order of the records.", rich_help_panel=CLIENT)] = 0,
     retain_loss: Annotated[
         Literal["nll", "kl", "hidden"] | None, typer.Option(help="Retain term.", rich_help_panel=CONSTANTS)

@@ -38,7 +38,7 @@ def sweep(
         lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note, warn=warn)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = [name for name in MAIN if name in had] or had
-    if metrics is not None:
+    if metrics is not None and had:
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
     for name, table in pivot(lines, names, across).items():

@@ -20,8 +20,8 @@ from mpu_cli.client.frozen import Reference
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import Algorithm, Settings
 from mpu_cli.client.records import Record
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, set_seed, train
-from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop, names_in_files
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train
+from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME
 
@@ -69,9 +69,8 @@ def finetune(
     cannot be used, and if training diverged.
     """
     check_loop(loop, epochs, device)
-    set_seed(loop)
-    own = replace(loop, resume=None)
-    with memory_in_mind(ADVICE), Transaction(force=force) as transaction, as_directory(model) as folder:
+    own = replace(loop, resume=None, deterministic=False)
+    with memory_in_mind(ADVICE), seeded(own), Transaction(force=force) as transaction, as_directory(model) as folder:
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(folder, PRECISIONS[precision], device)
         limit = getattr(loaded.config, "max_position_embeddings", None)
@@ -91,10 +90,12 @@ def finetune(
 
 
 def _rounded_away(trained: PreTrainedModel, stored: torch.dtype, before: Checkpoint) -> float:
-    """‖stored − trained‖ / ‖trained − before‖ over all parameters."""
+    """‖stored − trained‖ / ‖trained − before‖ over the parameters that the files hold under their names."""
     lost = moved = 0.0
-    for name, stored_name in names_in_files(trained, before).items():
-        after = trained.get_parameter(name).detach().cpu().double()
-        lost += float((after.to(stored) - after).square().sum())
-        moved += float((after - before.tensor(stored_name)).square().sum())
+    for name, parameter in trained.named_parameters():
+        held = name if name in before.tensors else name.removeprefix(f"{trained.base_model_prefix}.")
+        if held in before.tensors:
+            after = parameter.detach().cpu().double()
+            lost += float((after.to(stored) - after).square().sum())
+            moved += float((after - before.tensor(held)).square().sum())
     return math.sqrt(lost / moved) if moved else 0.0

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from mpu_cli.client.data import IGNORED, Example, answer_tokens, pad
 from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.losses import RETAIN, Algorithm, Part, Settings
 from mpu_cli.client.optimizers import make_optimizer
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 
 KEPT_CHECKPOINTS = 2  # the one before stays until the next is whole
 
@@ -87,17 +87,29 @@ class Loop:
     checkpoint_steps: int = 50
 
 
-def set_seed(loop: Loop) -> None:
+@contextmanager
+def seeded(loop: Loop) -> Iterator[None]:
     """Seed all generators and, unless ``loop`` says otherwise, let CUDA compute the same bits each time.
 
-    Call it before anything is on the device. transformers' own full determinism makes every kernel wait as well.
+    Enter it before anything is on the device; MpuError from within for what has no deterministic form there.
+    transformers' own full determinism makes every kernel wait as well.
     """
     transformers.set_seed(loop.seed)
-    if loop.deterministic and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True)
+    if not (loop.deterministic and torch.cuda.is_available()):
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise MpuError(f"{str(error).splitlines()[0]}; use --no-deterministic") from error
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:

@@ -34,7 +34,7 @@ from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
 from mpu_cli.client.records import Record
 from mpu_cli.client.refusals import REFUSALS
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, set_seed, train, whole_parameters
+from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train, whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 
@@ -188,13 +188,12 @@ def unlearn(
             f"({state.num_processes} here); start them with torchrun or accelerate launch"
         )
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    set_seed(options.loop)
-    with memory_in_mind(ADVICE), ExitStack() as stack:
+    with memory_in_mind(ADVICE), seeded(options.loop), ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
         transaction = stack.enter_context(Transaction(force=force))
         folder = stack.enter_context(as_directory(copy))
         model, tokenizer = load(folder, dtype, options.device, options.attention)
-        names = names_in_files(model, copy.checkpoint)
+        names = _names_in_files(model, copy.checkpoint)
         plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
         if first:
             output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
@@ -303,7 +302,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> 
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
-def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
     """The trained parameters: the model's name for each → the name that the copy's files use."""
     prefix = model.base_model_prefix + "."
     names = {}

@@ -12,7 +12,7 @@ from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.records import Record, read_records
 from mpu_cli.client.training import Loop
-from mpu_cli.client.unlearn import PRECISIONS, Options
+from mpu_cli.client.unlearn import PRECISIONS, Options, check_options
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment.rounds import MODES, Experiment
 
@@ -28,7 +28,8 @@ OPTIONS: dict[str, tuple[type, object]] = {
     "optim": (str, "adamw"), "lr": (float, 1e-5), "batch_size": (int, 32), "micro_batch_size": (int, None),
     "weight_decay": (float, 0.01), "max_grad_norm": (float, 1.0), "warmup_steps": (int, 0),
     "retain_loss": (str, None), "template": (str, "chat"), "system_prompt": (str, "You are a helpful assistant."),
-    "device": (str, "auto"), "seed": (int, 0), "secret_seed": (int, None), "keep": (bool, False),
+    "device": (str, "auto"), "deterministic": (bool, True), "seed": (int, 0),
+    "secret_seed": (int, None), "keep": (bool, False),
     **dict.fromkeys(CONSTANTS, (float, None)), "layer": (int, None),
 }  # fmt: skip
 CHOICES = {
@@ -83,7 +84,7 @@ def plan(values: Mapping[str, object], where: str = "") -> Plan:
     loop = Loop(
         optimizer=given["optim"], seed=given["seed"],
         **{name: given[name] for name in (
-            "lr", "weight_decay", "max_grad_norm", "warmup_steps", "batch_size", "micro_batch_size"
+            "lr", "weight_decay", "max_grad_norm", "warmup_steps", "batch_size", "micro_batch_size", "deterministic"
         )},
     )  # fmt: skip
     options = Options(
@@ -91,6 +92,7 @@ def plan(values: Mapping[str, object], where: str = "") -> Plan:
         precision=given["precision"], template=given["template"], system_prompt=given["system_prompt"],
         device=given["device"], loop=loop,
     )  # fmt: skip
+    check_options(options)
     experiment = Experiment(
         base=given["base"], options=options, alphas=alphas, seed=given["secret_seed"],
         dtype=OPTION[given["dtype"]] if given["dtype"] else None,
