@@ -5,7 +5,9 @@
 
 For each algorithm and optimiser: `mpu unlearn` on the model itself (clean), and `mpu publish`, `mpu unlearn` on two
 copies and `mpu aggregate` (κ = 0.01, the paper's symmetries, float32). Losses are per answer token over the whole sets.
-A finished row is kept in --work, so a stopped run goes on where it was. Prints a Markdown table.
+"off" is how far the losses of the aggregate are from those of the clean run, "distance" how far its update is from
+the clean one, relative. A finished row is kept in --work, so a stopped run goes on where it was. Prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -113,10 +115,9 @@ def main() -> None:
 
     forget, retain = measure(options.base, {}, options)
     print(f"Before: {forget:.3f} on the forget set, {retain:.3f} on the first 100 records of the retain set.\n")
-    print(
-        "| algorithm | optimiser | forget term, first → last | clean: forget, retain | mpu: forget, retain | distance |"
-    )
-    print("|---|---|---|---|---|---|")
+    columns = ("forget term, first → last", "clean: forget, retain", "mpu: forget, retain", "off", "distance")
+    print(f"| algorithm | optimiser | {' | '.join(columns)} |")
+    print("|---" * (2 + len(columns)) + "|")
     for algorithm in ALGORITHMS:
         for optimizer in OPTIMIZERS:
             done = options.work / f"{algorithm}-{optimizer}.json"
@@ -126,6 +127,7 @@ def main() -> None:
             cells = [
                 f"{r['term'][0]:.3g} → {r['term'][1]:.3g}",
                 *(f"{r[kind][0]:.3f}, {r[kind][1]:.3f}" for kind in ("clean", "mpu")),
+                ", ".join(f"{mpu / clean - 1:+.1%}" for clean, mpu in zip(r["clean"], r["mpu"], strict=True)),
                 f"{r['distance']:.2g}",
             ]
             print(f"| {algorithm} | {optimizer} | {' | '.join(cells)} |", flush=True)
