@@ -24,10 +24,21 @@ def distance(found: Tensors, expected: Tensors, only: Callable[[str], bool] = la
     return (error / sum(float(expected[name].square().sum()) for name in names)) ** 0.5
 
 
+def unfactored(delta: Tensors) -> dict[str, torch.Tensor]:
+    """A LoRA delta's change of each tensor that it adapts, the product of its factors; any other delta as it is."""
+    return {
+        name.removesuffix(".lora_B"): tensor @ delta[name.removesuffix("B") + "A"]
+        if name.endswith(".lora_B")
+        else tensor
+        for name, tensor in delta.items()
+        if not name.endswith(".lora_A")
+    }
+
+
 def clean_update(mpu: Callable, base: Path, folder: Path, options: list[object]) -> dict[str, torch.Tensor]:
     """The update of a client that is handed the base itself."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *options)
-    return tensors(folder / "clean.safetensors")
+    return unfactored(tensors(folder / "clean.safetensors"))
 
 
 def updates(
@@ -41,4 +52,4 @@ def updates(
     mpu("aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "unlearned")
     inverted = mpu("invert", folder / "deltas", "--keys", keys, "--out", folder / "inverted").out.split()
     before, after = tensors(base), tensors(folder / "unlearned")
-    return {name: after[name] - before[name] for name in before}, [tensors(Path(path)) for path in inverted]
+    return {name: after[name] - before[name] for name in before}, [unfactored(tensors(Path(path))) for path in inverted]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.loading import load
+from mpu_cli.client.lora import principal_inputs
 from tests.models import CONFIGS, random_model, save, write_records
 from tests.protocol import tensors
 
@@ -70,6 +71,21 @@ def test_the_norm_told_is_that_of_the_product(mpu, rounds):
     held = load_file(rounds / "again")
     square = sum((held[n + ".lora_B"].double() @ held[n + ".lora_A"].double()).square().sum() for n in adapted(held))
     assert told.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_factors_begin_in_the_same_subspace_in_any_coordinates(shape):
+    """A of a turned weight is A turned, up to the signs of its rows; beyond the smaller side there is nothing."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64)
+    out, into = (torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q for n in shape)
+    turned = principal_inputs(out @ weight @ into.T, 5) @ into
+    signs = torch.sign((turned * principal_inputs(weight, 5)).sum(1, keepdim=True))
+    torch.testing.assert_close(turned, signs * principal_inputs(weight, 5))
+    expected = torch.linalg.svd(weight).Vh[:5]
+    torch.testing.assert_close(3 * turned.T @ turned, expected.T @ expected)
+    most = principal_inputs(weight, 14)
+    assert torch.count_nonzero(most.norm(dim=1)) == 12
 
 
 def test_undoing_factors_is_undoing_their_product(mpu, rounds):

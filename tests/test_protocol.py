@@ -27,6 +27,16 @@ def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, 
     assert distance(aggregate, clean) < 1e-5
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family):
+    """The factors of every copy begin in the same subspace, whatever its coordinates."""
+    base = save(random_model(family), tmp_path / "base")
+    options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["adamw-blockwise"], "--lora-rank", 4]
+    clean = clean_update(mpu, base, tmp_path, options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "all"], options)
+    assert distance(aggregate, clean) < 1e-5
+
+
 def real_records(folder, count=8):
     """The first of TOFU's forget01, and as many records to keep."""
     arguments = []
@@ -45,17 +55,18 @@ def slope(x, y):
 # Noise chosen so that one copy's error lies between 0.5 % and 5 %.
 @needs_shared
 @pytest.mark.parametrize(
-    ("optimizer", "kappas"),
+    ("training", "kappas"),
     [
-        (("sgd", "1e-2"), np.geomspace(0.0075, 0.025, 5)),
-        (("adamw-blockwise", "1e-4"), np.geomspace(0.0004, 0.0035, 5)),
+        (["--optim", "sgd", "--lr", "1e-2"], np.geomspace(0.0075, 0.025, 5)),
+        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0004, 0.0035, 5)),
+        (["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"], np.geomspace(0.0007, 0.005, 5)),
     ],
-    ids=["sgd", "adamw-blockwise"],
+    ids=["sgd", "adamw-blockwise", "lora"],
 )
-def test_noise_cancels_to_first_order(mpu, tmp_path, optimizer, kappas):
+def test_noise_cancels_to_first_order(mpu, tmp_path, training, kappas):
     """The aggregate's error grows as κ², one copy's as κ."""
     base = SHARED / "models/full"
-    options = [*real_records(tmp_path), "--optim", optimizer[0], "--lr", optimizer[1]]
+    options = [*real_records(tmp_path), *training]
     clean = clean_update(mpu, base, tmp_path, options)
     together, alone = [], []
     for kappa in kappas:

@@ -2,6 +2,10 @@
 
 The delta holds two factors for each adapted tensor W, as W is stored: ``W.lora_B`` (rows of W, r) and ``W.lora_A``
 (r, columns of W), with the change being their product. peft's scaling is in the first.
+
+A does not begin at random but at the directions that W itself reads most of (PiSSA's choice, Meng et al. 2024; W stays
+whole here): they turn with the coordinates of a copy, so all copies train in one subspace, and noise cancels over them.
+At random, each copy would train in a subspace of its own.
 """
 
 from __future__ import annotations
@@ -77,10 +81,41 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
     )
     wrapped = get_peft_model(model, config)
+    wide = torch.promote_types(model.dtype, torch.float32)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.promote_types(model.dtype, torch.float32))
+            parameter.data = parameter.data.to(wide)
+    for module in wrapped.modules():
+        if hasattr(module, "lora_A"):
+            weight = module.base_layer.weight.detach().to(wide)
+            begin = principal_inputs(weight.T if module.fan_in_fan_out else weight, lora.rank)
+            module.lora_A["default"].weight.data.copy_(begin)
     return wrapped
+
+
+def principal_inputs(weight: torch.Tensor, rank: int) -> torch.Tensor:
+    """The first ``rank`` right singular vectors of ``weight``, (outputs, inputs), as rows: (rank, inputs).
+
+    They are as long as peft's random rows are, 1/√3; there are no more than the smaller side of ``weight``, then zeros.
+    """
+    outputs, inputs = weight.shape
+    if outputs < inputs:
+        rows = _last_eigenvectors(weight @ weight.T, rank).T @ weight
+    else:
+        rows = _last_eigenvectors(weight.T @ weight, rank).T
+    begin = weight.new_zeros(rank, inputs)
+    begin[: len(rows)] = torch.nn.functional.normalize(rows, dim=1) / math.sqrt(3)
+    return begin
+
+
+def _last_eigenvectors(gram: torch.Tensor, count: int) -> torch.Tensor:
+    """Of the ``count`` largest eigenvalues, as columns: (n, count), or (n, n) if there are no more."""
+    if gram.device.type != "cpu":
+        return torch.linalg.eigh(gram).eigenvectors[:, -count:]
+    from scipy.linalg import eigh  # on a CPU three times as fast as torch's, which finds all of them
+
+    first = max(0, len(gram) - count)
+    return torch.from_numpy(eigh(gram.numpy(), subset_by_index=[first, len(gram) - 1])[1])
 
 
 def product_norm(delta: Path) -> float:

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.checkpoint.dtypes import NAME
@@ -209,8 +208,6 @@ def unlearn(
         if options.loop.resume and first:
             _same_run(options.loop.resume, copy, options, forget, retain)
         if options.lora:
-            # Every copy's factors begin alike, each in its own coordinates.
-            transformers.set_seed(options.loop.seed)
             model = lora.wrap(model, options.lora)
         losses: list[Losses] = []
 
