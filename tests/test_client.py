@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy import stats
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.data import IGNORED, Encoding, pad
-from mpu_cli.client.frozen import freeze, run
+from mpu_cli.client.frozen import freeze, run, steering_direction
 from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
 from mpu_cli.client.optimizers import BlockwiseAdamW
@@ -114,7 +115,8 @@ class TestLosses:
             with torch.no_grad():
                 said = run(frozen, inputs, layer=1)
             scores = run(model, inputs, layer=1)
-            parts[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden))
+            direction = torch.rand(said.hidden.shape[1], dtype=torch.float64)
+            parts[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return parts
 
     @staticmethod
@@ -196,9 +198,9 @@ class TestLosses:
 
     def test_rmu(self, batch):
         hidden = batch["forget"].scores.hidden.detach()
-        u = torch.rand(hidden.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        expected = sum(float(((h - 2 * u / u.norm()) ** 2).sum()) / hidden.shape[1] for h in hidden) / len(hidden)
-        assert self.found("rmu", batch, seed=3) == pytest.approx(expected, abs=1e-10)
+        u = batch["forget"].frozen.direction
+        expected = sum(float(((h - 2 * u) ** 2).sum()) / hidden.shape[1] for h in hidden) / len(hidden)
+        assert self.found("rmu", batch) == pytest.approx(expected, abs=1e-10)
 
     def test_retain_terms(self, batch):
         part = batch["retain"]
@@ -218,7 +220,10 @@ class TestLosses:
         torch.manual_seed(0)
         logits, hidden = (torch.randn(2, 5, n, dtype=torch.float64, requires_grad=True) for n in (7, 4))
         labels = torch.tensor([[IGNORED, 1, 2, 3, IGNORED], [IGNORED, IGNORED, 4, 0, 6]])
-        frozen = Frozen(torch.tensor([-4.0, -6.0], dtype=torch.float64), torch.randn(6, 7, dtype=torch.float64))
+        frozen = Frozen(
+            torch.tensor([-4.0, -6.0], dtype=torch.float64), torch.randn(6, 7, dtype=torch.float64),
+            direction=torch.rand(4, dtype=torch.float64),
+        )  # fmt: skip
         other = Part(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
         detached = {"satimp", "wga"}  # their weights are constants, which differences cannot know
 
@@ -267,6 +272,19 @@ class TestFrozen:
             vocabulary, width = fresh.get_output_embeddings().weight.shape
             tokens = sum(len(state) for state in kept.states)
             assert kept.nbytes == 8 * (tokens * width + vocabulary * width)
+
+    def test_direction_is_uniform_and_of_length_one(self, tmp_path):
+        """Φ of normal numbers: over many seeds each entry, scaled by its vector's largest, spreads evenly."""
+        model, _ = load(save(random_model("llama"), tmp_path / "base"), torch.float64, "cpu")
+        drawn = torch.stack([steering_direction(model, seed) for seed in range(400)])
+        torch.testing.assert_close(drawn.norm(dim=1), torch.ones(400, dtype=torch.float64))
+        embedding = model.get_input_embeddings().weight.detach()
+        draws = [torch.Generator().manual_seed(seed) for seed in range(400)]
+        normal = torch.stack([torch.randn(len(embedding), generator=g, dtype=torch.float64) for g in draws])
+        uniform = torch.erf(normal @ embedding / embedding.norm(dim=0) / 2**0.5) / 2 + 0.5
+        torch.testing.assert_close(drawn, uniform / uniform.norm(dim=1, keepdim=True))
+        assert stats.kstest(uniform[:, 0].numpy(), "uniform").pvalue > 1e-3
+        assert abs(float(uniform.mean()) - 0.5) < 0.02
 
 
 class TestBlockwiseAdamW:

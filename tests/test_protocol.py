@@ -27,6 +27,15 @@ def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, 
     assert distance(aggregate, clean) < 1e-5
 
 
+def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path):
+    """RMU's random direction lies in the model dimension, which `all` permutes."""
+    base = save(random_model("llama"), tmp_path / "base")
+    options = [*records(tmp_path), "--algo", "rmu", "--layer", 0, "--epochs", 3, *SMOOTH["adamw-blockwise"]]
+    clean = clean_update(mpu, base, tmp_path, options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "all"], options)
+    assert distance(aggregate, clean) < 1e-5
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family):
     """The factors of every copy begin in the same subspace, whatever its coordinates."""

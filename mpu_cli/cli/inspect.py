@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +42,7 @@ def inspect(
         facts = _identity(path)
     else:
         facts = _checkpoint(path, tensors)
-    emit([], facts, True) if as_json else _print(facts)
+    emit(_lines(facts), facts, as_json)
 
 
 def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
@@ -158,7 +159,7 @@ def _contents(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _print(facts: dict[str, object]) -> None:
+def _lines(facts: dict[str, object]) -> Iterator[str]:
     width = max(map(len, facts))
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -167,6 +168,6 @@ def _print(facts: dict[str, object]) -> None:
             value = ", ".join(map(str, value))
         elif isinstance(value, int):
             value = f"{value:,}"
-        print(printable(f"{name:<{width}}  {value}").replace("\n", "\\n"))
+        yield printable(f"{name:<{width}}  {value}").replace("\n", "\\n")
     for name, value in facts.get("list", {}).items():
-        print(printable(f"  {name}  {value}").replace("\n", "\\n"))
+        yield printable(f"  {name}  {value}").replace("\n", "\\n")

@@ -28,14 +28,14 @@ def results_alone() -> Iterator[None]:
         _results = None
 
 
-def emit(paths: Iterable[Path], document: object, as_json: bool) -> None:
-    """The result of a command: a path a line, or one JSON document."""
+def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
+    """The result of a command: lines, of paths mostly, or one JSON document."""
     out = _results or sys.stdout
     if as_json:
         print(json.dumps(_plain(document), indent=2, ensure_ascii=False), file=out)
     else:
-        for path in paths:
-            print(path, file=out)
+        for line in lines:
+            print(line, file=out)
     if out is not None:
         out.flush()
 

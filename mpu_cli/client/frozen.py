@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.losses import Frozen, Scores, score
 
+ROWS = 1 << 14  # of the embedding that are made float64 at once
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -25,6 +27,7 @@ class Reference:
     log_probs: torch.Tensor | None = None  # (examples,)
     states: Sequence[torch.Tensor] = ()  # for each example (tokens, width)
     head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    direction: torch.Tensor | None = None  # (width,)
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +50,8 @@ class Reference:
 
     def frozen(self, batch: dict[str, torch.Tensor]) -> Frozen:
         """The frozen copy's word on a batch made by ``collect``."""
+        if self.direction is not None:
+            return Frozen(direction=self.direction)
         value = batch.get("reference")
         if value is None:
             return Frozen()
@@ -85,10 +90,14 @@ def freeze(
     *,
     layer: int,
     batch_size: int,
+    seed: int = 0,
 ) -> Reference:
-    """Ask ``model``, as it is now, for ``asks`` ("log_probs", "logits", "hidden" of ``layer``, or None: nothing)."""
+    """Ask ``model``, as it is now, for ``asks``: "log_probs", "logits", "hidden" of ``layer``, a "direction" drawn with
+    ``seed``, or nothing (None)."""
     if asks is None:
         return Reference()
+    if asks == "direction":
+        return Reference(asks, direction=steering_direction(model, seed))
     model.eval()
     sums: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
@@ -105,6 +114,23 @@ def freeze(
         kept = scores.logits.to(model.dtype) if isinstance(head, torch.nn.Identity) else scores.hidden
         states += [state.cpu() for state in kept.split(torch.bincount(scores.rows, minlength=len(part)).tolist())]
     return Reference(asks, torch.cat(sums) if sums else None, states, head)
+
+
+@torch.no_grad()
+def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
+    """RMU's random vector (Li et al., 2024), float64 (width,): entries uniform in [0, 1), then made of length 1.
+
+    Entry j is Φ(⟨s, e_j⟩/‖e_j‖), with e_j column j of the embedding and s a normal number for each token. So drawn, it
+    is permuted with the model dimension of a copy, and all copies are steered the same way.
+    """
+    embedding = model.get_input_embeddings().weight
+    draws = torch.randn(len(embedding), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    products = squares = torch.zeros(embedding.shape[1], dtype=torch.float64, device=embedding.device)
+    for rows, normals in zip(embedding.split(ROWS), draws.to(embedding.device).split(ROWS), strict=True):
+        products = products + normals @ rows.double()
+        squares = squares + rows.double().square().sum(0)
+    uniform = torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny))
+    return uniform / uniform.norm()
 
 
 def _head(model: PreTrainedModel, scores: Scores) -> torch.nn.Module:

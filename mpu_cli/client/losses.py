@@ -66,12 +66,14 @@ class Scores:
 class Frozen:
     """What the frozen copy said of the same tokens; None where it was not asked.
 
-    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref, (tokens, vocabulary); ``hidden``: (tokens, width).
+    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref, (tokens, vocabulary); ``hidden``: (tokens, width);
+    ``direction``: RMU's, of the whole model and of length 1, (width,).
     """
 
     log_probs: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    direction: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,6 @@ class Settings:
     delta: float = 0.0
     layer: int = 7
     coefficient: float = 2.0
-    seed: int = 0
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -182,8 +183,7 @@ def wga(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tenso
 def rmu(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: hidden states of a layer steered to a random unit vector u (Li et al., 2024)."""
     hidden = _wide(forget.scores.hidden)
-    u = torch.rand(hidden.shape[-1], generator=torch.Generator().manual_seed(settings.seed), dtype=torch.float64)
-    target = (settings.coefficient * u / u.norm()).to(hidden)
+    target = (settings.coefficient * forget.frozen.direction).to(hidden)
     return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
@@ -241,5 +241,7 @@ ALGORITHMS = {
     "undial": Algorithm(undial, Settings(beta=10, alpha=0), ("beta",), asks="logits"),
     "satimp": Algorithm(satimp, Settings(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
     "wga": Algorithm(wga, Settings(beta=1), ("beta",)),
-    "rmu": Algorithm(rmu, Settings(layer=7, coefficient=2), ("layer", "coefficient"), retain="hidden", hidden=True),
+    "rmu": Algorithm(
+        rmu, Settings(layer=7, coefficient=2), ("layer", "coefficient"), asks="direction", retain="hidden", hidden=True
+    ),
 }

@@ -71,7 +71,7 @@ class Options:
     @property
     def settings(self) -> Settings:
         """The algorithm's constants, with those that were given in their place."""
-        return replace(ALGORITHMS[self.algorithm].settings, seed=self.loop.seed, **self.constants)
+        return replace(ALGORITHMS[self.algorithm].settings, **self.constants)
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,8 @@ def _example_sets(
         if options.privacy and any(len(made) != 1 for made in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
         batch_size = options.loop.micro_batch_size or options.loop.batch_size
-        reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size)
+        seed = options.loop.seed
+        reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size, seed=seed)
         if reference.states:
             tell(f"the frozen copy's {asks} on the {name} set take {reference.nbytes:,} bytes")
         sets[name] = ExampleSet(examples, reference)

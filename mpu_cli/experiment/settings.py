@@ -16,7 +16,7 @@ from mpu_cli.client.unlearn import PRECISIONS, Options, check_options
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment.rounds import MODES, Experiment
 
-CONSTANTS = tuple(field.name for field in fields(Settings) if field.name != "seed")
+CONSTANTS = tuple(field.name for field in fields(Settings))
 SYMMETRIES = ("paper", "all", "none")
 # name → (type, default); None stands for the algorithm's own, or for not set
 OPTIONS: dict[str, tuple[type, object]] = {
