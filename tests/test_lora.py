@@ -88,6 +88,17 @@ def test_factors_begin_in_the_same_subspace_in_any_coordinates(shape):
     assert torch.count_nonzero(most.norm(dim=1)) == 12
 
 
+def test_weights_that_are_no_numbers(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    held = load_file(base / "model.safetensors")
+    held["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(held, base / "model.safetensors", {"format": "pt"})
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--lora-rank", 2, check=False, cwd=tmp_path)
+    assert outcome.status == 1
+    assert "layers.1.mlp.up_proj: its weights hold NaN" in outcome.err
+
+
 def test_undoing_factors_is_undoing_their_product(mpu, rounds):
     mpu("invert", "deltas", cwd=rounds)
     for k in (1, 2):

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from mpu_cli.checkpoint.dtypes import NAME
+from mpu_cli.checkpoint.dtypes import NAME, all_finite
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import Plan
 from mpu_cli.client.training import whole_parameters
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
 
 
@@ -68,7 +68,10 @@ def plan(names: dict[str, str], lora: Lora, model: PreTrainedModel) -> Plan:
 
 
 def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
-    """``model`` with adapters in the place of its trained weights (float32, or float64 where the model is)."""
+    """``model`` with adapters in the place of its trained weights (float32, or float64 where the model is).
+
+    Raises MpuError for weights that are no numbers.
+    """
     from peft import LoraConfig, get_peft_model
 
     targets = adapted(model, lora)
@@ -85,9 +88,13 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide)
-    for module in wrapped.modules():
+    for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A"):
             weight = module.base_layer.weight.detach().to(wide)
+            if not all_finite(weight):
+                raise MpuError(
+                    f"{name.removeprefix('base_model.model.')}: its weights hold NaN or Inf; fetch the copy again"
+                )
             begin = principal_inputs(weight.T if module.fan_in_fan_out else weight, lora.rank)
             module.lora_A["default"].weight.data.copy_(begin)
     return wrapped
