@@ -36,7 +36,7 @@ EPOCHS = 50  # of training; the model then knows its records by heart
 MODES = ("clean", "noised", "mpu")
 COPIES, KAPPA, ROUNDS = 2, 0.05, 1
 OPTIONS = Options(
-    "npo", epochs=15, constants={"beta": 0.5}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
+    "npo", epochs=15, constants={"beta": 2.0}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
 )
 METRICS = (
     "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
