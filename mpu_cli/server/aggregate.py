@@ -70,8 +70,9 @@ class Aggregation:
     """What ``aggregate`` made and how the copies agree.
 
     ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
-    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update;
-    ``outliers``: tensors of which one copy's change is far larger than the others', with the copy and by what factor.
+    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update, read
+    off a slice or two of each tensor; ``outliers``: tensors of which one copy's change is far larger than the others',
+    with the copy and by what factor.
     """
 
     path: Path
