@@ -66,9 +66,9 @@ def slope(x, y):
 @pytest.mark.parametrize(
     ("training", "kappas"),
     [
-        (["--optim", "sgd", "--lr", "1e-2"], np.geomspace(0.0075, 0.025, 5)),
-        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0004, 0.0035, 5)),
-        (["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"], np.geomspace(0.0007, 0.005, 5)),
+        (["--optim", "sgd", "--lr", "1e-2"], np.geomspace(0.0075, 0.025, 3)),
+        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0004, 0.0035, 3)),
+        (["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"], np.geomspace(0.0007, 0.005, 3)),
     ],
     ids=["sgd", "adamw-blockwise", "lora"],
 )
