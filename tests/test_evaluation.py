@@ -643,6 +643,19 @@ class TestCompare:
             assert words_of in said
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
+    def test_privleak_is_marked_against_one_retain_model_only(
+        self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
+    ) -> None:
+        mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out",
+            tmp_path / "eval.json")  # fmt: skip
+        made = json.loads((tmp_path / "eval.json").read_text())
+        for other, marks in (("same", 1), ("another", 0)):
+            for name, value, digest in (("a", -5.0, "same"), ("b", 40.0, other)):
+                told = {**made, "metrics": {"privleak": {"agg_value": value}}, "retain_log": {"sha256": digest}}
+                (tmp_path / f"{name}.json").write_text(json.dumps(told))
+            shown = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--metrics", "privleak").out
+            assert shown.count("**-5**") == marks
+
     def test_best(self) -> None:
         assert best([0.2, None, 0.9, 0.9], "up") == {2, 3}
         assert best([0.2, 0.1], "down") == {1}

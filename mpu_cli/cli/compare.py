@@ -29,7 +29,7 @@ def compare(
 
     Attacks are best near 0.5, privleak near 0. Says on standard error where the results were not made alike.
     """
-    from mpu_cli.evaluation.results import MAIN, best, differences, goal, read_results
+    from mpu_cli.evaluation.results import MAIN, best, differences, goal, one_retain_log, read_results
 
     if plot:
         from mpu_cli.evaluation.plots import draw_comparison
@@ -45,13 +45,12 @@ def compare(
     else:
         names = [name for name in MAIN if name in there] or list(dict.fromkeys(there))
     columns = {name: [result.log.value(name) for result in read] for name in names}
-    odd = differences(read)
-    for sentence in odd:
+    for sentence in differences(read):
         warn(f"not made alike: {sentence}")
     lines = ["| | " + " | ".join(map(_cell, names)) + " |", "|---|" + "---|" * len(names)]
     forms = {name: next(r.log.metrics[name] for r in read if r.log.has(name)) for name in names}
     marked = {name: best(values, goal(name, forms[name])) for name, values in columns.items()}
-    if any(sentence.startswith("other retain log") for sentence in odd):
+    if not one_retain_log(read):
         marked["privleak"] = set()  # each against another model
     for i, result in enumerate(read):
         cells = []

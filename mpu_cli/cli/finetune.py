@@ -10,8 +10,6 @@ import typer
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, progress, warn
 
-LOST = 0.3  # share of the change's norm that rounding may take before it is worth a warning
-
 
 def finetune(
     model: Annotated[str, typer.Argument(help="The model to begin with.", metavar="MODEL")],
@@ -54,6 +52,7 @@ def finetune(
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.client.finetune import finetune as run_finetune
     from mpu_cli.client.training import Loop
+    from mpu_cli.server.aggregate import LOST
 
     losses: list[float] = []
     with progress("finetune", epochs, "epochs") as advance:

@@ -91,6 +91,11 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
     return said
 
 
+def one_retain_log(results: Sequence[Evaluated]) -> bool:
+    """Whether all were measured against the same retain model, or all against none."""
+    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in results}) < 2
+
+
 def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:
     value: object = facts
     for name in path:
