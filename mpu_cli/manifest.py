@@ -13,7 +13,8 @@ from pathlib import Path
 from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.errors import MpuError
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # version 1 knew neither a copy's symmetries nor how a delta was trained
 KINDS = ("full", "lora")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
@@ -21,20 +22,25 @@ MANIFEST_NAME = "mpu.json"
 
 @dataclass(frozen=True)
 class CopyManifest:
-    """Which copy of which publication a directory holds. ``copy`` counts from 1."""
+    """Which copy of which publication a directory holds. ``copy`` counts from 1.
+
+    ``symmetries`` is the set that its coordinates are drawn from, no secret: the client's optimiser has to suit it.
+    """
 
     run: str
     round: int
     copy: int
     copies: int
     copy_id: str
+    symmetries: str | None = None
 
 
 @dataclass(frozen=True)
 class DeltaManifest:
     """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline).
 
-    ``privacy`` is the (epsilon, delta) within which the client says it trained, if it did so privately.
+    ``privacy`` is the (epsilon, delta) within which the client says it trained, if it did so privately. ``trained``:
+    tags of tokens, options and versions, equal for copies that were trained alike (``mpu_cli.client.tag``).
     """
 
     origin: CopyManifest | None
@@ -42,6 +48,7 @@ class DeltaManifest:
     kind: str = "full"
     inverted: bool = False
     privacy: dict[str, float] | None = None
+    trained: dict[str, str] | None = None
 
 
 def copy_facts(manifest: CopyManifest) -> dict[str, object]:
@@ -52,10 +59,10 @@ def copy_facts(manifest: CopyManifest) -> dict[str, object]:
 def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
     """What a delta's metadata says."""
     origin = asdict(manifest.origin) if manifest.origin else {}
-    spent = {"privacy": manifest.privacy} if manifest.privacy else {}
+    more = {"privacy": manifest.privacy, "trained": manifest.trained}
     return {
         "format": "mpu-delta", "version": VERSION, "algorithm": manifest.algorithm, "kind": manifest.kind,
-        "inverted": manifest.inverted, **origin, **spent,
+        "inverted": manifest.inverted, **origin, **{name: value for name, value in more.items() if value},
     }  # fmt: skip
 
 
@@ -99,16 +106,16 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
         raise MpuError(f"{path}: a delta of kind {kind!r}, which this mpu does not know; update mpu")
-    privacy = facts.get("privacy")
-    return DeltaManifest(
-        origin, str(facts.get("algorithm")), kind, inverted, privacy if isinstance(privacy, dict) else None
+    privacy, trained = (
+        facts.get(name) if isinstance(facts.get(name), dict) else None for name in ("privacy", "trained")
     )
+    return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted, privacy, trained)
 
 
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
-    if facts.get("version") != VERSION:
+    if facts.get("version") not in READABLE:
         raise MpuError(
-            f"{path}: made by another mpu (version {facts.get('version')!r}, this one reads {VERSION}); update mpu"
+            f"{path}: made by another mpu (version {facts.get('version')!r}, this one reads 1 to {VERSION}); update mpu"
         )
 
 
@@ -120,4 +127,5 @@ def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
         raise MpuError(f"{path}: does not say which copy it belongs to; fetch it again")
     if numbers[1] > numbers[2]:
         raise MpuError(f"{path}: says that it is copy {numbers[1]} of {numbers[2]}; fetch it again")
-    return CopyManifest(run, *numbers, copy_id)
+    symmetries = facts.get("symmetries")
+    return CopyManifest(run, *numbers, copy_id, symmetries if isinstance(symmetries, str) else None)

@@ -12,15 +12,25 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mpu_cli.errors import UsageError
-from mpu_cli.server.noise import Noise, check_alphas, default_alphas, mixing_matrix
+from mpu_cli.server.noise import (
+    EXTRAPOLATE,
+    ZERO_SUM,
+    Noise,
+    Scheme,
+    check_alphas,
+    check_nodes,
+    default_alphas,
+    default_nodes,
+    mixing_matrix,
+)
 from mpu_cli.server.randomness import Randomness, Stream, keystream, standard_normals
 
 KEY = bytes(range(32))
 N = 400_000
 
 
-def noise_of(alphas, sigma=0.5, dtype=torch.float32, n=N):
-    noise = Noise(Randomness(KEY), 1, alphas)
+def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZERO_SUM):
+    noise = Noise(Randomness(KEY), 1, Scheme(kind, tuple(factors)))
     return torch.stack(noise.of_copies(noise.draws(noise.keys("t", sigma), 0, n, dtype), sigma))
 
 
@@ -122,6 +132,53 @@ def test_permutations_are_uniform():
 def test_uniforms_and_normals_of_a_stream():
     assert stats.kstest(Stream(KEY).uniform(N).numpy(), "uniform").pvalue > 1e-3
     assert stats.kstest(Stream(KEY).normal(N).numpy(), "norm").pvalue > 1e-3
+
+
+NODES = [(1, -1), (1, -2), (1, -1, 1.5), (1, -1, 1.5, -1.5), (0.7, 3, -1.1, 2, -4)]
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_weights_read_polynomials_at_zero(nodes):
+    """Of any polynomial of a degree below m, given at the nodes, the weights give the value at 0."""
+    m = len(nodes)
+    c, weights = torch.tensor(nodes, dtype=torch.float64), Scheme(EXTRAPOLATE, nodes).weights
+    for seed in range(5):
+        coefficients = torch.randn(m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        values = sum(a * c**i for i, a in enumerate(coefficients))
+        assert float(weights @ values) == pytest.approx(float(coefficients[0]), rel=0, abs=1e-12)
+    assert abs(float(weights @ c**m)) == pytest.approx(Scheme(EXTRAPOLATE, nodes).remainder)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_copies_are_multiples_of_one_draw(nodes):
+    noise = noise_of(nodes, kind=EXTRAPOLATE)
+    assert stats.kstest((noise[0] / (0.5 * nodes[0])).numpy(), "norm").pvalue > 1e-3
+    for c, copy in zip(nodes, noise, strict=True):
+        torch.testing.assert_close(copy / c, noise[0] / nodes[0], rtol=1e-6, atol=0)
+
+
+def test_two_nodes_are_the_papers_scheme():
+    """At (α₁, −α₂): the same noise bit for bit, and the same weights."""
+    assert torch.equal(noise_of((1.0, -2.0), kind=EXTRAPOLATE), noise_of((1.0, 2.0)))
+    weights = Scheme(EXTRAPOLATE, (1.0, -2.0)).weights
+    torch.testing.assert_close(weights, Scheme(ZERO_SUM, (1.0, 2.0)).weights)
+
+
+@pytest.mark.parametrize("copies", range(2, 9))
+def test_default_nodes(copies):
+    """At least σ of noise in each copy, on both sides of 0, and weights that stay small."""
+    nodes = check_nodes(default_nodes(copies), copies)
+    assert min(map(abs, nodes)) == 1
+    assert min(nodes) < 0 < max(nodes)
+    assert float(Scheme(EXTRAPOLATE, nodes).weights.abs().sum()) < 20
+
+
+@pytest.mark.parametrize(
+    "nodes", [(1.0,), (1.0, 1.0), (1.0, 0.0), (1.0, math.nan), (1.0, math.inf), (1.0, 1 + 1e-9), (1.0, -1.0, 2.0)]
+)
+def test_nodes_that_are_none(nodes):
+    with pytest.raises(UsageError, match="--nodes"):
+        check_nodes(nodes, 2)
 
 
 @pytest.mark.parametrize("alphas", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (1.0, math.inf), (1.0, 2.0, 3.0)])

@@ -1,4 +1,4 @@
-"""The words in which a model family is described.
+r"""The words in which a model family is described.
 
 A tensor is a name and what each of its axes counts; a fused axis (GPT-2's ``c_attn``) is a tuple of names. What a
 symmetry does follows from the names of the axes alone, so a new family is a new table and no new code.
@@ -6,7 +6,9 @@ symmetry does follows from the names of the axes alone, so a new family is a new
 | axis | counts |
 |---|---|
 | model | the residual stream |
+| \|model\| | the residual stream where a norm's weight scales it: moved with it, but not changed in sign |
 | ffn | neurons of the feed-forward layer |
+| gate, up | the same neurons in a gated layer, before the product act(gate)·up |
 | query | query heads × head size, the coordinates in which queries meet keys |
 | key | KV heads × head size, the same coordinates |
 | value | KV heads × head size, the coordinates of values |
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 
 Axis = str | tuple[str, ...]
 
-LAYER_AXES = ("ffn", "query", "key", "value", "mixed")
+LAYER_AXES = ("ffn", "gate", "up", "query", "key", "value", "mixed")
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Any permutation of one axis, wherever it occurs."""
+    """One permutation of all ``axes``, which count the same things; those in ``signed`` change signs too, all alike."""
 
     name: str
-    axis: str
+    axes: tuple[str, ...]
+    signed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,27 +58,52 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The signed permutations among the rotations: one for each KV head, on every head of ``axes`` that belongs to it.
+
+    With ``planes``, a multiple of 90° in each plane; with ``planes=None``, any order and signs of the head's
+    coordinates.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    planes: str | None
+
+
+@dataclass(frozen=True)
 class HeadPermutation:
     """Whole KV heads change places, each with its query heads, and these change places among themselves."""
 
     name: str
 
 
-Symmetry = Permutation | Rotation | HeadPermutation
+Symmetry = Permutation | Rotation | Turns | HeadPermutation
 
-FFN = Permutation("ffn", "ffn")
-RESIDUAL = Permutation("residual", "model")
+FFN_AXES, MODEL_AXES = ("ffn", "gate", "up"), ("model", "|model|")
+FFN, RESIDUAL = Permutation("ffn", FFN_AXES), Permutation("residual", MODEL_AXES)
+SIGNED_FFN = Permutation("ffn", FFN_AXES, signed=("up", "ffn"))
+SIGNED_RESIDUAL = Permutation("residual", MODEL_AXES, signed=("model",))
 HEADS = HeadPermutation("heads")
 ATTENTION = ("query", "key", "value", "mixed")
 QK, VO = ("query", "key"), ("value", "mixed")
+SETS = ("signed", "paper", "all", "none")
 
 
-def symmetry_sets(planes: str | None) -> dict[str, tuple[Symmetry, ...]]:
-    """The sets of DESIGN §3 for a family whose queries and keys turn in ``planes`` (None: no RoPE)."""
+def symmetry_sets(planes: str | None, *, gated: bool, rms_norm: bool) -> dict[str, tuple[Symmetry, ...]]:
+    """The sets of SETS for a family whose queries and keys turn in ``planes`` (None: no RoPE).
+
+    ``gated``: its feed-forward layer is act(gate)·up, so that signs of up cancel against those of the next layer.
+    ``rms_norm``: its norms keep signs; a LayerNorm, which subtracts the mean, does not. The set "every" is no choice
+    of a publication but the union of all sets: up to it, two copies of a model are compared.
+    """
+    ffn, residual = SIGNED_FFN if gated else FFN, SIGNED_RESIDUAL if rms_norm else RESIDUAL
+    rotations = (Rotation("qk", QK, planes), Rotation("vo", VO, None))
     return {
         "none": (),
         "paper": (FFN, Rotation("attention", ATTENTION, planes)),
-        "all": (FFN, Rotation("qk", QK, planes), Rotation("vo", VO, None), HEADS, RESIDUAL),
+        "signed": (ffn, Turns("qk", QK, planes), Turns("vo", VO, None), HEADS, residual),
+        "all": (FFN, *rotations, HEADS, RESIDUAL),
+        "every": (ffn, *rotations, HEADS, residual),
     }
 
 

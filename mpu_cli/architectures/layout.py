@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.architectures.family import Family, Symmetry
+from mpu_cli.architectures.family import FFN_AXES, MODEL_AXES, SETS, Family, Symmetry
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.errors import MpuError, UsageError
@@ -59,7 +59,7 @@ class Layout:
     def symmetries(self, name: str) -> tuple[Symmetry, ...]:
         """The symmetries of the set ``name`` that this family allows. Raises UsageError for an unknown set."""
         if name not in self.family.symmetries:
-            raise UsageError(f"symmetries {name!r}: choose from {', '.join(self.family.symmetries)}")
+            raise UsageError(f"symmetries {name!r}: choose from {', '.join(SETS)}")
         return self.family.symmetries[name]
 
 
@@ -126,7 +126,9 @@ def axis_length(sizes: Mapping[str, int], axis: str) -> int:
         return sizes["heads"] * sizes["head_dim"]
     if axis in ("key", "value"):
         return sizes["kv_heads"] * sizes["head_dim"]
-    return sizes[axis]
+    if axis in FFN_AXES:
+        return sizes["ffn"]
+    return sizes["model"] if axis in MODEL_AXES else sizes[axis]
 
 
 def _family(config: Mapping[str, object], where: str) -> Family:

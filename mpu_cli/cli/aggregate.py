@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, paths_from, progress, table, warn
 
+if TYPE_CHECKING:
+    from mpu_cli.server.estimate import ErrorEstimate
+    from mpu_cli.server.noise import Scheme
+
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is likely wrong
+TAGS = {
+    "tokens": "records (or template, date, tokenizer)",
+    "options": "options or seed",
+    "versions": "library versions",
+}
 SHOWN = 3  # outliers that are named
+DIVERGED = 0.25  # estimated error from which on the noise cancels too little to trust the result
 UNLIKE = 3.0  # times another copy's norm, from which on a copy was likely trained otherwise
 
 
@@ -79,6 +90,8 @@ def aggregate(
             f"the copies disagree (cosine {result.pairwise:.2f} between two of them): other options or records for "
             "each copy, noise too large, or a delta that was tampered with"
         )
+    for one, other, name in result.unlike:
+        warn(f"copies {one} and {other} were trained with different {TAGS.get(name, name)}; the noise does not cancel")
     if len(told := sorted({delta.manifest.algorithm for delta in found})) > 1:
         warn(f"the copies were trained by different algorithms ({', '.join(told)}); the noise cancels between equals")
     elif max(result.norms) > UNLIKE * min(result.norms):
@@ -95,6 +108,12 @@ def aggregate(
         warn("all deltas are zero: nothing was unlearned")
     if result.rounding > LOST:
         warn(f"storage rounds away {result.rounding:.0%} of the update; --dtype float32 keeps it")
+    note(_accuracy(result.error, opened.noise))
+    if result.error.relative > DIVERGED:
+        warn(
+            f"the copies went so far apart that the noise hardly cancels (estimated error {result.error.relative:.0%} "
+            "of the update); publish with a smaller --kappa or more --copies, or train for fewer steps in a round"
+        )
     note(f"applied with η = {server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
     emit(
         [out],
@@ -108,6 +127,7 @@ def aggregate(
             ],
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
+            "error_estimate": asdict(result.error),
             "lost_to_rounding": result.rounding,
             "outliers": [
                 {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
@@ -115,4 +135,15 @@ def aggregate(
             ],
         },
         as_json,
+    )
+
+
+def _accuracy(error: ErrorEstimate, noise: Scheme) -> str:
+    """What is said of the distance from the clean update."""
+    if math.isnan(error.relative):
+        return "error of the update: nothing to estimate it from"
+    above = "half of how much the copies differ" if noise.copies == 2 else "difference from one order less"
+    return (
+        f"error of the update: about {error.relative:.1%}, at most about {error.one_order_lower:.1%} ({above}); "
+        f"variance factor {error.variance_factor:.2f}, signal-to-noise ratio {error.signal_to_noise:.3g}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +16,7 @@ from mpu_cli.errors import MpuError, UsageError
 if TYPE_CHECKING:
     from mpu_cli.checkpoint.source import Model
     from mpu_cli.server.keys import Keys
+    from mpu_cli.server.noise import Scheme
 
 CLOSE = 0.1  # relative error of the task vector, or of the weights without a reference, that counts as recovered
 HELD = 0.5  # share of a block's weights that a copy has as they are, above which that is said
@@ -26,13 +29,21 @@ def audit(
         str | None,
         typer.Option(help="A public model that BASE was fine-tuned from, which an attacker has too.", metavar="MODEL"),
     ] = None,
+    noise: Annotated[
+        options.Noise | None,
+        typer.Option(help="The kind of noise that the attacker believes in (default: tries both)."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="extrapolate: multiples that the attacker believes in (default: publish's).", metavar="C,…"),
+    ] = None,
     alphas: Annotated[
         str | None,
-        typer.Option(help="α that the attacker believes in (default: the paper's for each copy).", metavar="A,B,…"),
+        typer.Option(help="zero-sum: α that the attacker believes in (default: publish's).", metavar="A,B,…"),
     ] = None,
     symmetries: Annotated[
-        Literal["paper", "all"] | None,
-        typer.Option(help="The set that the attacker believes in (default: paper, and all if that gives nothing)."),
+        Literal["signed", "paper", "all"] | None,
+        typer.Option(help="The set that the attacker believes in (default: what the copies say, else tries each)."),
     ] = None,
     keys: Annotated[
         Path | None,
@@ -66,13 +77,7 @@ def audit(
         check_target(plot, force)
     models = [open_model(str(path)) for path in paths_from(copies)]
     _together(models)
-    if alphas:
-        try:
-            factors = [float(part) for part in alphas.split(",")]
-        except ValueError as error:
-            raise UsageError(f"--alphas {alphas!r}: must be numbers with commas between them") from error
-    else:
-        factors = _published_alphas(models)
+    schemes = _believed_noise(models, noise, alphas, nodes)
     owned = open_model(base)
     published = None
     if keys:
@@ -81,9 +86,9 @@ def audit(
         published = open_keys(keys, identity, passphrase_file)
         _belong(models, owned, published, keys)
     public = open_model(reference) if reference else None
-    for believed in [symmetries] if symmetries else ["paper", "all"]:
+    for believed, scheme in product(_believed_symmetries(models, symmetries), schemes):
         with progress("audit", owned.checkpoint.nbytes) as advance:
-            found = run_audit(models, owned, public, alphas=factors, symmetries=believed, fast=fast, progress=advance)
+            found = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, progress=advance)
         if public and not sum(found.task.values()):
             raise UsageError(f"--reference {reference}: holds the same weights as --base; leave it out")
         best = min(found.attacks, key=found.function_error)
@@ -138,22 +143,39 @@ def audit(
                 for name, told in found.attacks.items()
             },
             "unmoved": found.unmoved,
-            "settings": {"alphas": factors, "symmetries": believed, "fast": fast},
+            "settings": {"noise": asdict(scheme), "symmetries": believed, "fast": fast},
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         },
         as_json,
     )
 
 
-def _published_alphas(models: list[Model]) -> list[float]:
-    """The paper's α of each copy, which says its number and how many there are; UsageError for one given twice."""
+def _believed_noise(models: list[Model], kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
+    """The schemes that the attacker tries, with a factor for each of ``models``: those given, or the defaults."""
     from mpu_cli.manifest import read_copy_manifest
-    from mpu_cli.server.noise import default_alphas
+    from mpu_cli.server.noise import SCHEMES, Scheme, choose_scheme
 
+    if alphas or nodes:
+        return [choose_scheme(kind, alphas, nodes, len(models))]
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    if any(manifest is None for manifest in manifests):
-        return list(default_alphas(len(models)))
-    return [default_alphas(manifest.copies)[manifest.copy - 1] for manifest in manifests]
+    numbers = [(i + 1, len(models)) if m is None else (m.copy, m.copies) for i, m in enumerate(manifests)]
+    kinds = [kind] if kind else SCHEMES if len(models) > 1 else SCHEMES[:1]
+    return [
+        Scheme(each, tuple(choose_scheme(each, None, None, copies).factors[copy - 1] for copy, copies in numbers))
+        for each in kinds
+    ]
+
+
+def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:
+    """The sets that the attacker tries: the one given, else what the copies say, else each."""
+    from mpu_cli.manifest import read_copy_manifest
+
+    if given:
+        return [given]
+    tried = ["signed", "paper", "all"]
+    manifest = read_copy_manifest(models[0].folder, models[0].checkpoint.metadata)
+    said = manifest.symmetries if manifest else None
+    return [said] if said in tried else tried
 
 
 def _together(models: list[Model]) -> None:

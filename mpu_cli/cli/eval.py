@@ -78,6 +78,9 @@ def eval_(
     system_prompt: Annotated[
         str, typer.Option(help="System turn of the chat template; '' for none.", rich_help_panel=DATA)
     ] = "You are a helpful assistant.",
+    date: Annotated[
+        str, typer.Option(help="The day that a chat template prints, if it prints one.", rich_help_panel=DATA)
+    ] = "10 Apr 2025",
     dtype: Annotated[
         options.StoredDtype | None,
         typer.Option(help="Compute in (default: float32 on a CPU, the model's own on a GPU).", rich_help_panel=RUNNING),
@@ -173,6 +176,7 @@ def eval_(
                 batch_size=batch_size,
                 template=template,
                 system_prompt=system_prompt,
+                date=date,
             ),
             adapter=Path(model) if base else None,
             reference=open_model(reference_model) if reference_model else None,

@@ -20,9 +20,7 @@ def finetune(
     lr: Annotated[float, typer.Option(help="Learning rate, constant after warm-up.")] = 1e-5,
     batch_size: Annotated[int, typer.Option(help="Records in a step.")] = 32,
     micro_batch_size: Annotated[int | None, typer.Option(help="Records that go through the model at once.")] = None,
-    optim: Annotated[
-        Literal["adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit"], typer.Option(help="Optimiser.")
-    ] = "adamw",
+    optim: Annotated[options.Optimizer, typer.Option(help="Optimiser.")] = "adamw",
     precision: Annotated[
         Literal["float32", "bfloat16", "float64"], typer.Option(help="Dtype of training.")
     ] = "float32",
@@ -35,6 +33,7 @@ def finetune(
     system_prompt: Annotated[
         str, typer.Option(help="System turn of the chat template.")
     ] = "You are a helpful assistant.",
+    date: Annotated[str, typer.Option(help="The day that a chat template prints, if it prints one.")] = "10 Apr 2025",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")] = "auto",
     seed: Annotated[int, typer.Option(help="Order of the records.")] = 0,
     log: Annotated[Path | None, typer.Option(help="Append the loss of each step, JSON lines.", metavar="FILE")] = None,
@@ -63,7 +62,7 @@ def finetune(
 
         lost = run_finetune(
             open_model(model), records, epochs=epochs, precision=precision, device=device, template=template,
-            system_prompt=system_prompt, out=out, force=force, on_step=show,
+            system_prompt=system_prompt, date=date, out=out, force=force, on_step=show,
             loop=Loop(
                 optimizer=optim, lr=lr, weight_decay=weight_decay, warmup_steps=warmup_steps, batch_size=batch_size,
                 micro_batch_size=micro_batch_size, gradient_checkpointing=gradient_checkpointing, seed=seed, log=log,

@@ -72,7 +72,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         if identity or passphrase_file:
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
-    # The seed, α and σ undo the noise and the coordinates: they are never shown.
+    # The seed, α_k or c_k, and σ undo the noise and the coordinates: they are never shown.
     return {
         **facts,
         "run": keys.run,
@@ -82,6 +82,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         "shared_kappa": keys.shared_kappa,
         **({"calibrated": _calibration(keys.calibration)} if keys.calibration else {}),
         "symmetries": keys.symmetries,
+        "noise": f"{keys.noise.kind}, cancels up to order {keys.noise.order - 1}",
         "seed": "secret" if keys.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,
         "base fingerprint": keys.base.fingerprint,
@@ -145,7 +146,8 @@ def _belonging(origin: object) -> dict[str, object]:
     from dataclasses import asdict
 
     facts = asdict(origin)
-    return {"run": facts["run"], "round": facts["round"], "copy": f"{facts['copy']} of {facts['copies']}"}
+    return {"run": facts["run"], "round": facts["round"], "copy": f"{facts['copy']} of {facts['copies']}",
+            "symmetries": facts["symmetries"] or "not said"}  # fmt: skip
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, object]:

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+Symmetries = Literal["signed", "paper", "all", "none"]
+Noise = Literal["extrapolate", "zero-sum"]
+Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of paths.")]

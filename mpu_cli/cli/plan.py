@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,9 @@ from mpu_cli.errors import MpuError, UsageError
 
 def plan(
     model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
-    copies: Annotated[int, typer.Option(help="m ≥ 2.")] = 2,
+    copies: Annotated[int, typer.Option(help="m ≥ 2.")] = 3,
     optim: Annotated[
-        Literal["adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit"],
+        options.Optimizer,
         typer.Option(help="The client's optimiser, for its memory."),
     ] = "adamw",
     forget: Annotated[
@@ -28,6 +28,9 @@ def plan(
     shared_noise: Annotated[
         float, typer.Option(help="κ_s of `publish --shared-noise`, to say what it costs.", metavar="KAPPA")
     ] = 0.0,
+    noise: Annotated[options.Noise | None, typer.Option(help="Kind of noise, as for publish.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="extrapolate: multiple of each copy.", metavar="C1,C2,…")] = None,
+    alphas: Annotated[str | None, typer.Option(help="zero-sum: factor of each copy.", metavar="A,B,…")] = None,
     epochs: Annotated[int, typer.Option(help="Epochs of a round, with as many retain as forget records.")] = 10,
     as_json: options.Json = False,
 ) -> None:
@@ -44,7 +47,9 @@ def plan(
 
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.experiment.cost import cost, measure_machine
+    from mpu_cli.server.noise import choose_scheme
 
+    scheme = choose_scheme(noise, alphas, nodes, copies)
     opened = open_model(model)
     tokens = None
     if forget:
@@ -66,6 +71,13 @@ def plan(
             f"client trains\t{found.training_operations:.3g} operations on {tokens:,} tokens a copy: at least "
             f"{found.training_seconds:.3g} s on this machine's processor"
         )
+    weights = scheme.weights
+    lines.append(
+        f"noise\t{scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}): cancels up to order "
+        f"{scheme.order - 1} and leaves {scheme.remainder:.3g}·κ^{scheme.order}; what differs between copies for other "
+        f"reasons is multiplied by up to {float(weights.abs().sum()):.3g} (its variance, if by chance, by "
+        f"{scheme.variance_factor:.3g})"
+    )
     if shared_noise:
         lines.append(
             f"shared noise\tnothing cancels it: every weight that the client trains on is off by {shared_noise:g} "
@@ -73,7 +85,11 @@ def plan(
             "order; noise of --kappa: second order). Rehearse with `mpu run --shared-noise`"
         )
     note("estimates of one round; measured numbers for whole rounds are in the log of `mpu run`")
-    emit(lines, {**asdict(found), "machine": asdict(machine), "tokens": tokens}, as_json)
+    emit(lines, {
+            **asdict(found), "machine": asdict(machine), "tokens": tokens,
+            "noise": {**asdict(scheme), "weights": weights.tolist(), "order": scheme.order,
+                      "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
+        }, as_json)  # fmt: skip
 
 
 def _tokens(opened: object, forget: str, data_dir: Path | None) -> int:

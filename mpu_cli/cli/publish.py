@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpu_cli.server.publish import Publication
 
 MOST_COPIES = 100
-RANDOM = "random"
 KAPPA = 0.01  # the paper's
 CALIBRATION, SEALING = "Noise for differential privacy", "Sealing"
 ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
@@ -32,7 +31,7 @@ def publish(
             metavar="MODEL",
         ),
     ] = None,
-    copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 2,
+    copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 3,
     kappa: Annotated[
         float | None, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector (default: 0.01).")
     ] = None,
@@ -67,18 +66,36 @@ def publish(
     budget_rounds: Annotated[
         int, typer.Option(help="How many rounds of the run ε and δ are for.", metavar="R", rich_help_panel=CALIBRATION)
     ] = 1,
+    noise: Annotated[
+        options.Noise | None,
+        typer.Option(
+            help="extrapolate: multiples of one draw, of which all orders below M cancel (default). zero-sum: the "
+            "paper's, of which the first order cancels."
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="extrapolate: the multiple of each copy, such as 1,-1,1.5 (default: 1, -1, 1.5, -1.5, …).",
+            metavar="C1,C2,…",
+        ),
+    ] = None,
     alphas: Annotated[
         str | None,
         typer.Option(
-            help="Noise factor of each copy, such as 1,2, or random: drawn secretly between 1 and 2 (default: evenly "
-            "from 1 to 2).",
+            help="zero-sum: the factor of each copy, such as 1,2, or random: drawn secretly between 1 and 2 (default: "
+            "evenly from 1 to 2).",
             metavar="A,B,…",
         ),
     ] = None,
     symmetries: Annotated[
-        Literal["paper", "all", "none"],
-        typer.Option(help="Which function-preserving changes of coordinates to hide the weights in."),
-    ] = "paper",
+        options.Symmetries,
+        typer.Option(
+            help="Which function-preserving changes of coordinates to hide the weights in. signed: permutations and "
+            "signs, which suit every optimiser and round nothing; paper: the paper's; all: rotations wherever the "
+            "model allows them."
+        ),
+    ] = "signed",
     dtype: options.Dtype = None,
     config: options.Config = None,
     out: Annotated[Path, typer.Option(help="Directory for copy_1 … copy_m.", metavar="DIR")] = Path("."),
@@ -118,7 +135,6 @@ def publish(
         raise UsageError(f"--round {round_}: counts from 1")
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be 0 or more, and below 2⁶⁴")
-    factors = None if alphas in (None, RANDOM) else _numbers(alphas)
     if epsilon is None and (delta is not None or sensitivity is not None):
         raise UsageError("--delta and --sensitivity calibrate noise for --epsilon, which is missing")
     if epsilon is not None:
@@ -137,22 +153,20 @@ def publish(
     from mpu_cli.checkpoint.dtypes import OPTION
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.cli.secrets import recipients_of_copies, sealer
-    from mpu_cli.server import noise, randomness
+    from mpu_cli.server import randomness
+    from mpu_cli.server.noise import RANDOM, choose_scheme
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publish import publish as run_publish
 
     master = randomness.new_seed() if seed is None else randomness.seed_from_number(seed)
-    if alphas == RANDOM:
-        factors = noise.random_alphas(randomness.Randomness(master), round_, copies)
-    else:
-        factors = noise.default_alphas(copies) if factors is None else noise.check_alphas(factors, copies)
+    scheme = choose_scheme(noise, alphas, nodes, copies, (randomness.Randomness(master), round_))
     calibration = None
     if epsilon is not None:
         from mpu_cli.privacy.calibration import calibrate, statement
 
         calibration = calibrate(
             epsilon, delta, sensitivity, adversary=adversary, bound=bound, rounds=budget_rounds,
-            smallest_alpha=min(factors),
+            smallest_alpha=min(scheme.scales),
         )  # fmt: skip
         kappa = shared_noise = 0.0
     kappa, shared_noise = KAPPA if kappa is None else kappa, shared_noise or 0.0
@@ -165,7 +179,7 @@ def publish(
         publication = run_publish(
             model,
             public,
-            alphas=factors,
+            noise=scheme,
             kappa=kappa,
             symmetries=symmetries,
             dtype=OPTION[dtype] if dtype else None,
@@ -202,19 +216,13 @@ def publish(
             "run": publication.keys.run,
             "round": publication.keys.round,
             "symmetries": symmetries,
+            "noise": {"kind": scheme.kind, "factors": None if alphas == RANDOM else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
             "blocks": [asdict(block) for block in publication.blocks],
             "profile": laps.seconds if laps else None,
         },
         as_json,
     )
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--alphas {text!r}: must be numbers with commas between them, such as 1,2") from error
 
 
 def report(publication: Publication) -> None:
@@ -247,6 +255,11 @@ def report(publication: Publication) -> None:
                 f"rounding on storage leaves {lost:.0%} of the weights as they were without noise; "
                 "--dtype float32 keeps the noise, a larger --kappa outgrows the rounding"
             )
+    scheme = publication.keys.noise
+    note(
+        f"noise: {scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}), cancels up to order "
+        f"{scheme.order - 1}; symmetries: {publication.keys.symmetries}"
+    )
     note(
         f"keys: {publication.keys_path} (run {publication.keys.run}, round {publication.keys.round}); "
         "keep it, and keep it to yourself"

@@ -39,17 +39,23 @@ def run(
             help="The protocol; the model itself handed over; or one copy with noise and nothing that undoes it."
         ),
     ] = "mpu",
-    copies: Annotated[int, typer.Option(help="m ≥ 2.", rich_help_panel=SERVER)] = 2,
+    copies: Annotated[int, typer.Option(help="m ≥ 2.", rich_help_panel=SERVER)] = 3,
     kappa: Annotated[float, typer.Option(help="Noise scale.", rich_help_panel=SERVER)] = 0.01,
     shared_noise: Annotated[
         float, typer.Option(help="κ_s, noise that all copies share.", metavar="KAPPA", rich_help_panel=SERVER)
     ] = 0.0,
+    noise: Annotated[
+        options.Noise | None, typer.Option(help="Kind of noise, as for publish.", rich_help_panel=SERVER)
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="extrapolate: multiple of each copy.", rich_help_panel=SERVER)
+    ] = None,
     alphas: Annotated[
-        str | None, typer.Option(help="Noise factor of each copy (default: 1 to 2).", rich_help_panel=SERVER)
+        str | None, typer.Option(help="zero-sum: factor of each copy (default: 1 to 2).", rich_help_panel=SERVER)
     ] = None,
     symmetries: Annotated[
-        Literal["paper", "all", "none"], typer.Option(help="Changes of coordinates.", rich_help_panel=SERVER)
-    ] = "paper",
+        options.Symmetries, typer.Option(help="Changes of coordinates.", rich_help_panel=SERVER)
+    ] = "signed",
     server_lr: Annotated[float, typer.Option(help="η: how much of the update to apply.", rich_help_panel=SERVER)] = 1.0,
     dtype: Annotated[
         options.StoredDtype | None,
@@ -67,7 +73,7 @@ def run(
         int | None, typer.Option(help="Records that go through the model at once.", rich_help_panel=CLIENT)
     ] = None,
     optim: Annotated[
-        Literal["adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit"],
+        options.Optimizer,
         typer.Option(help="Optimiser.", rich_help_panel=CLIENT),
     ] = "adamw",
     precision: Annotated[
@@ -82,6 +88,16 @@ def run(
     system_prompt: Annotated[
         str, typer.Option(help="System turn of the chat template.", rich_help_panel=CLIENT)
     ] = "You are a helpful assistant.",
+    date: Annotated[
+        str, typer.Option(help="The day that a chat template prints, if it prints one.", rich_help_panel=CLIENT)
+    ] = "10 Apr 2025",
+    loss_reference: Annotated[
+        Literal["original", "round"],
+        typer.Option(
+            help="Reference model of npo, dpo, undial and kl: the one before unlearning, or each round's own.",
+            rich_help_panel=CLIENT,
+        ),
+    ] = "original",
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.", rich_help_panel=CLIENT)
     ] = "auto",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, progress
+from mpu_cli.cli.output import emit, note, progress, warn
 from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
@@ -71,13 +71,25 @@ def unlearn(
         Literal["chat", "plain"],
         typer.Option(help="The tokenizer's chat template, or Question: … Answer: ….", rich_help_panel=DATA),
     ] = "chat",
+    date: Annotated[
+        str, typer.Option(help="The day that a chat template prints, if it prints one.", rich_help_panel=DATA)
+    ] = "10 Apr 2025",
+    reference_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keeps the reference model's probabilities: written in round 1, read in later rounds. For npo, dpo, "
+            "undial and --retain-loss kl.",
+            metavar="FILE",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the forget set (default: the paper's for a round of ALGO).")
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate, constant after warm-up.")] = 1e-5,
     batch_size: Annotated[int, typer.Option(help="Forget records in a step, with as many retain records.")] = 32,
     optim: Annotated[
-        Literal["adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit"],
+        options.Optimizer,
         typer.Option(help="Optimiser; adamw-blockwise keeps the noise cancelling, adamw is the paper's."),
     ] = "adamw",
     precision: Annotated[
@@ -199,6 +211,7 @@ def unlearn(
     from mpu_cli.checkpoint.source import open_model
     from mpu_cli.cli.secrets import opened_copy
     from mpu_cli.client.private import Privacy
+    from mpu_cli.client.tag import client_secret, default_secret_path
     from mpu_cli.client.training import Loop
     from mpu_cli.client.unlearn import Options
     from mpu_cli.client.unlearn import unlearn as run_unlearn
@@ -213,6 +226,8 @@ def unlearn(
         attention=attention,
         template=template,
         system_prompt=system_prompt,
+        date=date,
+        reference_file=reference_file,
         few_shot=tuple(read_records(few_shot, data_dir)) if few_shot else (),
         device=device,
         privacy=None if dp_epsilon is None else Privacy(dp_epsilon, dp_delta, dp_max_grad_norm),
@@ -235,6 +250,7 @@ def unlearn(
         **({"alternates": _lines(alternates)} if alternates else {}),
         lora=None if lora_rank is None else _lora(lora_rank, lora_alpha, lora_targets),
     )
+    secret = client_secret(default_secret_path())
     with opened_copy(copy, identity, target) as source, progress(f"unlearn {name}", epochs, "epochs") as advance:
 
         def show(losses: object, steps: int) -> None:
@@ -242,8 +258,9 @@ def unlearn(
             advance(epochs / steps, f"loss {losses.loss:.3f} = forget {losses.forget_term:.3f}{kept}")
 
         result = run_unlearn(
-            open_model(source), to_forget, to_retain, chosen, target=target, force=force, on_step=show, tell=note
-        )
+            open_model(source), to_forget, to_retain, chosen, target=target, force=force, on_step=show, tell=note,
+            warn=warn, secret=secret,
+        )  # fmt: skip
     if not result.first:
         return
     text = f"{name}: {algo}"

@@ -57,7 +57,16 @@ def verify(
         text += (
             f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounded"
         )
-    document = {"copy": copy, "ok": result.ok, "function": result.function, "logits": result.logits}
+    noise = opened.noise
+    text += f"; noise {noise.kind}, factor {noise.factors[result.copy - 1]:g}; symmetries {opened.symmetries}"
+    document = {
+        "copy": copy,
+        "noise": asdict(noise),
+        "symmetries": opened.symmetries,
+        "ok": result.ok,
+        "function": result.function,
+        "logits": result.logits,
+    }
     emit([text], {**document, "blocks": [asdict(b) | {"ok": b.ok} for b in result.blocks]}, as_json)
     if not result.ok:
         raise MpuError(f"{copy}: is not what these keys say it is, or another base was given")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpu_cli.client.dates import DEFAULT_DATE, template_date
 from mpu_cli.client.records import Record, Turn
 from mpu_cli.errors import MpuError
 
@@ -34,7 +35,7 @@ class Encoding:
 
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
     end-of-sequence token. ``few_shot`` are records that come before each as earlier turns. ``max_length`` is how many
-    tokens the model reads, None for no limit.
+    tokens the model reads, None for no limit; ``date`` the day that the template prints, if it prints one.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ class Encoding:
     system_prompt: str = DEFAULT_SYSTEM_PROMPT
     max_length: int | None = None
     few_shot: Sequence[Record] = ()
+    date: str = DEFAULT_DATE
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts on every token, in pieces.
@@ -78,9 +80,9 @@ class Encoding:
         answered = [*messages, {"role": "assistant", "content": record.answer}]
         try:
             prompt = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
+                messages, add_generation_prompt=True, return_dict=True, **template_date(self.date)
             ).input_ids
-            ids = self.tokenizer.apply_chat_template(answered, return_dict=True).input_ids
+            ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **template_date(self.date)).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
                 f"the tokenizer's chat template refused a record ({error}); if it knows no system turn, "

@@ -59,6 +59,7 @@ def finetune(
     device: str,
     template: str,
     system_prompt: str,
+    date: str,
     out: Path,
     force: bool,
     on_step: Callable[[Losses, int], None],
@@ -75,7 +76,7 @@ def finetune(
         loaded, tokenizer = load(folder, PRECISIONS[precision], device)
         limit = getattr(loaded.config, "max_position_embeddings", None)
         memorise(
-            loaded, Encoding(tokenizer, template, system_prompt, limit), records, epochs=epochs, loop=own,
+            loaded, Encoding(tokenizer, template, system_prompt, limit, date=date), records, epochs=epochs, loop=own,
             on_step=on_step,
         )  # fmt: skip
         if not all(all_finite(p.detach()) for p in loaded.parameters()):

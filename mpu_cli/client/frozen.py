@@ -7,16 +7,24 @@ hidden state of each answer token is kept, and a copy of the output head that ma
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from mpu_cli.checkpoint.dtypes import NAME
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter, Plan
 from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.losses import Frozen, Scores, score
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import as_metadata, facts_of
 
 ROWS = 1 << 14  # of the embedding that are made float64 at once
+FORMAT, VERSION = "mpu-reference", 1
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,59 @@ def freeze(
         kept = scores.logits.to(model.dtype) if isinstance(head, torch.nn.Identity) else scores.hidden
         states += [state.cpu() for state in kept.split(torch.bincount(scores.rows, minlength=len(part)).tolist())]
     return Reference(asks, torch.cat(sums) if sums else None, states, head)
+
+
+def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:
+    """Write what the frozen copy said of each set to ``path``, with ``facts`` that say of what copy and records."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, reference in references.items():
+        if reference.log_probs is not None:
+            tensors[f"{name}.log_probs"] = reference.log_probs
+        if reference.states:
+            tensors[f"{name}.states"] = torch.cat(list(reference.states))
+            tensors[f"{name}.lengths"] = torch.tensor([float(len(state)) for state in reference.states])
+        if isinstance(reference.head, torch.nn.Linear):
+            tensors |= {f"{name}.head.{key}": value for key, value in reference.head.state_dict().items()}
+    plan: Plan = {name: (NAME[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    metadata = as_metadata({"format": FORMAT, "version": VERSION, **facts})
+    with Transaction() as transaction, CheckpointWriter(transaction.add(path), plan, metadata) as writer:
+        for name, tensor in tensors.items():
+            writer.tensor(name).copy_(tensor)
+
+
+def load_references(
+    path: Path, asks: Mapping[str, str | None], facts: Mapping[str, object], device: torch.device
+) -> dict[str, Reference]:
+    """What ``save_references`` wrote, for sets that ask for ``asks``.
+
+    Raises MpuError for a file that is none, or whose facts are others: it would steer towards another model or records.
+    """
+    held = open_checkpoint(path)
+    found = facts_of(held.metadata)
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise MpuError(f"{path}: not a reference file of this mpu")
+    if other := [name for name, value in facts.items() if found.get(name) != value]:
+        told = ", ".join(f"{name} {found.get(name)!r} instead of {facts[name]!r}" for name in other if name != "tokens")
+        raise MpuError(
+            f"{path}: belongs to other {' and '.join(other).replace('tokens', 'records, template or date')}"
+            f"{f' ({told})' if told else ''}; name the file that round 1 wrote for this copy"
+        )
+    references = {}
+    for name, wanted in asks.items():
+        here = {
+            key.removeprefix(f"{name}."): held.tensor(key).clone() for key in held.tensors if key.startswith(f"{name}.")
+        }
+        states, head = (), None
+        if "states" in here:
+            states = here["states"].split([int(n) for n in here["lengths"].tolist()])
+            head = torch.nn.Identity()
+        if "head.weight" in here:
+            weight = here["head.weight"]
+            head = torch.nn.Linear(*weight.T.shape, bias="head.bias" in here, device=device, dtype=weight.dtype)
+            head.load_state_dict({key.removeprefix("head."): here[key] for key in here if key.startswith("head.")})
+            head.requires_grad_(False)
+        references[name] = Reference(wanted, here.get("log_probs"), states, head)
+    return references
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -33,10 +33,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over a saved state, with the moments as wide as they were: torch would round them to the parameters."""
         super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, saved in state_dict["state"].items():
-            state = self.state[parameters[number]]
-            state |= {name: saved[name].to(state[name].device) for name in ("exp_avg", "exp_avg_sq")}
+        _widen(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -70,6 +67,15 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         return loss
 
 
+def _widen(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Put the moments of BlockwiseAdamW in a ``saved`` state into ``optimizer``, as wide as they were saved."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, moments in saved["state"].items():
+        state = optimizer.state[parameters[number]]
+        wide = (name for name in ("exp_avg", "exp_avg_sq") if name in moments)
+        state |= {name: moments[name].to(state[name].device) for name in wide}
+
+
 def _mean(x: torch.Tensor) -> torch.Tensor:
     """The mean of the whole tensor, also where this process holds only a shard of it."""
     from torch.distributed.tensor import DTensor  # a third of a second, which asking for names must not cost
@@ -77,22 +83,85 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
     return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()
 
 
-OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "paged_adamw_32bit", "adamw_8bit")
+class Muon(torch.optim.Optimizer):
+    """torch's Muon (Jordan et al., 2024) for weight matrices, BlockwiseAdamW for embeddings, head and 1-D tensors.
+
+    Each group says with ``muon`` which of the two it is for. A step of Muon is the orthogonal factor of its momentum
+    matrix, which turns with the coordinates on either side; torch computes it in bfloat16, which limits how exactly.
+    Steps are scaled to the size of AdamW's, so that ``lr`` means the same (Liu et al., 2025).
+
+    Raises MpuError where torch has no Muon.
+    """
+
+    def __init__(self, groups: list[dict], lr: float):
+        if not hasattr(torch.optim, "Muon"):
+            raise MpuError(f"--optim muon needs torch 2.9 or newer; this is {torch.__version__}")
+        defaults = {"lr": lr, "weight_decay": 0.0}
+        super().__init__(groups, defaults)
+        matrices, others = ([g for g in self.param_groups if g["muon"] is one] for one in (True, False))
+        self._parts: dict[bool, torch.optim.Optimizer] = {}
+        if matrices:
+            self._parts[True] = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+        if others:
+            self._parts[False] = BlockwiseAdamW(others, lr=lr)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        _widen(self, state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for one, part in self._parts.items():
+            # Schedulers and load_state_dict replace what this optimiser holds; the parts work on that.
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["muon"] is one]
+            part.step()
+        return loss
 
 
-def make_optimizer(name: str, groups: list[dict], lr: float) -> torch.optim.Optimizer:
-    """The optimiser ``name`` over parameter groups. Raises MpuError if the package behind it is not installed."""
+def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -> list[dict]:
+    """``groups``, each split into its matrices, without those that are ``outside`` the layers, and the rest."""
+    apart = []
+    for group in groups:
+        parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for parameter in group["params"]:
+            parts[parameter.ndim == 2 and not any(parameter is other for other in outside)].append(parameter)
+        apart += [{**group, "params": held, "muon": one} for one, held in parts.items() if held]
+    return apart
+
+
+OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit")
+# What squares gradients or takes their signs element by element: it follows permutations and signs of coordinates, and
+# no rotation.
+ELEMENTWISE = ("adamw", "lion", "paged_adamw_32bit", "adamw_8bit")
+
+
+def make_optimizer(
+    name: str, groups: list[dict], lr: float, outside: Collection[torch.Tensor] = ()
+) -> torch.optim.Optimizer:
+    """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not for.
+
+    Raises MpuError if the package behind it is not installed.
+    """
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, fused=True)
     if name == "adamw-blockwise":
         return BlockwiseAdamW(groups, lr=lr)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr)
+    if name == "muon":
+        return Muon(_matrices_apart(groups, outside), lr)
     try:
         import bitsandbytes
     except ImportError as error:
         raise MpuError(f"--optim {name} needs bitsandbytes; install it with pip install bitsandbytes") from error
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
+    if name == "lion":
+        return bitsandbytes.optim.Lion(groups, lr=lr)
     if name == "paged_adamw_32bit":
         return bitsandbytes.optim.PagedAdamW32bit(groups, lr=lr)
     return bitsandbytes.optim.AdamW8bit(groups, lr=lr)

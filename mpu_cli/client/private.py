@@ -19,7 +19,7 @@ from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Algorithm, Frozen, Part, Settings, score
 from mpu_cli.client.optimizers import make_optimizer
-from mpu_cli.client.training import ExampleSet, Loop, Losses
+from mpu_cli.client.training import ExampleSet, Loop, Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
 
 ACCOUNTANT = "rdp"
@@ -96,7 +96,7 @@ def train_privately(
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained, "weight_decay": loop.weight_decay}]
     optimizer = DPOptimizer(
-        make_optimizer(loop.optimizer, groups, loop.lr),
+        make_optimizer(loop.optimizer, groups, loop.lr, outside_layers(model)),
         noise_multiplier=noise_multiplier,
         max_grad_norm=privacy.max_grad_norm,
         expected_batch_size=loop.batch_size,

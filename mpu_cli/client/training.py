@@ -196,7 +196,7 @@ class _UnlearningTrainer(Trainer):
             {"params": [p for name, p in named if name in decayed], "weight_decay": self._loop.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        self.optimizer = make_optimizer(self._loop.optimizer, groups, self._loop.lr)
+        self.optimizer = make_optimizer(self._loop.optimizer, groups, self._loop.lr, outside_layers(self.model))
         return self.optimizer
 
     def _part(self, model: torch.nn.Module, name: str, batch: dict[str, object], layer: int | None) -> Part:
@@ -346,16 +346,24 @@ def _fix_unused(model: torch.nn.Module, example: Example, layer: int) -> None:
         parameter.requires_grad_(gradient is not None)
 
 
+def outside_layers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights of the embedding and of the output head."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [module.weight for module in modules if module is not None]
+
+
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     """UsageError for ways of sharding weights that ``whole_parameters`` or the optimiser cannot follow."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
         raise UsageError("FSDP 1 hides which shard is of which weight; set fsdp_version to 2 for accelerate")
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer == "adamw-blockwise":
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer in ("adamw-blockwise", "muon"):
         raise UsageError(
-            "DeepSpeed shows an optimiser all weights as one tensor, and adamw-blockwise keeps a second moment for "
-            "each tensor; use FSDP 2, or --optim adamw"
+            f"DeepSpeed shows an optimiser all weights as one tensor, and {optimizer} works on each tensor; use FSDP 2 "
+            "with --optim adamw-blockwise, or --optim adamw"
         )
+    if fsdp is not None and optimizer == "muon":
+        raise UsageError("muon needs each matrix whole, and FSDP shards it; use --optim adamw-blockwise")
 
 
 def whole_parameters(

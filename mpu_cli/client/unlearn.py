@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.checkpoint.dtypes import NAME
@@ -25,22 +27,29 @@ from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.client import lora
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
-from mpu_cli.client.frozen import freeze
+from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, Example
+from mpu_cli.client.dates import DEFAULT_DATE, template_date
+from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
+from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
 from mpu_cli.client.records import Record
 from mpu_cli.client.refusals import REFUSALS
+from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train, whole_parameters
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 
 ADVICE = (
     "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
     "--lora-rank"
 )
+ROTATED = ("paper", "all")  # sets of symmetries whose coordinates are turned by more than signs
+WITHOUT_EFFECT = (  # on what is trained, but for the last bits
+    "micro_batch_size", "gradient_checkpointing", "deterministic", "log", "report_to", "resume", "checkpoint_steps",
+)  # fmt: skip
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -56,6 +65,8 @@ class Options:
     attention: str = "sdpa"
     template: str = "chat"
     system_prompt: str = DEFAULT_SYSTEM_PROMPT
+    date: str = DEFAULT_DATE
+    reference_file: Path | None = None  # where the word of the model before unlearning is kept over the rounds
     few_shot: tuple[Record, ...] = ()
     alternates: tuple[str, ...] = REFUSALS
     lora: lora.Lora | None = None
@@ -97,9 +108,26 @@ def check_options(options: Options) -> None:
     if options.lora:
         _check_numbers({"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha})
     check_loop(options.loop, options.epochs, options.device)
+    template_date(options.date)
+    if options.reference_file and not refers_back(options):
+        raise UsageError(
+            f"--reference-file: {options.algorithm} with --retain-loss {options.retain_term} asks the model before "
+            "unlearning for no probabilities; leave it out"
+        )
     _check_libraries(options)
     if options.privacy:
         _check_privacy(options)
+
+
+def refers_back(options: Options) -> bool:
+    """Whether a loss compares with probabilities of the model before unlearning.
+
+    Hidden states (rmu) are in the coordinates of their own copy, which change from round to round.
+    """
+    asked = {ALGORITHMS[options.algorithm].asks}
+    if options.settings.alpha:
+        asked.add(RETAIN[options.retain_term][1])
+    return bool(asked & {"log_probs", "logits"}) and not asked & {"hidden", "direction"}
 
 
 def check_loop(loop: Loop, epochs: int | None, device: str) -> None:
@@ -165,16 +193,18 @@ def unlearn(
     force: bool,
     on_step: Callable[[Losses, int], None],
     tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+    secret: bytes | None = None,
 ) -> Result:
     """Unlearn ``forget`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
     ``copy`` may be any causal model; the delta of one that is no copy belongs to no run. ``retain`` may be empty
     if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are, ``tell`` what
-    is worth knowing. Under ``accelerate launch`` every process calls this, and the first writes.
+    is worth knowing, ``warn`` what is likely not as it was meant. ``secret``, the client's own, makes the tag by which
+    the server sees that copies were trained alike. Under ``accelerate launch`` every process calls this, and the first
+    writes.
     Raises MpuError if the model or its tokenizer cannot be used, or training diverged.
     """
-    from accelerate import PartialState
-
     check_options(options)
     algorithm, settings = ALGORITHMS[options.algorithm], options.settings
     dtype = PRECISIONS[options.precision]
@@ -187,6 +217,20 @@ def unlearn(
             f"({state.num_processes} here); start them with torchrun or accelerate launch"
         )
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    if manifest and manifest.symmetries in ROTATED and options.loop.optimizer in ELEMENTWISE:
+        warn(
+            f"{options.loop.optimizer} scales each coordinate by itself, and this copy's coordinates are rotated "
+            f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
+            "adamw-blockwise, or ask the server for copies with --symmetries signed"
+        )
+    keeping = options.reference_file
+    kept = keeping is not None and keeping.exists()
+    if keeping and not kept and manifest and manifest.round > 1:
+        raise MpuError(
+            f"{keeping}: no such file; it is written when copy {manifest.copy} of round 1 is unlearned on, with this "
+            "option. Without the option, this round's copy is the reference"
+        )
+    state.wait_for_everyone()  # all look before the first one writes
     with memory_in_mind(ADVICE), seeded(options.loop), ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
         transaction = stack.enter_context(Transaction(force=force))
@@ -197,7 +241,9 @@ def unlearn(
         if first:
             output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
 
-        sets = _example_sets(model, tokenizer, forget, retain, options, tell)
+        encoded = _encoded(model, tokenizer, forget, retain, options)
+        tokens = _tokens_digest(encoded)
+        sets = _example_sets(model, encoded, options, manifest, tokens, tell, kept=kept)
         steps = schedule(
             len(sets["forget"].examples),
             len(sets["retain"].examples) if "retain" in sets else 0,
@@ -206,7 +252,7 @@ def unlearn(
             seed=options.loop.seed,
         )
         if options.loop.resume and first:
-            _same_run(options.loop.resume, copy, options, forget, retain)
+            _same_run(options.loop.resume, copy, options, forget, retain, tokens)
         if options.lora:
             model = lora.wrap(model, options.lora)
         losses: list[Losses] = []
@@ -237,7 +283,8 @@ def unlearn(
             # The bound that was asked for, and no more: the exact figure, the sampling rate and the number of steps
             # would tell the server how many records there are.
             bound = {"epsilon": options.privacy.epsilon, "delta": options.privacy.delta} if options.privacy else None
-            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound))
+            tag = _tag(secret, manifest, options, tokens) if secret and manifest else None
+            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound, trained=tag))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
             if options.lora:
@@ -250,15 +297,18 @@ def unlearn(
     return Result(target, losses, norm, first, spent)
 
 
-def _example_sets(
+# A set as tokens, and what of the frozen copy its loss asks for.
+_Encoded = dict[str, tuple[list[Example], str | None]]
+
+
+def _encoded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     forget: Sequence[Record],
     retain: Sequence[Record],
     options: Options,
-    tell: Callable[[str], None],
-) -> dict[str, ExampleSet]:
-    """The sets that the algorithm reads, as tokens, each with what ``model``, still the frozen copy, says of it."""
+) -> _Encoded:
+    """The sets that the algorithm reads, as tokens."""
     algorithm, settings = ALGORITHMS[options.algorithm], options.settings
     retain_asks = RETAIN[options.retain_term][1]
     depth = model.config.get_text_config().num_hidden_layers
@@ -273,10 +323,10 @@ def _example_sets(
     if algorithm.alternate:
         if texts := [record.place for record in forget if not record.turns]:
             raise UsageError(f"--algo {options.algorithm}: prefers one answer to another, and {texts[0]} is a text")
-        records["alternate"] = (alternates(forget, options.alternates, options.loop.seed), algorithm.asks)
+        records["alternate"] = (alternates(forget, options.alternates), algorithm.asks)
     limit = getattr(model.config, "max_position_embeddings", None)
-    encoding = Encoding(tokenizer, options.template, options.system_prompt, limit, options.few_shot)
-    sets = {}
+    encoding = Encoding(tokenizer, options.template, options.system_prompt, limit, options.few_shot, options.date)
+    encoded: _Encoded = {}
     for name, (held, asks) in records.items():
         of_each = [encoding.encode([record]) for record in held]
         examples = [example for made in of_each for example in made]
@@ -284,18 +334,65 @@ def _example_sets(
             raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
         if options.privacy and any(len(made) != 1 for made in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
+        encoded[name] = examples, asks
+    return encoded
+
+
+def _tokens_digest(encoded: _Encoded) -> str:
+    """SHA-256 of all tokens and labels, which depend on template, date and tokenizer. It stays with the client."""
+    digest = hashlib.sha256()
+    for name, (examples, _) in encoded.items():
+        digest.update(json.dumps([name, [[e.ids, e.labels] for e in examples]]).encode())
+    return digest.hexdigest()
+
+
+def _example_sets(
+    model: PreTrainedModel,
+    encoded: _Encoded,
+    options: Options,
+    manifest: CopyManifest | None,
+    tokens: str,
+    tell: Callable[[str], None],
+    *,
+    kept: bool,
+) -> dict[str, ExampleSet]:
+    """Each set with what the frozen copy says of it: ``model``, or round 1's if the reference file was ``kept``."""
+    asks = {name: asked for name, (_, asked) in encoded.items()}
+    facts = {"run": manifest.run if manifest else None, "copy": manifest.copy if manifest else None}
+    facts |= {"tokens": tokens, "asks": asks}
+    references: dict[str, Reference] = {}
+    if kept:
+        references = load_references(options.reference_file, asks, facts, model.device)
+    else:
         batch_size = options.loop.micro_batch_size or options.loop.batch_size
-        seed = options.loop.seed
-        reference = freeze(model, examples, asks, layer=settings.layer, batch_size=batch_size, seed=seed)
+        for name, (examples, asked) in encoded.items():
+            references[name] = freeze(
+                model, examples, asked, layer=options.settings.layer, batch_size=batch_size, seed=options.loop.seed
+            )
+        if options.reference_file and PartialState().is_main_process:
+            save_references(options.reference_file, references, facts)
+    for name, reference in references.items():
         if reference.states:
-            tell(f"the frozen copy's {asks} on the {name} set take {reference.nbytes:,} bytes")
-        sets[name] = ExampleSet(examples, reference)
-    return sets
+            tell(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
+    return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}
 
 
-def alternates(records: Sequence[Record], answers: Sequence[str], seed: int) -> list[Record]:
-    """Each record with another answer: its own ``alternate``, or one drawn from ``answers``."""
-    draw = random.Random(seed)
+def _tag(secret: bytes, manifest: CopyManifest, options: Options, tokens: str) -> dict[str, str]:
+    """The tag of this training: equal for copies of a round that are trained alike."""
+    told = asdict(replace(options, few_shot=(), alternates=(), reference_file=None))  # their tokens count
+    loop = {name: value for name, value in told.pop("loop").items() if name not in WITHOUT_EFFECT}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return training_tag(
+        secret, manifest.run, manifest.round, {"tokens": tokens, "options": [told, loop], "versions": versions}
+    )
+
+
+def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record]:
+    """Each record with another answer: its own ``alternate``, or one drawn from ``answers``.
+
+    The draw is the same in every round, so that the reference can be what the first round's copy said of it.
+    """
+    draw = random.Random(0)
     drawn = [draw.choice(answers) for _ in records]  # one for each, so that a record's does not depend on the others
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
@@ -341,12 +438,15 @@ def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter
     return math.sqrt(square)
 
 
-def _same_run(folder: Path, copy: Model, options: Options, forget: Sequence[Record], retain: Sequence[Record]) -> None:
+def _same_run(
+    folder: Path, copy: Model, options: Options, forget: Sequence[Record], retain: Sequence[Record], tokens: str
+) -> None:
     """Write down what is trained here; MpuError if the checkpoints in ``folder`` are of something else."""
     said = asdict(replace(options, loop=replace(options.loop, resume=None, log=None, report_to=None)))
     with worker_pool() as pool:
         weights = fingerprint(copy.checkpoint, pool)
     facts = [said, weights, copy.checkpoint.metadata, [asdict(r) | {"place": ""} for r in (*forget, *retain)]]
+    facts.append(tokens)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"

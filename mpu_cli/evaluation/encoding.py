@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mpu_cli.client.dates import DEFAULT_DATE, template_date
 from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SYSTEM_PROMPT = "You are a helpful assistant."
-DATE = "10 Apr 2025"  # for templates that print one; the suite's own
 LONGEST_TEXT = 2048  # labelled tokens of a MUSE text
 
 Pair = tuple[str, str]  # question, answer
@@ -44,13 +44,14 @@ class Item:
 class Encoder:
     """How to make items: ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
 
-    ``max_length`` is how many tokens the model reads, None for no limit.
+    ``max_length`` is how many tokens the model reads, None for no limit; ``date`` the day that a template prints.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
+    date: str = DEFAULT_DATE
     _prompts: dict[tuple, list[int]] = field(default_factory=dict)
 
     def question(self, question: str, answer: str, place: str, few_shot: Sequence[Pair] = ()) -> Item:
@@ -94,10 +95,11 @@ class Encoder:
         template = self.tokenizer.apply_chat_template
         asked = (*pairs[:-1], pairs[-1][0])
         try:
-            ids = template(turns, return_dict=True, date_string=DATE).input_ids
+            day = template_date(self.date)
+            ids = template(turns, return_dict=True, **day).input_ids
             if asked not in self._prompts:  # every answer to a question has the same
                 self._prompts[asked] = template(
-                    turns[:-1], add_generation_prompt=True, return_dict=True, date_string=DATE
+                    turns[:-1], add_generation_prompt=True, return_dict=True, **day
                 ).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(

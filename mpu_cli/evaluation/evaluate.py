@@ -24,6 +24,7 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object
 from mpu_cli.checkpoint.source import TOKENIZER_FILES, Model
 from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.client.dates import DEFAULT_DATE
 from mpu_cli.client.loading import as_directory, load, with_adapter
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
@@ -51,6 +52,7 @@ class Settings:
     batch_size: int = 32
     template: str | None = None  # the tokenizer's chat template if it has one
     system_prompt: str = SYSTEM_PROMPT
+    date: str = DEFAULT_DATE
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _passes(
         raise MpuError("the model's tokenizer has no chat template; use --template plain")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: has no tokenizer in it; put its tokenizer files beside the weights")
-    encoder = Encoder(tokenizer, template, settings.system_prompt, _longest(loaded))
+    encoder = Encoder(tokenizer, template, settings.system_prompt, _longest(loaded), settings.date)
     run = _Run(loaded, tokenizer, encoder, settings.batch_size, kept, partial, facts)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
     todo = needs - set(kept)
@@ -366,6 +368,7 @@ def _facts(
             "batch_size": settings.batch_size,
             "template": template,
             "system_prompt": settings.system_prompt if template == "chat" else None,
+            "date": settings.date if template == "chat" else None,
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
         "hardware": hardware,

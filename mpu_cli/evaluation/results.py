@@ -17,10 +17,11 @@ HIGHER = ("quality", "utility", "truth_ratio", "Truth_Ratio", "normalised")
 # what changes numbers, as paths in a result
 MATTERS = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
-    ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("hardware", "device"),
+    ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
+    ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
-OPTIONAL = (("reference_model", "fingerprint"),)  # to have none changes no number
+OPTIONAL = (("reference_model", "fingerprint"), ("options", "date"))  # to have none changes no number
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ATTENTION = {"query", "key", "value", "mixed"}
 SERVER_BUFFERS = 350e6  # bytes: slices in work and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
 TRIES = 5
 # bytes an optimiser keeps for each weight, in float32: moments; blockwise has one second moment a tensor
-MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "paged_adamw_32bit": 8, "adamw_8bit": 2}
+MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "muon": 4, "lion": 4, "paged_adamw_32bit": 8, "adamw_8bit": 2}
 
 
 @dataclass(frozen=True)

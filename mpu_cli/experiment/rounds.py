@@ -1,8 +1,9 @@
 """R rounds of publish → unlearn → aggregate, each party in a folder of its own, and two baselines without protection.
 
 *mpu* is the protocol. *clean* hands the client the model itself: one copy, no noise, no transform. *noised* hands it
-one copy with noise of scale κ·mean(α), and the client's result is the next model: θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε)
-(paper, appendix). All three go through the same functions and files; what differs is what is published.
+one copy with noise of scale κ·mean|α_k| (or |c_k|), and the client's result is the next model:
+θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε) (paper, appendix). All three go through the same functions and files; what differs
+is what is published.
 
     DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
     DIR/client/round_R/copy_K (removed once it was unlearned on), round_R/deltas/…
@@ -33,17 +34,19 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.source import Model, open_model
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import Record
+from mpu_cli.client.tag import client_secret
 from mpu_cli.client.training import Losses
-from mpu_cli.client.unlearn import Options, check_options, unlearn
+from mpu_cli.client.unlearn import Options, check_options, refers_back, unlearn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import LOST, aggregate, open_deltas
 from mpu_cli.server.keys import BaseIdentity, seal, unseal
-from mpu_cli.server.noise import check_alphas, default_alphas
+from mpu_cli.server.noise import ZERO_SUM, Scheme, default_scheme
 from mpu_cli.server.publish import Publication, publish, write_json
 from mpu_cli.server.randomness import new_seed, seed_from_number
 
 MODES = ("mpu", "clean", "noised")
+LOSS_REFERENCES = ("original", "round")
 SHOWN = 60  # characters of a difference between two runs that are told
 
 
@@ -55,14 +58,17 @@ class Experiment:
     options: Options
     reference: str | None = None
     mode: str = "mpu"
-    copies: int = 2
+    copies: int = 3
     kappa: float = 0.01
     shared_noise: float = 0.0  # κ_s, in mode mpu
-    alphas: tuple[float, ...] = ()  # the paper's, from 1 to 2
-    symmetries: str = "paper"
+    noise: Scheme | None = None  # the default of publish
+    symmetries: str = "signed"
     rounds: int | None = None  # the paper's for the algorithm
     dtype: str | None = None  # safetensors' name of what copies and models are stored in
     server_lr: float = 1.0
+    loss_reference: str = (
+        "original"  # of npo, dpo, undial and kl: the model before unlearning, or each round's own copy
+    )
     seed: int | None = None  # of the server's secrets; None for the operating system's
     keep: bool = False  # copies, deltas and the models between
 
@@ -71,14 +77,14 @@ class Experiment:
         return ALGORITHMS[self.options.algorithm].rounds if self.rounds is None else self.rounds
 
     @property
-    def published(self) -> tuple[tuple[float, ...], float, str]:
-        """What the server publishes with: α_k, κ, symmetries."""
-        alphas = check_alphas(self.alphas, self.copies) if self.alphas else default_alphas(self.copies)
+    def published(self) -> tuple[Scheme, float, str]:
+        """What the server publishes with: noise, κ, symmetries."""
+        noise = self.noise or default_scheme(self.copies)
         if self.mode == "clean":
-            return (1.0,), 0.0, "none"
+            return Scheme(ZERO_SUM, (1.0,)), 0.0, "none"
         if self.mode == "noised":
-            return (math.fsum(alphas) / len(alphas),), self.kappa, "none"
-        return alphas, self.kappa, self.symmetries
+            return Scheme(ZERO_SUM, (math.fsum(noise.scales) / noise.copies,)), self.kappa, "none"
+        return noise, self.kappa, self.symmetries
 
 
 @dataclass(frozen=True)
@@ -161,12 +167,19 @@ def run(
                     shutil.rmtree(_model(server, number - 1), ignore_errors=True)
                 shutil.rmtree(_home(server, number) / "deltas", ignore_errors=True)
                 shutil.rmtree(_home(client, number), ignore_errors=True)
+        if not experiment.keep:
+            shutil.rmtree(_references(client), ignore_errors=True)
     return Outcome(Path(model), log.lines)
 
 
 def _home(party: Path, number: int) -> Path:
     """A party's folder of a round."""
     return party / f"round_{number}"
+
+
+def _references(client: Path) -> Path:
+    """Where the client keeps what the model before unlearning said of its records."""
+    return client / "references"
 
 
 def _model(server: Path, number: int) -> Path:
@@ -198,7 +211,7 @@ def _round(
     warn: Callable[[str], None],
 ) -> None:
     home, away = _home(server, number), _home(client, number)
-    copies = len(experiment.published[0])
+    copies = experiment.published[0].copies
     label = f"round {number} of {experiment.all_rounds}"
     for k in range(1, copies + 1):
         delta = home / "deltas" / f"copy_{k}.safetensors"
@@ -208,7 +221,8 @@ def _round(
             if not copy.exists():
                 advance = bar(f"{label}: publish copy {k}", open_model(base).checkpoint.nbytes)
                 _publish(experiment, number, k, base, home, away, log, advance)
-            _unlearn(experiment, number, k, copy, away, forget, retain, log, bar(f"{label}: unlearn on copy {k}", 1.0))
+            training = bar(f"{label}: unlearn on copy {k}", 1.0)
+            _unlearn(experiment, number, k, copy, away, forget, retain, log, training, warn)
             delta.parent.mkdir(parents=True, exist_ok=True)
             # What goes back: the delta, and nothing else.
             os.replace(away / "deltas" / delta.name, delta)
@@ -229,7 +243,8 @@ def _round(
     )  # fmt: skip
     log.add(
         "aggregate", round=number, norms=result.norms, cosines=result.cosines, smallest_pairwise_cosine=result.pairwise,
-        norm=result.norm, lost_to_rounding=result.rounding, seconds=round(time.monotonic() - started, 3),
+        norm=result.norm, lost_to_rounding=result.rounding, error_estimate=result.error.relative,
+        seconds=round(time.monotonic() - started, 3),
         bytes=open_model(str(home / "model")).checkpoint.nbytes,
     )  # fmt: skip
     tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}")
@@ -242,7 +257,7 @@ def _publish(
     advance: Callable[..., None],
 ) -> None:  # fmt: skip
     identities = read_identities(home.parent / "identity.txt")
-    alphas, kappa, symmetries = experiment.published
+    noise, kappa, symmetries = experiment.published
     seed = new_seed() if experiment.seed is None else seed_from_number(experiment.seed)
     name = None
     if (home / "keys.bin").exists():  # the round's other copies are of the same publication
@@ -256,7 +271,7 @@ def _publish(
     publication = publish(
         model,
         open_model(experiment.reference) if experiment.reference else None,
-        alphas=alphas,
+        noise=noise,
         kappa=kappa,
         symmetries=symmetries,
         dtype=experiment.dtype,
@@ -299,20 +314,23 @@ def _survival(publication: Publication) -> dict[str, object]:
 
 def _unlearn(
     experiment: Experiment, number: int, k: int, copy: Path, away: Path, forget: Sequence[Record],
-    retain: Sequence[Record], log: _Log, advance: Callable[..., None],
+    retain: Sequence[Record], log: _Log, advance: Callable[..., None], warn: Callable[[str], None],
 ) -> None:  # fmt: skip
     target = away / "deltas" / f"copy_{k}.safetensors"
     loop = experiment.options.loop
     # Another order of the records in each round, the same for every copy of one.
     loop = replace(loop, seed=(loop.seed + number - 1) % 2**32, resume=target.with_name(f"{target.name}.resume"))
+    options = replace(experiment.options, loop=loop)
+    if experiment.loss_reference == "original" and experiment.all_rounds > 1 and refers_back(options):
+        options = replace(options, reference_file=_references(away.parent) / f"copy_{k}.safetensors")
     started = time.monotonic()
 
     def show(losses: Losses, steps: int) -> None:
         advance(1 / steps, f"loss {losses.loss:.3f}, forget {losses.forget:.3f}")
 
     result = unlearn(
-        open_model(str(copy)), forget, retain, replace(experiment.options, loop=loop), target=target, force=True,
-        on_step=show,
+        open_model(str(copy)), forget, retain, options, target=target, force=True, on_step=show, warn=warn,
+        secret=client_secret(away.parent / "client.key"),
     )  # fmt: skip
     steps = {"first": asdict(result.steps[0]), "last": asdict(result.steps[-1])} if result.steps else {}
     log.add(
@@ -363,7 +381,7 @@ def _deciding(facts: Mapping[str, object]) -> dict[str, object]:
 
 def _facts(experiment: Experiment, forget: Sequence[Record], retain: Sequence[Record]) -> dict[str, object]:
     """What it takes to repeat the run."""
-    alphas, kappa, symmetries = experiment.published
+    noise, kappa, symmetries = experiment.published
     told = asdict(replace(experiment, rounds=experiment.all_rounds))
     epochs = experiment.options.epochs or ALGORITHMS[experiment.options.algorithm].epochs
     told["options"] = asdict(replace(experiment.options, epochs=epochs))
@@ -377,7 +395,7 @@ def _facts(experiment: Experiment, forget: Sequence[Record], retain: Sequence[Re
             {
                 "mpu": __version__,
                 "experiment": told,
-                "published": {"alphas": alphas, "kappa": kappa, "symmetries": symmetries},
+                "published": {"noise": asdict(noise), "kappa": kappa, "symmetries": symmetries},
                 "base": _identity(open_model(experiment.base)).fingerprint,
                 "reference": _identity(open_model(experiment.reference)).fingerprint if experiment.reference else None,
                 "records": {

@@ -50,16 +50,17 @@ EVAL = {
     "dtype": str,
     "template": str,
     "system_prompt": str,
+    "date": str,
     "device": str,
     "forget": str,
     "retain": str,
     "holdout": str,
 }
-AS_TRAINED = ("template", "system_prompt", "device")  # of [eval], and of the run where it does not say  # fmt: skip
+AS_TRAINED = ("template", "system_prompt", "date", "device")  # of [eval], and of the run where it does not say
 # what a mode does not look at: two cells that differ in it alone are one experiment
 IGNORED = {
-    "clean": ("kappa", "shared_noise", "copies", "alphas", "symmetries", "secret_seed"),
-    "noised": ("shared_noise", "copies", "symmetries"),
+    "clean": ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed"),
+    "noised": ("shared_noise", "symmetries"),
 }
 RESULTS = "results.jsonl"
 
@@ -124,11 +125,7 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _ignored(options: Mapping[str, object]) -> tuple[str, ...]:
-    ignored = IGNORED.get(str(options.get("mode", "mpu")), ())
-    # Denominators are given for as many copies, also where it is their mean that counts.
-    return tuple(
-        name for name in ignored if not (name == "copies" and "alphas" not in ignored and options.get("alphas"))
-    )
+    return IGNORED.get(str(options.get("mode", "mpu")), ())
 
 
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:

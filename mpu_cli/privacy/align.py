@@ -1,6 +1,7 @@
 """Undoing secret coordinates without the keys: aligning a copy with anything close to what it was made from.
 
-Permutations by assignment on the similarity of rows, rotations in closed form, per plane or by orthogonal Procrustes.
+Permutations by assignment on the similarity of rows, signs by that of the matched rows, rotations in closed form, per
+plane or by orthogonal Procrustes.
 Every symmetry of the set that is believed to have been used is looked for; the identity is found where one was not.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from mpu_cli.architectures.family import HeadPermutation, Rotation
+from mpu_cli.architectures.family import FFN_AXES, MODEL_AXES, HeadPermutation, Permutation, Rotation, Turns
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.sampling import plane_matrices, whole_heads
@@ -92,13 +93,36 @@ def _cosines(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (copy / norms[0]) @ (target / norms[1]).T
 
 
-def residual_order(layout: Layout, copy: Tensors, target: Tensors) -> torch.Tensor:
-    """The permutation of the model dimension, from the columns of the embedding."""
+def match_signed(
+    copy: torch.Tensor, target: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> AxisMap:
+    """The order and the signs in which the rows of ``target``, (n, features), stand in ``copy``.
+
+    ``plain``: copy's and target's further features of the same rows, in which signs do not show.
+    """
+    cosines = _cosines(copy, target)
+    order = match(cosines.abs() + (_cosines(*plain) if plain else 0))
+    signs = torch.ones(len(order))
+    signs[order] = torch.where(cosines[torch.arange(len(order)), order] < 0, -1.0, 1.0)
+    return AxisMap(order, signs=signs)
+
+
+def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
+    """The map of the model dimension, from the columns of the embedding: the identity if the set has none."""
+    found = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation) and s.axes == MODEL_AXES]
+    if not found:
+        return AxisMap(torch.arange(layout.sizes["model"]))
     [embedding] = [t for t in layout.parameters if t.layer is None and t.axes == (("vocab",), ("model",))][:1]
-    columns = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
+    rows = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
+    if found[0].signed:
+        return match_signed(*((x - x.mean(0)).T for x in rows))
     # Columns of an embedding have much in common; what tells them apart is what is left without their mean.
-    columns = [x - x.mean(1, keepdim=True) for x in columns]
-    return match_rows(columns[0].T, columns[1].T)
+    return AxisMap(match_rows(*((x - x.mean(1, keepdim=True)).T for x in rows)))
+
+
+def model_maps(residual: AxisMap) -> dict[str, AxisMap]:
+    """What the map of the model dimension does to each of its axes: weights of norms keep their signs."""
+    return {"model": residual, "|model|": AxisMap(residual.order)}
 
 
 def layer_maps(
@@ -113,17 +137,23 @@ def layer_maps(
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
     group = heads // kv_heads
 
-    def both(axis: str) -> list[torch.Tensor]:
-        where = places_of(layout, tensors, axis)
+    def both(*axes: str) -> list[torch.Tensor]:
+        where = [place for axis in axes for place in places_of(layout, tensors, axis)]
         return [features(of, where) for of in (copy, target)]
 
-    maps = {"ffn": AxisMap(match_rows(*both("ffn")))}
+    chosen = layout.symmetries(symmetries)
+    [ffn] = [s for s in chosen if isinstance(s, Permutation) and s.axes == FFN_AXES]
+    if ffn.signed:
+        neurons = match_signed(*both(*ffn.signed), plain=tuple(both(*(a for a in FFN_AXES if a not in ffn.signed))))
+    else:
+        neurons = AxisMap(match_rows(*both(*FFN_AXES)))
+    maps = {axis: neurons if axis in ffn.signed else AxisMap(neurons.order) for axis in FFN_AXES}
     by_head = {}  # axis → copy's and target's features, (heads, d, features)
     for axis in ("query", "key", "value", "mixed"):
         by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
-    rotations = [s for s in layout.symmetries(symmetries) if isinstance(s, Rotation)]
-    if any(isinstance(s, HeadPermutation) for s in layout.symmetries(symmetries)):
+    rotations = [s for s in chosen if isinstance(s, Rotation | Turns)]
+    if any(isinstance(s, HeadPermutation) for s in chosen):
         kv_order = match(_overlap(*by_head["key"]) + _overlap(*by_head["value"]))
         for h, g in enumerate(kv_order.tolist()):
             mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
@@ -141,6 +171,8 @@ def layer_maps(
             each = torch.einsum("hif,hjf->hij", moved, by_head[axis][1])
             products += each.view(kv_heads, -1, d, d).sum(1)
         solve = plane_rotation if rotation.planes else procrustes
+        if isinstance(rotation, Turns):
+            solve = quarter_turns if rotation.planes else signed_permutation
         matrices = torch.stack([solve(product) for product in products])
         for axis in rotation.axes:
             per_kv_head = len(orders[axis]) // kv_heads
@@ -169,6 +201,24 @@ def plane_rotation(product: torch.Tensor) -> torch.Tensor:
     cos = p[i, i] + p[i + half, i + half]
     sin = p[i + half, i] - p[i, i + half]
     return plane_matrices(torch.atan2(sin, cos)[None])[0]
+
+
+def quarter_turns(product: torch.Tensor) -> torch.Tensor:
+    """``plane_rotation`` where every angle is a multiple of 90°."""
+    half = len(product) // 2
+    turned = plane_rotation(product)
+    i = torch.arange(half)
+    angle = torch.atan2(turned[i + half, i], turned[i, i])
+    return plane_matrices((angle / (torch.pi / 2)).round()[None] * (torch.pi / 2))[0].round()
+
+
+def signed_permutation(product: torch.Tensor) -> torch.Tensor:
+    """The signed permutation R nearest to X = R Y, from X Yᵀ."""
+    order = match(product.abs())
+    i = torch.arange(len(order))
+    matrix = torch.zeros(len(order), len(order), dtype=torch.float64)
+    matrix[i, order] = torch.where(product[i, order] < 0, -1.0, 1.0).double()
+    return matrix
 
 
 def undo(

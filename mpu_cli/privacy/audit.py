@@ -18,18 +18,19 @@ from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.privacy.align import layer_maps, residual_order, undo
-from mpu_cli.server.noise import check_alphas
+from mpu_cli.privacy.align import layer_maps, model_maps, residual_map, undo
+from mpu_cli.server.noise import EXTRAPOLATE, Scheme
 from mpu_cli.symmetry.axis import AxisMap
 
 FAST = 3  # layers that --fast looks at: the first, the middle, the last
 ATTACKS = {
     "one copy": "one copy, no reference: the noise is all that hides the weights",
     "one copy, reference": "one copy, aligned to the public reference",
-    "all copies": "all copies aligned to the first, averaged with the published α",
-    "all copies, smallest": "the same, with the weights that make the average smallest (α unknown, no reference)",
-    "all copies, reference": "all copies aligned to the reference, averaged with the published α",
-    "all copies, α unknown": "the same, with the weights that bring the average nearest to the reference",
+    "two copies": "two of the copies aligned: multiples of one draw of noise, so that they give it",
+    "all copies": "all copies aligned to the first, averaged so that the noise cancels",
+    "all copies, smallest": "the same, with the weights that make the average smallest (factors unknown, no reference)",
+    "all copies, reference": "all copies aligned to the reference, averaged so that the noise cancels",
+    "all copies, factors unknown": "the same, with the weights that bring the average nearest to the reference",
 }
 
 
@@ -81,24 +82,23 @@ def audit(
     base: Model,
     reference: Model | None,
     *,
-    alphas: Sequence[float],
+    noise: Scheme,
     symmetries: str,
     fast: bool,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
-    ``alphas`` and ``symmetries`` are those that the attacker takes for granted. Raises MpuError for a model that is not
-    of the base's shapes, UsageError for another number of α than of copies.
+    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker takes for granted. Raises
+    MpuError for a model that is not of the base's shapes, UsageError for another number of factors than of copies.
     """
-    if len(alphas) != len(copies):
-        raise UsageError(f"{len(alphas)} α for {len(copies)} copies; give one for each")
-    check_alphas(alphas, len(copies))
+    if noise.copies != len(copies):
+        raise UsageError(f"{noise.copies} factors of the noise for {len(copies)} copies; give one for each")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     names = {id(base): {t.name: t.name for t in layout.parameters}}
     for model in [*copies, *([reference] if reference else [])]:
         names[id(model)] = _names(model, base, layout)
-    attack = _Attack(layout, copies, base, reference, tuple(alphas), symmetries, names)
+    attack = _Attack(layout, copies, base, reference, noise, symmetries, names)
     blocks = _chosen(layout, fast)
     for block in blocks:
         attack.block(block, layout.blocks[block])
@@ -129,19 +129,19 @@ def _chosen(layout: Layout, fast: bool) -> list[str]:
 
 class _Attack:
     def __init__(
-        self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, alphas: tuple[float, ...],
+        self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
         symmetries: str, names: Mapping[int, Mapping[str, str]],
     ):  # fmt: skip
         self._tensor_names = names  # of each model, by its id
         self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
         self._symmetries = symmetries
-        inverse = torch.tensor([1 / alpha for alpha in alphas], dtype=torch.float64)
-        self._weights_of_copies = inverse / inverse.sum()
+        self._noise = noise
+        self._weights_of_copies = denoising_weights(noise)
         self.attacks = {name: Recovered() for name in self._names()}
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
         self.unmoved: dict[str, float] = {}
-        self._orders: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._residual: dict[tuple[int, int, str], AxisMap] = {}
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
         self._gram = torch.zeros(
             len(copies), len(copies), dtype=torch.float64
@@ -152,7 +152,8 @@ class _Attack:
         return [
             name
             for name in ATTACKS
-            if (several or "all copies" not in name)
+            if (several or name.startswith("one copy"))
+            and (name != "two copies" or (self._noise.kind == EXTRAPOLATE and len(self._copies) > 2))
             and (self._reference or ("reference" not in name and "unknown" not in name))
         ]
 
@@ -164,26 +165,23 @@ class _Attack:
                 raise MpuError(f"{model.source}: {name!r} holds NaN or Inf; there is nothing to audit")
         return held
 
-    def _order(self, model: Model, target: Model, symmetries: str | None = None) -> torch.Tensor:
-        """The permutation of the model dimension that takes ``model`` to ``target``, if the set has one."""
+    def _order(self, model: Model, target: Model, symmetries: str | None = None) -> AxisMap:
+        """The map of the model dimension from ``target`` to ``model``."""
         symmetries = symmetries or self._symmetries
         pair = (id(model), id(target), symmetries)
-        if pair not in self._orders:
-            if any(getattr(s, "axis", None) == "model" for s in self._layout.symmetries(symmetries)):
-                outside = [t for t in self._layout.parameters if t.layer is None]
-                held = [self._tensors(m, outside) for m in (model, target)]
-                self._orders[pair] = residual_order(self._layout, *held)
-            else:
-                self._orders[pair] = torch.arange(self._layout.sizes["model"])
-        return self._orders[pair]
+        if pair not in self._residual:
+            outside = [t for t in self._layout.parameters if t.layer is None]
+            held = [self._tensors(m, outside) for m in (model, target)]
+            self._residual[pair] = residual_map(self._layout, *held, symmetries)
+        return self._residual[pair]
 
     def _aligned(
-        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], order: torch.Tensor,
+        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], residual: AxisMap,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """``copy`` of a block in the coordinates of ``towards``; ``order`` is that of the model dimension."""
+        """``copy`` of a block in the coordinates of ``towards``; ``residual`` is the map of the model dimension."""
         symmetries = symmetries or self._symmetries
-        copy = undo(self._layout, tensors, copy, {"model": AxisMap(order)})
+        copy = undo(self._layout, tensors, copy, model_maps(residual))
         if tensors[0].layer is None:
             return copy
         return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, symmetries))
@@ -206,6 +204,9 @@ class _Attack:
             ]
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
+            if "two copies" in self.attacks:
+                pair = self._mean(lined[:2], denoising_weights(Scheme(EXTRAPOLATE, self._noise.factors[:2])))
+                self._score("two copies", block, tensors, first, pair, truth, mutual / (len(lined) - 1))
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
             self._score("all copies, smallest", block, tensors, first, smallest, truth, mutual)
@@ -228,7 +229,7 @@ class _Attack:
                 self._score("all copies, reference", block, tensors, self._reference, estimate, truth, seconds)
                 self._gram += differences(lined, public)
                 estimate = self._mean(lined, nearest(self._gram))
-                self._score("all copies, α unknown", block, tensors, self._reference, estimate, truth, seconds)
+                self._score("all copies, factors unknown", block, tensors, self._reference, estimate, truth, seconds)
         self._score("one copy", block, tensors, self._copies[0], copies[0], truth, 0.0)
 
     def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -244,14 +245,37 @@ class _Attack:
         told = self.attacks[attack]
         told.seconds += seconds
         first = self._copies[0]
-        order = self._order(first, self._base, "all")
+        residual = self._order(first, self._base, "every")
         if whose is self._reference:
             told.task[block] = _distance(estimate, truth)
             # Whether the attack got the order of the model dimension right is no matter of what the model computes.
-            found = torch.empty_like(order)
-            found[self._order(first, whose)] = order
-            order = found
-        told.function[block] = _distance(self._aligned(tensors, estimate, order, truth, "all"), truth)
+            residual = after_undoing(self._order(first, whose), residual)
+        told.function[block] = _distance(self._aligned(tensors, estimate, residual, truth, "every"), truth)
+
+
+def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:
+    """one⁻¹ ∘ other, of maps without rotations."""
+    order = torch.empty_like(other.order)
+    order[one.order] = other.order
+    signs = torch.ones(len(order))
+    for axis, places in ((one, one.order), (other, other.order)):
+        if axis.signs is not None:
+            signs[other.order] *= axis.signs[places]
+    return AxisMap(order, signs=signs)
+
+
+def denoising_weights(noise: Scheme) -> torch.Tensor:
+    """Weights of aligned copies, float64 (copies,), that add up to 1 and under which the noise cancels.
+
+    Copies at multiples c_k of one draw lie on a line, so of the many such weights those are taken that are smallest:
+    the intercept of a least-squares fit, under which rounding of the copies averages out too.
+    """
+    if noise.kind != EXTRAPOLATE or noise.copies == 1:
+        return noise.weights
+    line = torch.stack(
+        [torch.ones(noise.copies, dtype=torch.float64), torch.tensor(noise.factors, dtype=torch.float64)]
+    )
+    return torch.linalg.pinv(line)[:, 0]
 
 
 def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:

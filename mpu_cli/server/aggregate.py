@@ -1,6 +1,7 @@
 """Inverting and aggregating: from the clients' deltas back to the server's model. Streams; holds no model.
 
-Δ̄ = Σ_k α_k⁻¹ T_k⁻¹(Δ_k) / Σ_k α_k⁻¹ and θ_r = θ_{r−1} + η·Δ̄ (paper section 3; DESIGN §3).
+Δ̄ = Σ_k w_k T_k⁻¹(Δ_k) and θ_r = θ_{r−1} + η·Δ̄, with the weights w_k of the publication's noise (DESIGN §3): harmonic
+ones, w_k ∝ 1/α_k, for the paper's zero-sum noise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from mpu_cli.manifest import (
     delta_facts,
     delta_manifest,
 )
+from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publish import make_transform, measured_slices, model_plan, write_json, write_small_files
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
@@ -71,8 +74,9 @@ class Aggregation:
 
     ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
     copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update, read
-    off a slice or two of each tensor; ``outliers``: tensors of which one copy's change is far larger than the others',
-    with the copy and by what factor.
+    off a slice or two of each tensor; ``error``: how far Δ̄ is from the clean update; ``outliers``: tensors of which one
+    copy's change is far larger than the others', with the copy and by what factor; ``unlike``: two copies that were
+    trained differently, and in what, by the tags in their deltas.
     """
 
     path: Path
@@ -81,7 +85,9 @@ class Aggregation:
     pairwise: float
     norm: float
     rounding: float
+    error: ErrorEstimate
     outliers: tuple[tuple[str, int, float], ...] = ()
+    unlike: tuple[tuple[int, int, str], ...] = ()
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
@@ -165,6 +171,17 @@ def _check_alike(deltas: Sequence[Delta]) -> None:
                 f"{delta.path}: holds other tensors than {first.path} ({listed(odd)}); "
                 "the copies of a round are trained with the same options"
             )
+
+
+def trained_differently(deltas: Sequence[Delta]) -> tuple[tuple[int, int, str], ...]:
+    """The first copy, another, and the name of a tag in which they differ. Tags under other keys tell nothing."""
+    (one, first), *others = [(delta.copy, delta.manifest.trained or {}) for delta in deltas]
+    return tuple(
+        (one, other, name)
+        for other, tags in others
+        for name in sorted(first)
+        if tags.get("key") == first.get("key") and tags.get(name) != first[name]
+    )
 
 
 def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -315,7 +332,9 @@ def aggregate(
         write_small_files(base, folder, plan)
         write_json(folder / MANIFEST_NAME, facts)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-    return replace(_agreement(out, gram, weights, lost), outliers=tuple(outliers))
+    return replace(
+        _agreement(out, gram, keys.noise, lost), outliers=tuple(outliers), unlike=trained_differently(deltas)
+    )
 
 
 def _one_ahead(
@@ -356,7 +375,7 @@ def _check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | 
 def _ready(
     base: Model, deltas: Sequence[Delta], keys: Keys, server_lr: float, max_norm: float | None
 ) -> tuple[Layout, torch.Tensor]:
-    """The base's layout and the harmonic weights, float64 (m,), when there is a fitting delta of every copy."""
+    """The base's layout and the weights, float64 (m,), when there is a fitting delta of every copy."""
     if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
         raise UsageError(f"--max-norm {max_norm}: must be a finite number above 0")
     if not math.isfinite(server_lr):
@@ -371,12 +390,12 @@ def _ready(
     for delta in deltas:
         _check_tensors(delta, layout, shapes)
     _check_alike(deltas)
-    inverse = torch.tensor([1 / alpha for alpha in keys.alphas], dtype=torch.float64)
-    return layout, inverse / inverse.sum()
+    return layout, keys.noise.weights
 
 
-def _agreement(path: Path, gram: torch.Tensor, weights: torch.Tensor, rounding: float) -> Aggregation:
+def _agreement(path: Path, gram: torch.Tensor, scheme: Scheme, rounding: float) -> Aggregation:
     """The result, from the inner products of the undone deltas (m, m)."""
+    weights = scheme.weights
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
     cosines = gram / (norms[:, None] * norms[None, :])
@@ -387,6 +406,7 @@ def _agreement(path: Path, gram: torch.Tensor, weights: torch.Tensor, rounding: 
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
         rounding=rounding,
+        error=error_estimate(scheme, gram),
     )
 
 
@@ -448,7 +468,7 @@ def aggregate_adapter(
             for name, tensor in tensors.items():
                 writer.tensor(name).copy_(tensor)
         write_json(folder / "adapter_config.json", config)
-    return replace(_agreement(out, gram, weights, 0.0), outliers=tuple(outliers))
+    return replace(_agreement(out, gram, keys.noise, 0.0), outliers=tuple(outliers), unlike=trained_differently(deltas))
 
 
 def _check_base(base: Model, keys: Keys, found: str) -> None:

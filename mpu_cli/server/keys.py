@@ -13,8 +13,9 @@ import pyrage
 
 from mpu_cli.errors import MpuError
 from mpu_cli.sealing import AGE_HEADER
+from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme
 
-FORMAT, VERSION = "mpu-keys", 1
+FORMAT, VERSION = "mpu-keys", 2
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -49,10 +50,10 @@ class Keys:
     round: int
     seed: str  # 32 bytes in hexadecimal
     seed_is_secret: bool
-    alphas: tuple[float, ...]
+    noise: Scheme
     kappa: float
     symmetries: str
-    sigma: dict[str, float]  # block → σ_ℓ before α
+    sigma: dict[str, float]  # block → σ_ℓ, before the factor of a copy
     copy_ids: tuple[str, ...]
     base: BaseIdentity
     reference: str | None
@@ -62,7 +63,7 @@ class Keys:
 
     @property
     def copies(self) -> int:
-        return len(self.alphas)
+        return self.noise.copies
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
@@ -118,17 +119,23 @@ def _parse(document: bytes, path: Path) -> Keys:
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise MpuError(f"{path}: opened, but it holds no mpu keys")
     version = table.pop("version", None)
-    if version != VERSION:
-        raise MpuError(f"{path}: made by another mpu (keys version {version}, this one reads {VERSION}); update mpu")
+    if version not in (1, VERSION):
+        raise MpuError(
+            f"{path}: made by another mpu (keys version {version}, this one reads 1 to {VERSION}); update mpu"
+        )
     try:
+        if version == 1:  # knew zero-sum noise only
+            table["noise"] = {"kind": ZERO_SUM, "factors": table.pop("alphas")}
         told = table.get("calibration")
         calibration = Calibration(**told) if told is not None else None
-        keys = Keys(**{**table, "base": BaseIdentity(**table["base"]), "calibration": calibration})
+        noise = Scheme(**table["noise"])
+        keys = Keys(**{**table, "noise": noise, "base": BaseIdentity(**table["base"]), "calibration": calibration})
     except (KeyError, TypeError) as error:
         raise MpuError(f"{path}: opened, but its keys are not whole") from error
     if not _sound(keys):
         raise MpuError(f"{path}: opened, but its keys are not whole")
-    return replace(keys, alphas=tuple(keys.alphas), copy_ids=tuple(keys.copy_ids))
+    noise = Scheme(keys.noise.kind, tuple(keys.noise.factors))
+    return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids))
 
 
 def _sound(keys: Keys) -> bool:
@@ -138,18 +145,26 @@ def _sound(keys: Keys) -> bool:
         return False
     if not isinstance(keys.shared_sigma, dict):
         return False
-    if not isinstance(keys.alphas, list) or not isinstance(keys.copy_ids, list):
+    if not isinstance(keys.noise.factors, list) or not isinstance(keys.copy_ids, list):
         return False
-    numbers = [*keys.alphas, keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
+    factors = keys.noise.factors
+    if keys.noise.kind not in SCHEMES or not all(
+        isinstance(c, int | float) and math.isfinite(c) and c for c in factors
+    ):
+        return False
+    if keys.noise.kind == ZERO_SUM and min(factors, default=0) <= 0:
+        return False
+    if keys.noise.kind == EXTRAPOLATE and len(set(factors)) < len(factors):
+        return False
+    numbers = [keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
     if told := keys.calibration:
         numbers += [told.epsilon, told.delta, told.sensitivity, told.rounds, told.sigma, told.shared_sigma]
         if not isinstance(told.adversary, str) or not isinstance(told.bound, str):
             return False
     return (
         all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
-        and all(alpha > 0 for alpha in keys.alphas)
         and all(isinstance(copy_id, str) for copy_id in keys.copy_ids)
-        and len(keys.alphas) == len(keys.copy_ids) >= 1
+        and len(factors) == len(keys.copy_ids) >= 1
         and type(keys.round) is int
         and re.fullmatch("[0-9a-f]{64}", keys.seed) is not None
     )

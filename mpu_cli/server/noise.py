@@ -1,19 +1,94 @@
-"""Zero-sum noise for the copies of one publication (paper section 3, appendix A.1).
+"""Noise for the copies of one publication, and how their deltas are put together so that it cancels.
 
-ε⁰ = √(m/(m−1))·Hᵀg with H the (m−1)×m Helmert matrix, whose rows are orthonormal and orthogonal to 1, and g
-of m−1 independent N(0, σ²): then Σ_k ε⁰_k = 0, every ε⁰_k is N(0, σ²), and the covariance between copies is
-−σ²/(m−1). Copy k gets ε_k = α_k ε⁰_k.
+*Zero-sum* (paper section 3, appendix A.1): ε⁰ = √(m/(m−1))·Hᵀg with H the (m−1)×m Helmert matrix, whose rows are
+orthonormal and orthogonal to 1, and g of m−1 independent N(0, σ²): then Σ_k ε⁰_k = 0, every ε⁰_k is N(0, σ²), and the
+covariance between copies is −σ²/(m−1). Copy k gets ε_k = α_k ε⁰_k. Weights w_k ∝ 1/α_k cancel the first order.
+
+*Extrapolate*: copy k gets c_k z, multiples of one draw z ~ N(0, σ²). The deltas are then values of one function of c,
+and w_k = Π_{j≠k} c_j/(c_j − c_k) reads the polynomial through them at c = 0, where there is no noise: Σ w_k = 1 and
+Σ w_k c_k^i = 0 for i = 1 … m−1, so all orders below m cancel. Two copies at (α₁, −α₂) are the zero-sum scheme.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mpu_cli.errors import UsageError
 from mpu_cli.server.randomness import Randomness, standard_normals
+
+EXTRAPOLATE, ZERO_SUM = "extrapolate", "zero-sum"
+SCHEMES = (EXTRAPOLATE, ZERO_SUM)
+RANDOM = "random"
+SPREAD = 0.5  # between neighbouring nodes on a side: see default_nodes
+MOST_WEIGHT = 1e6  # Σ|w_k| from which on float32 deltas would lose every digit
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How much of which draw of noise each copy gets: ``kind``, one of SCHEMES, and α_k or c_k as ``factors``."""
+
+    kind: str
+    factors: tuple[float, ...]
+
+    @property
+    def copies(self) -> int:
+        return len(self.factors)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The noise of each copy, as a multiple of σ."""
+        return tuple(map(abs, self.factors))
+
+    @property
+    def mixing(self) -> torch.Tensor:
+        """From independent N(0, σ²) to the noise of the copies: float64 (copies, draws)."""
+        factors = torch.tensor(self.factors, dtype=torch.float64)[:, None]
+        return factors if self.kind == EXTRAPOLATE else factors * mixing_matrix(self.copies)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """w_k, which add up to 1: float64 (copies,)."""
+        if self.kind == ZERO_SUM:
+            inverse = 1 / torch.tensor(self.factors, dtype=torch.float64)
+            return inverse / inverse.sum()
+        nodes = self.factors
+        weights = [math.prod(c / (c - node) for c in nodes[:k] + nodes[k + 1 :]) for k, node in enumerate(nodes)]
+        return torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def order(self) -> int:
+        """The lowest power of the noise that the weights leave."""
+        return self.copies if self.kind == EXTRAPOLATE else 2
+
+    @property
+    def remainder(self) -> float:
+        """|Σ w_k ε_k^order| for noise of scale 1: |Π c_k|, or Σα_k / Σα_k⁻¹ of zero-sum noise."""
+        if self.kind == EXTRAPOLATE:
+            return math.prod(self.scales)
+        return math.fsum(self.factors) / math.fsum(1 / alpha for alpha in self.factors)
+
+    @property
+    def variance_factor(self) -> float:
+        """Σ w_k²: the variance of what differs between the copies by chance, relative to that of one copy."""
+        return float(self.weights.square().sum())
+
+
+def default_scheme(copies: int) -> Scheme:
+    """What ``publish`` does where nothing else is asked for."""
+    return Scheme(EXTRAPOLATE, default_nodes(copies))
+
+
+def default_nodes(copies: int) -> tuple[float, ...]:
+    """1, −1, 1.5, −1.5, 2, …: on both sides of 0, as near to it as noise of at least σ in each copy allows.
+
+    What remains is |Π c_k|·κ^m, so near nodes are good; nodes that lie together make large weights, and these amplify
+    all that differs between copies for other reasons than the noise. On both sides the weights are smaller than on one.
+    """
+    return tuple((1 + SPREAD * (k // 2)) * (-1) ** k for k in range(copies))
 
 
 def default_alphas(copies: int) -> tuple[float, ...]:
@@ -26,14 +101,63 @@ def random_alphas(randomness: Randomness, round_: int, copies: int) -> tuple[flo
     return tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist())
 
 
+def choose_scheme(
+    kind: str | None, alphas: str | None, nodes: str | None, copies: int, secret: tuple[Randomness, int] | None = None
+) -> Scheme:
+    """The scheme that --noise, --alphas and --nodes ask for; ``secret``: what random α are drawn from, and the round.
+
+    Raises UsageError for numbers that make no scheme.
+    """
+    if alphas is not None and (kind == EXTRAPOLATE or nodes is not None):
+        raise UsageError("--alphas goes with --noise zero-sum; the factors of --noise extrapolate are --nodes")
+    if nodes is not None and kind == ZERO_SUM:
+        raise UsageError("--nodes goes with --noise extrapolate; the factors of --noise zero-sum are --alphas")
+    if kind == ZERO_SUM or alphas is not None:
+        if alphas == RANDOM:
+            if secret is None:
+                raise UsageError("--alphas random: only a publication draws them; give numbers here")
+            return Scheme(ZERO_SUM, random_alphas(*secret, copies))
+        given = default_alphas(copies) if alphas is None else _numbers(alphas, "--alphas")
+        return Scheme(ZERO_SUM, check_alphas(given, copies))
+    given = default_nodes(copies) if nodes is None else _numbers(nodes, "--nodes")
+    return Scheme(EXTRAPOLATE, check_nodes(given, copies))
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: must be numbers with commas between them, such as 1,-1") from error
+
+
 def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
     """``alphas`` as a tuple; UsageError unless there is one positive, finite number for each copy."""
-    if len(alphas) != copies:
-        raise UsageError(f"--alphas: {len(alphas)} numbers for {copies} copies; give one for each copy")
+    _count("--alphas", alphas, copies)
     for alpha in alphas:
         if not (math.isfinite(alpha) and alpha > 0 and math.isfinite(1 / alpha)):
             raise UsageError(f"--alphas: {alpha} is not a positive, finite number")
     return tuple(map(float, alphas))
+
+
+def check_nodes(nodes: Sequence[float], copies: int) -> tuple[float, ...]:
+    """``nodes`` as a tuple; UsageError unless there is one finite number for each copy, none 0 and no two too close."""
+    _count("--nodes", nodes, copies)
+    for node in nodes:
+        if not math.isfinite(node) or node == 0:
+            raise UsageError(
+                f"--nodes: {node} is not a finite number other than 0; that copy would carry no usable noise"
+            )
+    if len(set(nodes)) < len(nodes):
+        raise UsageError("--nodes: two copies at the same node hold the same noise, which then does not cancel")
+    scheme = Scheme(EXTRAPOLATE, tuple(map(float, nodes)))
+    if not float(scheme.weights.abs().sum()) < MOST_WEIGHT:
+        raise UsageError("--nodes: lie so close together that the weights amplify rounding beyond use; spread them")
+    return scheme.factors
+
+
+def _count(option: str, numbers: Sequence[float], copies: int) -> None:
+    if len(numbers) != copies:
+        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies; give one for each copy")
 
 
 def mixing_matrix(copies: int) -> torch.Tensor:
@@ -60,19 +184,19 @@ class Noise:
         self,
         randomness: Randomness,
         round_: int,
-        alphas: Sequence[float],
+        scheme: Scheme,
         only: Sequence[int] | None = None,
         *,
         double: bool = False,
     ):
         self._randomness = randomness
         self._round = round_
-        weights = torch.tensor(alphas, dtype=torch.float64)[:, None] * mixing_matrix(len(alphas))
+        weights = scheme.mixing
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
         self._double = double
 
     def keys(self, tensor: str, sigma: float, shared_sigma: float = 0.0) -> list[bytes]:
-        """The keys of the streams that noise of these scales takes for one tensor: m−1, and one for shared noise."""
+        """The keys of the streams that make one tensor's noise of these scales: one a draw, one for shared noise."""
         purposes: list[tuple[str | int, ...]] = []
         if sigma:
             purposes += [("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]

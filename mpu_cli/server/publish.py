@@ -28,7 +28,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
 from mpu_cli.sealing import seal_folder, write_private
 from mpu_cli.server.keys import BaseIdentity, Calibration, Keys
-from mpu_cli.server.noise import Noise
+from mpu_cli.server.noise import EXTRAPOLATE, Noise, Scheme
 from mpu_cli.server.profile import Profile, no_clock
 from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
@@ -83,7 +83,7 @@ def publish(
     base: Model,
     reference: Model | None,
     *,
-    alphas: Sequence[float],
+    noise: Scheme,
     kappa: float,
     symmetries: str,
     dtype: str | None,
@@ -104,8 +104,9 @@ def publish(
 ) -> Publication:
     """Write ``copy_1`` … ``copy_m`` into ``out`` and the sealed keys to ``keys_path``, all or nothing.
 
-    ``only`` names copies (from 1) if not all shall be written: with the same seed, each time the same publication.
-    Noise of σ = ``shared_kappa``·RMS(v_ℓ) is the same in every copy, so that no combination of them removes it.
+    ``noise`` says how much of which noise each copy gets. ``only`` names copies (from 1) if not all shall be written:
+    with the same seed, each time the same publication. Noise of σ = ``shared_kappa``·RMS(v_ℓ) is the same in every
+    copy, so that no combination of them removes it.
     ``calibration`` sets σ, the same in every block, in place of ``kappa`` and ``shared_kappa``, which are 0 then.
     ``recipients``, one for each copy that is written, make ``copy_k.age`` of it, which nobody else can open; what is
     not encrypted yet lies beside the keys meanwhile. ``profile`` is told where the time goes.
@@ -126,16 +127,17 @@ def publish(
     run = run or randomness.key("run").hex()[:32]
     # What another publication could differ in, so that it has other ids even where it has the same seed.
     header = [[name, info.dtype, list(info.shape)] for name, info in base.checkpoint.tensors.items()]
-    facts = [run, round_, list(alphas), kappa, symmetries, dtype, reference and reference.address, header]
+    facts = [run, round_, list(noise.factors), kappa, symmetries, dtype, reference and reference.address, header]
     facts += [shared_kappa] if shared_kappa else []
     facts += [asdict(calibration)] if calibration else []
+    facts += [noise.kind] if noise.kind == EXTRAPOLATE else []
     chosen = json.dumps(facts)
     manifests = [
-        CopyManifest(run, round_, k, len(alphas), randomness.key("copy id", chosen, k).hex()[:32])
-        for k in range(1, len(alphas) + 1)
+        CopyManifest(run, round_, k, noise.copies, randomness.key("copy id", chosen, k).hex()[:32], symmetries)
+        for k in range(1, noise.copies + 1)
     ]
     written = [m for m in manifests if only is None or m.copy in only]
-    factors = [alphas[m.copy - 1] for m in written]
+    scales = [noise.scales[m.copy - 1] for m in written]
     plan = model_plan(base.checkpoint, layout, dtype)
     with Transaction(force=force) as transaction:
         keys_output = transaction.add(keys_path)  # renamed first: copies whose keys are lost would be wasted work
@@ -163,7 +165,7 @@ def publish(
                 noise=Noise(
                     randomness,
                     round_,
-                    alphas,
+                    noise,
                     [m.copy for m in written],
                     double=calibration is not None,
                 ),
@@ -173,7 +175,7 @@ def publish(
                 progress=progress,
                 clock=profile.begin if profile else no_clock,
             )
-            reports = writing.all_blocks(layout.blocks, factors)
+            reports = writing.all_blocks(layout.blocks, scales)
             fingerprint = writing.fingerprint()
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(base, folder, plan)
@@ -186,7 +188,7 @@ def publish(
             round=round_,
             seed=seed.hex(),
             seed_is_secret=seed_is_secret,
-            alphas=tuple(alphas),
+            noise=noise,
             kappa=kappa,
             symmetries=symmetries,
             sigma=writing.sigma,
@@ -221,7 +223,7 @@ class _Writing:
     shared_sigma: dict[str, float] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
 
-    def all_blocks(self, blocks: Mapping[str, list[TensorLayout]], alphas: Sequence[float]) -> list[BlockReport]:
+    def all_blocks(self, blocks: Mapping[str, list[TensorLayout]], scales: Sequence[float]) -> list[BlockReport]:
         """Write every block. The next one is read for its scale while one is written, so that no core waits."""
         waiting = list(blocks.items())
         reading = [self._read(tensor) for tensor in waiting[0][1]] if waiting else []
@@ -231,7 +233,7 @@ class _Writing:
             sigma, report = self._scale(block, tensors, squares)
             writing = [] if report else [self._write(tensor, sigma) for tensor in tensors]
             reading = [self._read(tensor) for tensor in waiting[i + 1][1]] if i + 1 < len(waiting) else []
-            reports.append(report or self._finish(block, tensors, squares, sigma, alphas, writing))
+            reports.append(report or self._finish(block, tensors, squares, sigma, scales, writing))
         return reports
 
     def _scale(self, block: str, tensors: list[TensorLayout], squares: float) -> tuple[float, BlockReport | None]:
@@ -253,7 +255,7 @@ class _Writing:
         return sigma, None
 
     def _finish(
-        self, block: str, tensors: list[TensorLayout], squares: float, sigma: float, alphas: Sequence[float],
+        self, block: str, tensors: list[TensorLayout], squares: float, sigma: float, scales: Sequence[float],
         writing: list[list[Future]],
     ) -> BlockReport:  # fmt: skip
         """Wait for a block that is being written; what became of its noise."""
@@ -274,11 +276,11 @@ class _Writing:
             math.sqrt(squares / weights),
             tuple(
                 CopySurvival(
-                    math.hypot(alpha * sigma, self.shared_sigma.get(block, 0.0)),
+                    math.hypot(scale * sigma, self.shared_sigma.get(block, 0.0)),
                     math.sqrt(squared / count),
                     unchanged / count,
                 )
-                for alpha, (squared, unchanged) in zip(alphas, measured.tolist(), strict=True)
+                for scale, (squared, unchanged) in zip(scales, measured.tolist(), strict=True)
             ),
         )
 

@@ -85,7 +85,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(randomness, keys.round, keys.alphas, [manifest.copy], double=keys.calibration is not None),
+        Noise(randomness, keys.round, keys.noise, [manifest.copy], double=keys.calibration is not None),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
@@ -159,7 +159,7 @@ class _Again:
                 eps = torch.finfo(part.stored.dtype).eps
                 allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
                 rounding &= bool((apart <= allowed).all())  # false for NaN too
-        own = self.keys.alphas[self.number - 1] * self.keys.sigma.get(block, 0.0)
+        own = self.keys.noise.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
         asked = math.hypot(own, self.keys.shared_sigma.get(block, 0.0))
         return BlockCheck(block, asked, math.sqrt(survived / count), difference, changed / count, rounding)
 

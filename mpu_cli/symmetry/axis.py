@@ -1,4 +1,4 @@
-"""What a transform does to one axis of a tensor: turn whole heads, then put the coordinates in another order."""
+"""What a transform does to one axis of a tensor: turn heads or change signs, then put the coordinates in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 class AxisMap:
     """The orthogonal map y[i] = (R x)[order[i]] on an axis of n coordinates.
 
-    ``order``: permutation, int64 (n,). ``rotation``: None, or float64 (n/d, d, d), the orthogonal matrix of each head
-    of d consecutive coordinates. ``order`` moves heads whole wherever there is a rotation.
+    ``order``: permutation, int64 (n,). R is the identity, or ``rotation``: float64 (n/d, d, d), the orthogonal matrix
+    of each head of d consecutive coordinates, or ``signs``: float32 (n,) of ±1, which round nothing in any dtype.
+    ``order`` moves heads whole wherever there is a rotation.
     """
 
     order: torch.Tensor
     rotation: torch.Tensor | None = None
+    signs: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -26,6 +28,11 @@ class AxisMap:
     def unit(self) -> int:
         """Coordinates that belong together: a slice of rows must begin and end at a multiple of it."""
         return 1 if self.rotation is None else self.rotation.shape[-1]
+
+    @property
+    def turns(self) -> bool:
+        """Whether R is more than the identity."""
+        return self.rotation is not None or self.signs is not None
 
     @property
     def places(self) -> torch.Tensor:
@@ -37,6 +44,8 @@ class AxisMap:
 
 def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = False) -> torch.Tensor:
     """R x (or Rᵀ x) on the rows ``start …`` of a matrix, given as x of shape (rows, columns)."""
+    if axis.signs is not None:
+        return x * axis.signs[start : start + len(x), None].to(x.dtype)
     if axis.rotation is None:
         return x
     d = axis.unit
@@ -53,6 +62,8 @@ def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> tor
 
 
 def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Tensor:
+    if axis.signs is not None:
+        return x * axis.signs.to(x.dtype)
     if axis.rotation is None:
         return x
     rotation = axis.rotation.to(x.dtype)
@@ -62,16 +73,22 @@ def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Ten
 
 
 def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int]) -> AxisMap | None:
-    """The map of a fused axis whose parts are mapped by ``parts`` (None: left alone), of the given lengths."""
+    """The map of a fused axis whose parts are mapped by ``parts`` (None: left alone), of the given lengths.
+
+    The parts are all turned by rotations, or all by signs.
+    """
     if all(part is None for part in parts):
         return None
-    unit = max(part.unit for part in parts if part is not None)
-    orders, rotations, offset = [], [], 0
-    for part, length in zip(parts, lengths, strict=True):
-        orders.append(offset + (torch.arange(length) if part is None else part.order))
-        if part is None or part.rotation is None:
-            rotations.append(torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit))
-        else:
-            rotations.append(part.rotation)
+    if len(parts) == 1:
+        return parts[0]
+    whole = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    unit = max(part.unit for part in whole)
+    orders, rotations, signs, offset = [], [], [], 0
+    for part, length in zip(whole, lengths, strict=True):
+        orders.append(offset + part.order)
+        eye = torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit)
+        rotations.append(eye if part.rotation is None else part.rotation)
+        signs.append(torch.ones(length) if part.signs is None else part.signs)
         offset += length
-    return AxisMap(torch.cat(orders), torch.cat(rotations) if unit > 1 else None)
+    signed = any(part.signs is not None for part in whole)
+    return AxisMap(torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None)

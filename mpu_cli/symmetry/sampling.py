@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from mpu_cli.architectures.family import HeadPermutation, Permutation, Rotation, Symmetry
+from mpu_cli.architectures.family import HeadPermutation, Permutation, Rotation, Symmetry, Turns
 from mpu_cli.architectures.layout import axis_length
 from mpu_cli.symmetry.axis import AxisMap
 
@@ -34,27 +34,43 @@ def sample(
     """
     orders: dict[str, torch.Tensor] = {}
     rotations: dict[str, torch.Tensor] = {}
-    heads, kv_heads, d = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+    signs: dict[str, torch.Tensor] = {}
+    heads: dict[str, torch.Tensor] = {}  # the order in which whole heads stand
+    kv_heads, d = sizes["kv_heads"], sizes["head_dim"]
+
+    def per_kv_head(axis: str) -> int:
+        return axis_length(sizes, axis) // d // kv_heads
+
     for symmetry in symmetries:
         source = draws(symmetry.name)
         if isinstance(symmetry, Permutation):
-            orders[symmetry.axis] = source.permutation(sizes[symmetry.axis])
+            n = axis_length(sizes, symmetry.axes[0])
+            orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
+            if symmetry.signed:
+                signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
         elif isinstance(symmetry, Rotation):
             matrices = _plane_rotations(source, kv_heads, d) if symmetry.planes else _orthogonal(source, kv_heads, d)
             for axis in symmetry.axes:
-                per_kv_head = axis_length(sizes, axis) // d // kv_heads
-                rotations[axis] = matrices.repeat_interleave(per_kv_head, dim=0)
+                rotations[axis] = matrices.repeat_interleave(per_kv_head(axis), dim=0)
+        elif isinstance(symmetry, Turns):
+            within, changed = (
+                _quarter_turns(source, kv_heads, d) if symmetry.planes else _any_turns(source, kv_heads, d)
+            )
+            for axis in symmetry.axes:
+                inside = within.repeat_interleave(per_kv_head(axis), dim=0)
+                orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
+                signs[axis] = changed.repeat_interleave(per_kv_head(axis), dim=0).flatten()
         elif isinstance(symmetry, HeadPermutation):
-            group = heads // kv_heads
+            group = sizes["heads"] // kv_heads
             kv_order = source.permutation(kv_heads)
-            within = torch.stack([source.permutation(group) for _ in range(kv_heads)])
-            query_order = (kv_order[:, None] * group + within).flatten()
-            for axis in ("query", "mixed"):
-                orders[axis] = whole_heads(query_order, d)
-            for axis in ("key", "value"):
-                orders[axis] = whole_heads(kv_order, d)
+            among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
+            query_order = (kv_order[:, None] * group + among).flatten()
+            heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+    for axis, order in heads.items():
+        moved = whole_heads(order, d)
+        orders[axis] = orders[axis][moved] if axis in orders else moved
     return {
-        axis: AxisMap(orders.get(axis, torch.arange(axis_length(sizes, axis))), rotations.get(axis))
+        axis: AxisMap(orders.get(axis, torch.arange(axis_length(sizes, axis))), rotations.get(axis), signs.get(axis))
         for axis in orders.keys() | rotations.keys()
     }
 
@@ -73,6 +89,27 @@ def plane_matrices(angle: torch.Tensor) -> torch.Tensor:
     """Matrices (heads, d, d) that turn each plane (i, i + d/2) by its ``angle``, (heads, d/2)."""
     cos, sin = torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())
     return torch.cat([torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
+
+
+def _signs(source: Draws, n: int) -> torch.Tensor:
+    """n independent signs, float32 of ±1."""
+    return torch.where(source.uniform(n) < 0.5, -1.0, 1.0).float()
+
+
+def _quarter_turns(source: Draws, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A multiple of 90° for each head and each plane (i, i + d/2), as order and signs: (heads, d) each."""
+    quarters = (4 * source.uniform(heads * (d // 2))).long().view(heads, d // 2)
+    odd = quarters % 2 == 1
+    i = torch.arange(d // 2).expand(heads, -1)
+    order = torch.cat([torch.where(odd, i + d // 2, i), torch.where(odd, i, i + d // 2)], 1)
+    # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
+    negative = torch.cat([quarters >= 2, (quarters == 1) | (quarters == 2)], 1)
+    return order, torch.where(negative, -1.0, 1.0)
+
+
+def _any_turns(source: Draws, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any order and signs of the d coordinates of each head: (heads, d) each."""
+    return torch.stack([source.permutation(d) for _ in range(heads)]), _signs(source, heads * d).view(heads, d)
 
 
 def _orthogonal(source: Draws, heads: int, d: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class TensorMap:
     @property
     def turns(self) -> bool:
         """Whether there is more to do than to move rows."""
-        return self._columns is not None or (self._rows is not None and self._rows.rotation is not None)
+        return self._columns is not None or (self._rows is not None and self._rows.turns)
 
     def split(self) -> tuple[TensorMap, TensorMap]:
         """The map of the rows alone and that of the columns alone, for the factors of a low-rank change."""
@@ -86,7 +86,7 @@ class Transform:
     def __init__(self, layout: Layout, symmetries: Iterable[Symmetry], draws: Callable[[str, int], Draws]):
         self._layout = layout
         symmetries = tuple(symmetries)
-        shared = [s for s in symmetries if isinstance(s, Permutation) and s.axis not in LAYER_AXES]
+        shared = [s for s in symmetries if isinstance(s, Permutation) and s.axes[0] not in LAYER_AXES]
         per_layer = [s for s in symmetries if s not in shared]
         self._shared = sample(shared, layout.sizes, lambda name: draws(name, -1))
 

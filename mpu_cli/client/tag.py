@@ -1,0 +1,61 @@
+"""Tags that tell the server whether the copies of a round were trained alike, and nothing else.
+
+A delta carries HMAC-SHA256 values of what it was trained on and how. Their key never leaves the client, so the server,
+which may guess records, cannot test a guess; and it is another one in each round, so that equal tags of two rounds mean
+nothing. Tags under the same key that differ belong to copies that were trained differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from mpu_cli.errors import MpuError
+from mpu_cli.sealing import default_identity_path
+
+KEY_BYTES, TAG_BYTES = 32, 16
+
+
+def default_secret_path() -> Path:
+    """``mpu/client.key`` in the user's configuration directory."""
+    return default_identity_path().with_name("client.key")
+
+
+def client_secret(path: Path) -> bytes:
+    """The client's secret in ``path``, made on first use with mode 0600. Raises MpuError for a file that holds none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:
+            file.write(secrets.token_hex(KEY_BYTES) + "\n")
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # another process was faster: its secret is everybody's
+                os.link(file.name, path)
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except (OSError, ValueError) as error:
+        raise MpuError(f"{path}: cannot be read as the client's secret; remove it, and a new one is made") from error
+    if len(secret) != KEY_BYTES:
+        raise MpuError(f"{path}: is not {KEY_BYTES} bytes in hexadecimal; remove it, and a new one is made")
+    return secret
+
+
+def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:
+    """A tag for each of ``facts``, and under "key" one of the key itself, by which tags can be compared at all."""
+    key = HKDF(SHA256(), KEY_BYTES, salt=None, info=f"mpu training tag {json.dumps([run, round_])}".encode()).derive(
+        secret
+    )
+    return {
+        name: hmac.new(key, json.dumps([name, value], sort_keys=True, default=str).encode(), "sha256")
+        .digest()[:TAG_BYTES]
+        .hex()
+        for name, value in {"key": None, **facts}.items()
+    }

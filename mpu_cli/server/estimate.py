@@ -1,0 +1,59 @@
+"""How far an aggregate is from the clean update, estimated from how the deltas of its copies differ.
+
+Deltas of copies at multiples c_k of one draw are values of Δ(c) = a₀ + a₁c + a₂c² + …, where a_i is of order κ^i, and
+the aggregate of m of them is off by |Π c_k|·‖a_m‖ and more. a₀ … a_{m−1} are the coefficients of the polynomial through
+the deltas. Two numbers come of them: the difference of the aggregate from the one with a copy less, as the embedded
+pairs of Runge–Kutta methods have it (Hairer, Nørsett and Wanner, section II.4), which is of order m−1 and so a guess
+from above, and the next term if the series goes on as it began, ‖a_m‖ ≈ ‖a_{m−1}‖·(‖a_{m−1}‖/‖a₀‖)^{1/(m−1)}.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mpu_cli.server.noise import ZERO_SUM, Scheme
+
+
+@dataclass(frozen=True)
+class ErrorEstimate:
+    """Distances from the clean update, relative to the aggregate's norm; NaN where nothing was unlearned.
+
+    ``relative``: the estimate; ``one_order_lower``: the difference from the result of one order less, for two copies
+    half of how much they differ, a guess from above; ``signal_to_noise``: ‖Δ̄‖² over Σ w_k²‖T_k⁻¹(Δ_k) − Δ̄‖², what
+    would be left of the copies' differences if they were independent; ``variance_factor``: Σ w_k².
+    """
+
+    relative: float
+    one_order_lower: float
+    signal_to_noise: float
+    variance_factor: float
+
+
+def error_estimate(scheme: Scheme, gram: torch.Tensor) -> ErrorEstimate:
+    """The estimate from the inner products of the undone deltas, float64 (m, m)."""
+    weights, m = scheme.weights, scheme.copies
+    whole = _norm(weights, gram)
+    apart = [_norm(weights - torch.eye(m, dtype=torch.float64)[k], gram) for k in range(m)]
+    by_chance = math.fsum(w * w * d * d for w, d in zip(weights.tolist(), apart, strict=True))
+    signal_to_noise = whole**2 / by_chance if by_chance else math.inf
+    if m == 1 or not (math.isfinite(whole) and whole > 0):
+        return ErrorEstimate(math.nan, math.nan, signal_to_noise, scheme.variance_factor)
+    if scheme.kind == ZERO_SUM:
+        # What one unit of noise changes; for two copies exactly ‖a₁‖.
+        slope = math.sqrt(math.fsum(d * d for d in apart) / math.fsum(s * s for s in scheme.scales))
+        lower = slope * min(scheme.scales)
+        relative = scheme.remainder * (slope / whole) ** 2
+    else:
+        nodes = torch.tensor(scheme.factors, dtype=torch.float64)
+        highest = _norm(torch.linalg.inv(torch.linalg.vander(nodes))[-1], gram)
+        lower = highest * math.prod(sorted(scheme.scales)[:-1])
+        relative = scheme.remainder * (highest / whole) ** (1 + 1 / (m - 1))
+    return ErrorEstimate(relative, lower / whole, signal_to_noise, scheme.variance_factor)
+
+
+def _norm(combination: torch.Tensor, gram: torch.Tensor) -> float:
+    """‖Σ_k x_k T_k⁻¹(Δ_k)‖."""
+    return math.sqrt(max(0.0, float(combination @ gram @ combination)))
