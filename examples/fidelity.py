@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from scipy import stats
 
 from mpu_cli.cli.main import main as mpu_main
 from mpu_cli.client.loading import load
@@ -35,6 +34,7 @@ from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.records import read_records
 from mpu_cli.evaluation.encoding import Encoder
 from mpu_cli.evaluation.scoring import score
+from mpu_cli.experiment.tables import half_interval
 
 
 def mpu(*arguments: object) -> str:
@@ -87,8 +87,7 @@ def mean(values: Sequence[float], form: str) -> str:
     text = format(statistics.mean(values), form)
     if len(values) < 2:
         return text
-    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{text} ± {format(half, form)}"
+    return f"{text} ± {format(half_interval(values), form)}"
 
 
 def main() -> None:

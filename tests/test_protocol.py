@@ -17,7 +17,7 @@ def records(folder, template="plain"):
 
 
 @pytest.mark.parametrize("optimizer", SMOOTH)
-@pytest.mark.parametrize("symmetries", ["paper", "all"])
+@pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, symmetries, optimizer):
     base = save(random_model(family), tmp_path / "base")
@@ -25,6 +25,16 @@ def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, 
     clean = clean_update(mpu, base, tmp_path, options)
     aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", symmetries], options)
     assert distance(aggregate, clean) < 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_signed_coordinates_suit_plain_adamw(mpu, tmp_path, family):
+    """Permutations and signs take the second moments along, which rotations do not."""
+    base = save(random_model(family), tmp_path / "base")
+    options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, "--optim", "adamw", "--lr", "1e-3"]
+    clean = clean_update(mpu, base, tmp_path, options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "signed"], options)
+    assert distance(aggregate, clean) < 1e-6
 
 
 def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path):

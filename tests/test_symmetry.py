@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.architectures.layout import layout_of
+from mpu_cli.architectures.family import LAYER_AXES
+from mpu_cli.architectures.layout import axis_length, layout_of
 from mpu_cli.checkpoint.source import open_model
+from mpu_cli.sealing import default_identity_path, read_identities
+from mpu_cli.server.keys import unseal
 from mpu_cli.server.publish import make_transform
 from mpu_cli.server.randomness import Randomness
-from mpu_cli.symmetry.transform import as_matrix, row_slices
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.transform import as_matrix, row_slices, tensor_map
 from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
 
-SETS = ("paper", "all")
+SETS = ("paper", "signed", "all")
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -31,7 +36,8 @@ def relative(found, expected):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries):
     base = save(random_model(family), tmp_path / "base")
-    mpu("publish", base, "--kappa", 0, "--symmetries", symmetries, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", symmetries, "--out", tmp_path,
+        "--keys", tmp_path / "k.bin")  # fmt: skip
     expected = logits(base)
     weights = [open_model(str(folder)).checkpoint for folder in (base, tmp_path / "copy_1", tmp_path / "copy_2")]
     for k in (1, 2):
@@ -39,8 +45,8 @@ def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries
     for name, axes in (
         (t.name, t.axes) for t in layout_of(weights[0].tensors, open_model(str(base)).config, "").parameters
     ):
-        moved = {axis for group in axes for axis in group} & {"ffn", "query", "key", "value", "mixed"}
-        if symmetries == "all" or moved:
+        moved = {axis for group in axes for axis in group} & set(LAYER_AXES)
+        if symmetries != "paper" or moved:
             tensors = [w.tensor(name) for w in weights]
             for a, b in ((0, 1), (0, 2), (1, 2)):
                 assert not torch.equal(tensors[a], tensors[b]), name
@@ -56,6 +62,56 @@ def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, symme
     expected = logits(full, tokens)
     for k in (1, 2):
         assert relative(logits(tmp_path / f"copy_{k}", tokens), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_signed_copies_lose_nothing_in_bfloat16(mpu, tmp_path, family):
+    """A copy without noise holds the base's weights bit for bit, in another order and with other signs."""
+    base = save(random_model(family, dtype=torch.bfloat16), tmp_path / "base")
+    mpu("publish", base, "--kappa", 0, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    opened, copy = (open_model(str(folder)).checkpoint for folder in (base, tmp_path / "copy_2"))
+    for name in opened.tensors:
+        held, published = (held.tensor(name).view(torch.int16) & 0x7FFF for held in (opened, copy))
+        assert torch.equal(held.flatten().sort().values, published.flatten().sort().values), name
+    model = open_model(str(base))
+    layout = layout_of(model.checkpoint.tensors, model.config, "")
+    [identity] = read_identities(default_identity_path())
+    keys = unseal(tmp_path / "k.bin", [identity])
+    transform = make_transform(Randomness(bytes.fromhex(keys.seed)), 1, 2, layout, "signed")
+    back = applied(transform, layout, {t.name: copy.tensor(t.name) for t in layout.parameters}, inverse=True)
+    for name, tensor in back.items():
+        assert torch.equal(tensor.view(torch.int16), opened.tensor(name).view(torch.int16)), name
+
+
+@pytest.mark.parametrize(
+    ("family", "false"),
+    [
+        ("llama", {"up"}),  # signs of up rows without those of the down columns
+        ("llama", {"gate", "ffn"}),  # a gate's sign is no symmetry of its activation
+        ("llama", {"|model|"}),  # the sign of a norm's weight
+        ("gpt2", {"ffn"}),  # no gate
+        ("gpt2", {"model"}),  # LayerNorm takes the mean away
+        ("llama", {"query"}),  # without the keys'
+        ("llama", {"value"}),  # without the output projection's
+    ],
+)
+def test_signs_that_are_no_symmetry_change_the_function(tmp_path, family, false):
+    base = save(random_model(family), tmp_path / "base")
+    model = open_model(str(base))
+    layout = layout_of(model.checkpoint.tensors, model.config, "")
+    generator = torch.Generator().manual_seed(0)
+    maps = {}
+    for axis in false:
+        n = axis_length(layout.sizes, axis)
+        signs = torch.where(torch.rand(n, generator=generator) < 0.5, -1.0, 1.0)
+        maps[axis] = AxisMap(torch.arange(n), signs=signs)
+    changed = load_file(base / "model.safetensors")
+    for tensor in layout.parameters:
+        mapping, matrix = tensor_map(layout, tensor, maps), as_matrix(changed[tensor.name])
+        changed[tensor.name] = mapping.forward(matrix, 0).reshape(changed[tensor.name].shape).contiguous()
+    expected = logits(base)
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
+    assert relative(logits(base), expected) > 0.01
 
 
 def applied(transform, layout, weights, *, inverse=False):

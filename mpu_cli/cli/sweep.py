@@ -23,9 +23,17 @@ def sweep(
     across: Annotated[
         str | None, typer.Option(help="The axis that becomes columns (default: mode).", metavar="OPTION")
     ] = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            help="Axes to average over, with commas between: means with 95 % intervals (default: secret_seed and seed, "
+            "where they vary).",
+            metavar="OPTIONS",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Run and evaluate every experiment of a grid, and print a Markdown table for each metric.
+    """Run and evaluate every experiment of a grid. Print a Markdown table for each metric, with distances from clean.
 
     A sweep that was stopped goes on where it was; results are lines of DIR/results.jsonl.
     """
@@ -41,7 +49,8 @@ def sweep(
     if metrics is not None and had:
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
-    for name, table in pivot(lines, names, across).items():
+    axes = None if over is None else [name for name in map(str.strip, over.split(",")) if name]
+    for name, table in pivot(lines, names, across, axes).items():
         printed += [f"**{name}**", "", *markdown(table), ""]
     emit(printed[:-1], lines, as_json)
     if failed:

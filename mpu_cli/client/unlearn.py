@@ -33,6 +33,7 @@ from mpu_cli.client.frozen import Reference, freeze, load_references, save_refer
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
 from mpu_cli.client.optimizers import ELEMENTWISE
+from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.private import Privacy, train_privately
 from mpu_cli.client.private import check as check_private_algorithm
 from mpu_cli.client.records import Record
@@ -231,7 +232,7 @@ def unlearn(
             "option. Without the option, this round's copy is the reference"
         )
     state.wait_for_everyone()  # all look before the first one writes
-    with memory_in_mind(ADVICE), seeded(options.loop), ExitStack() as stack:
+    with memory_in_mind(ADVICE), seeded(options.loop), as_wide_as(dtype), ExitStack() as stack:
         # A delta that cannot be written should be known before hours of training.
         transaction = stack.enter_context(Transaction(force=force))
         folder = stack.enter_context(as_directory(copy))

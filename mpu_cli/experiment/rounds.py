@@ -241,9 +241,10 @@ def _round(
         model, deltas, keys, server_lr=experiment.server_lr, dtype=experiment.dtype, out=home / "model",
         force=False, progress=bar(f"{label}: aggregate", model.checkpoint.nbytes),
     )  # fmt: skip
+    estimate = None if math.isnan(result.error.relative) else result.error.relative
     log.add(
         "aggregate", round=number, norms=result.norms, cosines=result.cosines, smallest_pairwise_cosine=result.pairwise,
-        norm=result.norm, lost_to_rounding=result.rounding, error_estimate=result.error.relative,
+        norm=result.norm, lost_to_rounding=result.rounding, error_estimate=estimate,
         seconds=round(time.monotonic() - started, 3),
         bytes=open_model(str(home / "model")).checkpoint.nbytes,
     )  # fmt: skip

@@ -1,49 +1,84 @@
-"""Markdown tables of a sweep: one for each metric, an axis of the grid across, the others down."""
+"""Markdown tables of a sweep: one for each metric, an axis of the grid across, the others down.
+
+Axes that only repeat an experiment, with other noise or another order of the records, are averaged over: a cell is the
+mean of its runs ± half of its 95 % interval (Student's t). Beside the modes stands how far each run is from the clean
+one of the same options and order, without sign.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 from mpu_cli.errors import UsageError
 
 FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
-         "seconds")  # fmt: skip
+         "error_estimate", "seconds")  # fmt: skip
+REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
+CONFIDENCE = 0.95
+
+Line = Mapping[str, object]
 
 
 def pivot(
-    lines: Sequence[Mapping[str, object]], metrics: Sequence[str], across: str | None = None
+    lines: Sequence[Line], metrics: Sequence[str], across: str | None = None, over: Sequence[str] | None = None
 ) -> dict[str, list[list[str]]]:
-    """For each metric rows of cells, the first row the head. ``across`` is an axis (default: mode, else the last).
+    """For each metric rows of cells, the first row the head.
 
-    A mode that ignores an axis (clean and κ, say) has its one result in every row of that axis.
+    ``across`` is an axis (default: mode, else the last), ``over`` are those to average over (default: those of REPEATS
+    that vary). A mode that ignores an axis (clean and κ, say) has its one result in every row of that axis. Raises
+    UsageError for an axis that there is not.
     """
-    axes = list(dict.fromkeys(name for line in lines for name in line if name not in FIXED))
+    varied = list(dict.fromkeys(name for line in lines for name in line if name not in FIXED))
+    repeats = [name for name in REPEATS if name in varied and name != across] if over is None else list(over)
+    for option, names in (("--over", repeats), ("--across", [across] if across else [])):
+        if unknown := set(names) - set(varied):
+            raise UsageError(f"{option} {min(unknown)}: the sweep varies {', '.join(varied) or 'nothing'}")
+    if across in repeats:
+        raise UsageError(f"--across {across}: is averaged over; leave it out of --over")
+    axes = [name for name in varied if name not in repeats]
     if not axes:
-        return {name: [["", name], ["run", _text(line["metrics"].get(name))]] for name in metrics for line in lines}
+        return {name: [["", name], ["run", _text([_value(line, name) for line in lines])]] for name in metrics}
     across = across or ("mode" if "mode" in axes else axes[-1])
-    if across not in axes:
-        raise UsageError(f"--across {across}: the sweep varies {', '.join(axes)}")
     down = [name for name in axes if name != across]
     heads = list(dict.fromkeys(line[across] for line in lines if across in line))
+    compared = [head for head in heads if head != "clean"] if across == "mode" and "clean" in heads else []
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
     # A place that leaves out an axis is no row of its own where others fill it in.
     rows = [place for place in places if not any(_covers(place, other) for other in places)]
     tables = {}
     for metric in metrics:
-        table = [[*down, *map(str, heads)]]
+        table = [[*down, *map(str, heads), *(f"{head}: % from clean" for head in compared)]]
         for row in rows:
-            cells = []
-            for head in heads:
-                found = [
-                    line["metrics"].get(metric)
-                    for line in lines
-                    if line.get(across) == head
-                    and all(name not in line or line[name] == value for name, value in zip(down, row, strict=True))
-                ]
-                cells.append(_text(found[0] if found else None))
+            where = dict(zip(down, row, strict=True))
+            here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
+            cells = [_text([_value(line, metric) for line in here[head]]) for head in heads]
+            cells += [_text(_distances(here[head], here["clean"], metric, repeats)) for head in compared]
             table.append([*("–" if value is None else str(value) for value in row), *cells])
         tables[metric] = table
     return tables
+
+
+def _fits(line: Line, where: Mapping[str, object]) -> bool:
+    """Whether ``line`` says nothing else of the options ``where`` than they do."""
+    return all(name not in line or line[name] == value for name, value in where.items())
+
+
+def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[float]:
+    """How far each of ``lines`` is from its clean run in ``metric``, in per cent."""
+    distances = []
+    for line in lines:
+        aims = [other for other in clean if _fits(other, {name: line[name] for name in repeats if name in line})]
+        value, aim = _value(line, metric), _value(aims[0], metric) if aims else None
+        if value is not None and aim:
+            distances.append(100 * abs(value / aim - 1))
+    return distances
+
+
+def _value(line: Line, metric: str) -> float | None:
+    value = line["metrics"].get(metric)
+    return value if isinstance(value, int | float) else None
 
 
 def _covers(place: Sequence[object], other: Sequence[object]) -> bool:
@@ -51,8 +86,21 @@ def _covers(place: Sequence[object], other: Sequence[object]) -> bool:
     return place != other and all(mine in (None, theirs) for mine, theirs in zip(place, other, strict=True))
 
 
-def _text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+def _text(values: Sequence[float | None]) -> str:
+    """The mean of ``values`` and, of several, half of its interval."""
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    if not numbers:
+        return "–"
+    mean = f"{statistics.fmean(numbers):.4g}"
+    return mean if len(numbers) < 2 else f"{mean} ± {half_interval(numbers):.2g}"
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of two or more ``values``, by Student's t."""
+    from scipy import stats
+
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
+    return float(quantile * statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def markdown(table: Sequence[Sequence[str]]) -> list[str]:
