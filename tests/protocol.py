@@ -42,14 +42,21 @@ def clean_update(mpu: Callable, base: Path, folder: Path, options: list[object])
 
 
 def updates(
-    mpu: Callable, base: Path, folder: Path, publish: list[object], unlearn: list[object]
+    mpu: Callable, base: Path, folder: Path, publish: list[object], unlearn: list[object], told: dict | None = None
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """The aggregate's update (float64) and each copy's own, inverted; all files go into ``folder``."""
+    """The aggregate's update (float64) and each copy's own, inverted; all files go into ``folder``.
+
+    What `mpu aggregate` says is put into ``told``.
+    """
     keys = folder / "keys.bin"
     copies = mpu("publish", base, "--dtype", "float64", "--out", folder, "--keys", keys, *publish).out.split()
     for copy in copies:
         mpu("unlearn", copy, "--out", folder / "deltas" / f"{Path(copy).name}.safetensors", *unlearn)
-    mpu("aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "unlearned")
+    result = mpu(
+        "aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "unlearned", "--json"
+    )
+    if told is not None:
+        told.update(result.json)
     inverted = mpu("invert", folder / "deltas", "--keys", keys, "--out", folder / "inverted").out.split()
     before, after = tensors(base), tensors(folder / "unlearned")
     return {name: after[name] - before[name] for name in before}, [unfactored(tensors(Path(path))) for path in inverted]

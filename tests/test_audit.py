@@ -12,19 +12,28 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.source import open_model
-from mpu_cli.privacy.align import layer_maps, match, match_rows, plane_rotation, procrustes, residual_order, undo
+from mpu_cli.privacy.align import (
+    layer_maps,
+    match,
+    match_rows,
+    model_maps,
+    plane_rotation,
+    procrustes,
+    residual_map,
+    undo,
+)
 from mpu_cli.server.publish import make_transform
 from mpu_cli.server.randomness import Randomness
-from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.axis import AxisMap, map_columns
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("symmetries", ["paper", "all"])
+@pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
-    """Without noise, the very permutations and rotations of the publication."""
+    """Without noise, the very permutations, signs and rotations of the publication."""
     base = save(random_model(family), tmp_path / "base")
     told = mpu(
         "publish", base, "--kappa", 0, "--dtype", "float64", "--symmetries", symmetries, "--seed", 5, "--run", "r",
@@ -38,22 +47,26 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
     layout = layout_of(model.checkpoint.tensors, model.config, "")
     true = make_transform(Randomness(bytes.fromhex(keys.seed)), 1, 1, layout, symmetries)
     held = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
-    residual = {"model": AxisMap(torch.arange(layout.sizes["model"]))}
-    if symmetries == "all":
-        residual = {"model": AxisMap(residual_order(layout, *held))}
-        assert torch.equal(residual["model"].order, true._shared["model"].order)
+    residual = residual_map(layout, *held, symmetries)
+    if symmetries != "paper":
+        assert_same(residual, true._shared["model"])
     for tensors in (ts for ts in layout.blocks.values() if ts[0].layer is not None):
-        found = layer_maps(layout, tensors, undo(layout, tensors, held[0], residual), held[1], symmetries)
+        aligned = undo(layout, tensors, held[0], model_maps(residual))
+        found = layer_maps(layout, tensors, aligned, held[1], symmetries)
         planted = true._layer_maps(tensors[0].layer)
         assert set(found) >= set(planted)
         for axis, mapping in planted.items():
-            assert torch.equal(found[axis].order, mapping.order), axis
-            if mapping.rotation is not None:
-                torch.testing.assert_close(found[axis].rotation, mapping.rotation, rtol=0, atol=1e-4)
+            assert_same(found[axis], mapping)
+
+
+def assert_same(found: AxisMap, expected: AxisMap) -> None:
+    """The same orthogonal map, whether it is written as order and signs or as rotations."""
+    one, other = (map_columns(torch.eye(len(axis), dtype=torch.float64), axis) for axis in (found, expected))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("symmetries", ["paper", "all"])
+@pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
     """With a little noise: one copy to the noise, all copies without it, whatever the coordinates."""
     base = save(random_model(family), tmp_path / "base")
@@ -83,6 +96,29 @@ def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
         assert told[name]["task_vector"] == found["task_vector"]
 
 
+def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> None:
+    """Extrapolating noise is taken off by any two of the copies; zero-sum noise needs all of them."""
+    base = save(random_model("llama"), tmp_path / "base")
+    for noise in ("extrapolate", "zero-sum"):
+        out = tmp_path / noise
+        mpu("publish", base, "--noise", noise, "--copies", 4, "--kappa", 0.01, "--dtype", "float32", "--out", out,
+            "--keys", out / "k.bin")  # fmt: skip
+    two, four = (("extrapolate/copy_2", "extrapolate/copy_3"), [f"extrapolate/copy_{k}" for k in (1, 2, 3, 4)])
+    some = mpu("audit", *two, "--base", base, "--json", cwd=tmp_path).json
+    assert some["attacks"]["all copies"]["weights"] < 1e-6
+    assert some["settings"]["noise"] == {"kind": "extrapolate", "factors": [-1, 1.5]}
+    assert some["settings"]["symmetries"] == "signed"  # as the copies say
+    told = mpu("audit", *four, "--base", base, "--json", cwd=tmp_path).json["attacks"]
+    assert told["two copies"]["weights"] < 1e-6
+    assert told["all copies"]["weights"] < 1e-6
+    zero_sum = [f"zero-sum/copy_{k}" for k in (1, 2, 3, 4)]
+    three = mpu("audit", *zero_sum[:3], "--base", base, "--json", cwd=tmp_path).json["attacks"]
+    assert "two copies" not in three
+    assert min(attack["weights"] for attack in three.values()) > 0.002
+    # An attacker who tries extrapolation first goes on to the other kind.
+    assert mpu("audit", *zero_sum, "--base", base, "--json", cwd=tmp_path).json["verdict"].startswith("recovered")
+
+
 @needs_shared
 def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     """The paper's defaults on a real checkpoint: a public relative gives the task vector away, both copies the rest."""
@@ -95,7 +131,7 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert attacks["all copies, reference"]["task_vector"] < 0.01
     assert attacks["all copies"]["weights"] < 1e-4
 
-    assert attacks["all copies, α unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
+    assert attacks["all copies, factors unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
     # Errors of blocks add up to that of the whole.
     whole = open_model(str(models / "full"))
     blocks = layout_of(whole.checkpoint.tensors, whole.config, "").blocks
@@ -164,6 +200,7 @@ def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
     other = save(random_model("llama", intermediate_size=64), tmp_path / "other")
     assert "has not the base's tensors" in mpu("audit", other, "--base", base, check=False).err
     assert mpu("audit", base, base, "--base", base, "--alphas", "1", check=False).status == 2
+    assert mpu("audit", base, base, "--base", base, "--nodes", "1,1", check=False).status == 2
     assert mpu("audit", base, "--base", base, "--alphas", "one", check=False).status == 2
     assert set(FAMILIES) <= set(CONFIGS)
 

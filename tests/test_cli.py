@@ -18,11 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.architectures.family import SETS
 from mpu_cli.checkpoint.dtypes import OPTION
-from mpu_cli.cli.options import StoredDtype
-from mpu_cli.cli.publish import publish
+from mpu_cli.cli.eval import eval_
+from mpu_cli.cli.finetune import finetune
+from mpu_cli.cli.options import Noise, Optimizer, StoredDtype, Symmetries
+from mpu_cli.cli.run import run
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, TEMPLATES
+from mpu_cli.client.dates import DEFAULT_DATE
 from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.optimizers import OPTIMIZERS
@@ -30,6 +34,7 @@ from mpu_cli.client.records import read_records
 from mpu_cli.client.unlearn import PRECISIONS
 from mpu_cli.evaluation.encoding import Encoder
 from mpu_cli.evaluation.scoring import score
+from mpu_cli.server.noise import SCHEMES
 from tests.benchmarks.shapes import make
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 
@@ -105,20 +110,25 @@ def test_choices_are_those_of_the_tables():
         return set(get_args(get_type_hints(command)[option]))
 
     assert choices(unlearn, "algo") == set(ALGORITHMS)
-    assert choices(unlearn, "optim") == set(OPTIMIZERS)
+    assert set(get_args(Optimizer)) == set(OPTIMIZERS)
     assert choices(unlearn, "precision") == set(PRECISIONS)
     assert choices(unlearn, "template") == set(TEMPLATES)
     assert inspect.signature(unlearn).parameters["system_prompt"].default == DEFAULT_SYSTEM_PROMPT
     assert set(get_args(StoredDtype)) == set(OPTION)
+    assert set(get_args(Symmetries)) == set(SETS)
+    assert set(get_args(Noise)) == set(SCHEMES)
     for family in FAMILIES.values():
-        assert choices(publish, "symmetries") == set(family.symmetries)
+        assert set(SETS) < set(family.symmetries)
+    assert {inspect.signature(command).parameters["date"].default for command in (unlearn, run, finetune, eval_)} == {
+        DEFAULT_DATE
+    }
 
 
 def test_standard_output_carries_paths_only(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
-    assert mpu("publish", base, cwd=tmp_path).out == "copy_1\ncopy_2\n"
+    assert mpu("publish", base, "--copies", 2, cwd=tmp_path).out == "copy_1\ncopy_2\n"
     for k in (1, 2):
         told = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
         assert told.out == f"deltas/copy_{k}.safetensors\n"
@@ -130,7 +140,7 @@ def test_json_is_one_document(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
-    assert mpu("publish", base, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
+    assert mpu("publish", base, "--copies", 2, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
     for k in (1, 2):
         mpu("unlearn", f"copy_{k}", "--epochs", 1, "--json", cwd=tmp_path)
     told = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json

@@ -1,4 +1,4 @@
-"""Training in float64 that is float64 throughout: models compute norms and softmaxes in float32, whatever they are in."""
+"""float64 that is float64 throughout: models compute norms and softmaxes in float32, whatever they are in."""
 
 from __future__ import annotations
 
