@@ -31,7 +31,7 @@ def rounds(mpu, tmp_path, family):
     base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
     write_records(tmp_path / "retain.jsonl", 6, 2)
-    mpu("publish", base, "--symmetries", "all", "--kappa", 0.01, cwd=tmp_path)
+    mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=tmp_path)
     for k in (1, 2):
         mpu("unlearn", f"copy_{k}", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
             "--precision", "float64", "--template", "plain", cwd=tmp_path)  # fmt: skip

@@ -27,7 +27,7 @@ def folder(mpu: Callable, tmp_path: Path) -> Path:
     (tmp_path / "b.pub").write_text(f"# client b\n{recipients[1]}\n")
     seal = ("--copy-recipients", f"{recipients[0]},{tmp_path / 'b.pub'}")
     for out, options in (("plain", ()), ("sealed", seal)):
-        mpu("publish", base, "--seed", 3, "--run", "r", "--out", tmp_path / out, "--keys",
+        mpu("publish", base, "--copies", 2, "--seed", 3, "--run", "r", "--out", tmp_path / out, "--keys",
             tmp_path / f"keys_{out}" / "keys.bin", *options)  # fmt: skip
     return tmp_path
 
@@ -118,7 +118,7 @@ class TestSealedCopies:
 
     @pytest.mark.parametrize(
         ("recipients", "says"),
-        [("age1x", "1 for 2 copies"), ("age1x,age1y", "is not an age public key"), ("none.pub,age1y", "no file")],
+        [("age1x", "1 for 3 copies"), ("age1x,age1y", "is not an age public key"), ("none.pub,age1y", "no file")],
     )
     def test_refuses_recipients(self, mpu: Callable, folder: Path, recipients: str, says: str) -> None:
         refused = mpu(

@@ -22,6 +22,7 @@ from mpu_cli.checkpoint.source import open_model
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
 from mpu_cli.server.keys import unseal
+from mpu_cli.server.noise import Scheme
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 from tests.models import CONFIGS, random_model, save, write_records
@@ -36,7 +37,7 @@ def base(tmp_path):
 @pytest.fixture
 def published(mpu, tmp_path, base):
     """Two copies, float64 so that nothing is rounded, and a random delta of each."""
-    mpu("publish", base, "--dtype", "float64", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    mpu("publish", base, "--copies", 2, "--dtype", "float64", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
     for k in (1, 2):
         write_delta(tmp_path / f"copy_{k}", tmp_path / f"deltas/copy_{k}.safetensors", seed=k)
     return tmp_path
@@ -97,20 +98,20 @@ class TestPublish:
                     assert files[0].read_bytes() == files[1].read_bytes()
 
     def test_shared_noise_is_in_every_copy(self, mpu, tmp_path, base):
-        """The harmonic mean of the copies is the base plus the shared noise, of its scale; verify knows it."""
+        """The weighted sum of the copies is the base plus the shared noise, of its scale; verify knows it."""
         options = ("--kappa", 0.1, "--shared-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
         told = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
         assert "κ_s = 0.2" in told
         keys, before = keys_of(tmp_path), tensors(base)
         copies = [tensors(tmp_path / f"copy_{k}") for k in (1, 2, 3)]
-        total = sum(1 / alpha for alpha in keys.alphas)
+        weights = keys.noise.weights.tolist()
         name = "model.embed_tokens.weight"
-        left = sum(copy[name] / a for copy, a in zip(copies, keys.alphas, strict=True)) / total - before[name]
+        left = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
         assert float(left.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
         assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name])
-        for copy, alpha in zip(copies, keys.alphas, strict=True):
+        for copy, scale in zip(copies, keys.noise.scales, strict=True):
             found = float((copy[name] - before[name]).square().mean().sqrt())
-            assert found == pytest.approx(math.hypot(alpha * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
+            assert found == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
         mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
         told = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
         assert told["all copies"]["weights"] > 0.15
@@ -120,8 +121,8 @@ class TestPublish:
         for name in "ab":
             out = mpu("publish", base, "--alphas", "random", "--copies", 3, "--out", tmp_path / name,
                       "--keys", tmp_path / name / "keys.bin")  # fmt: skip
-            drawn.append(keys_of(tmp_path / name).alphas)
-            assert not [a for a in drawn[-1] if str(a) in out.out + out.err]
+            drawn.append(keys_of(tmp_path / name).noise.factors)
+            assert not [a for a in drawn[-1] if f"{a:g}" in out.out + out.err]
         assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
         assert len({alpha for alphas in drawn for alpha in alphas}) == 6
 
@@ -220,10 +221,24 @@ class TestPublish:
 
     def test_one_seed_and_other_options_are_another_publication(self, mpu, tmp_path, base):
         ids = []
-        for i, more in enumerate(([], ["--kappa", 0.1], ["--alphas", "1,3"], ["--symmetries", "all"])):
-            mpu("publish", base, "--seed", 1, *more, "--out", tmp_path / str(i), "--keys", tmp_path / f"{i}.bin")
+        for i, more in enumerate(
+            ([], ["--kappa", 0.1], ["--alphas", "1,3"], ["--nodes", "1,3"], ["--symmetries", "all"])
+        ):
+            mpu(
+                "publish",
+                base,
+                "--copies",
+                2,
+                "--seed",
+                1,
+                *more,
+                "--out",
+                tmp_path / str(i),
+                "--keys",
+                tmp_path / f"{i}.bin",
+            )
             ids.append(read_copy_manifest(tmp_path / f"{i}/copy_1").copy_id)
-        assert len(set(ids)) == 4
+        assert len(set(ids)) == 5
 
     def test_a_tokenizer_config_tells_no_path(self, mpu, tmp_path, base):
         path = base / "tokenizer_config.json"
@@ -278,9 +293,9 @@ class TestKeys:
         """What age opens is the JSON that DESIGN describes."""
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        assert (document["format"], document["version"]) == ("mpu-keys", 1)
+        assert (document["format"], document["version"]) == ("mpu-keys", 2)
         assert len(bytes.fromhex(document["seed"])) == 32
-        assert document["alphas"] == [1, 2]
+        assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
         assert document["base"]["path"] == str(published / "base")
 
     def test_recipient_and_identity(self, mpu, tmp_path, base):
@@ -322,10 +337,36 @@ class TestKeys:
         assert outcome.err.count("\n") == 1
         assert "keys.bin" in outcome.err
 
+    def test_keys_of_version_1(self, mpu, tmp_path, base):
+        """They know zero-sum noise only, as `alphas`."""
+        out = ["--out", tmp_path, "--keys", tmp_path / "keys.bin"]
+        mpu("publish", base, "--copies", 2, "--alphas", "1,3", "--dtype", "float64", *out)
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((tmp_path / "keys.bin").read_bytes(), [identity]))
+        older = {name: value for name, value in document.items() if name != "noise"} | {"alphas": [1, 3], "version": 1}
+        (tmp_path / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(older).encode(), [identity.to_public()]))
+        assert keys_of(tmp_path).noise == Scheme("zero-sum", (1, 3))
+        assert "right" in mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin", "--no-logits").out
+
+    @pytest.mark.parametrize(
+        "noise",
+        [
+            {"kind": "other", "factors": [1, -1]}, {"kind": "extrapolate", "factors": [1, 1]}, {"kind": "extrapolate"},
+            {"kind": "extrapolate", "factors": [1, 0]}, {"kind": "zero-sum", "factors": [1, -1]}, [1, 2], None,
+            {"kind": "extrapolate", "factors": [1, "x"]}, {"kind": "extrapolate", "factors": [1, -1, 2]},
+        ],
+    )  # fmt: skip
+    def test_noise_that_is_none(self, mpu, published, noise):
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity])) | {"noise": noise}
+        (published / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(document).encode(), [identity.to_public()]))
+        outcome = aggregate(mpu, published, check=False)
+        assert (outcome.status, "keys are not whole" in outcome.err) == (1, True)
+
     def test_a_newer_version(self, mpu, published):
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        newer = json.dumps(document | {"version": 2}).encode()
+        newer = json.dumps(document | {"version": 3}).encode()
         (published / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
         assert "update mpu" in aggregate(mpu, published, check=False).err
 

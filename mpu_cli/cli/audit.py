@@ -153,17 +153,14 @@ def audit(
 def _believed_noise(models: list[Model], kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
     """The schemes that the attacker tries, with a factor for each of ``models``: those given, or the defaults."""
     from mpu_cli.manifest import read_copy_manifest
-    from mpu_cli.server.noise import SCHEMES, Scheme, choose_scheme
+    from mpu_cli.server.noise import SCHEMES, Scheme, default_factors, given_factors
 
     if alphas or nodes:
-        return [choose_scheme(kind, alphas, nodes, len(models))]
+        return [given_factors(kind, alphas, nodes, len(models))]
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    numbers = [(i + 1, len(models)) if m is None else (m.copy, m.copies) for i, m in enumerate(manifests)]
+    numbers = [(i, len(models)) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
     kinds = [kind] if kind else SCHEMES if len(models) > 1 else SCHEMES[:1]
-    return [
-        Scheme(each, tuple(choose_scheme(each, None, None, copies).factors[copy - 1] for copy, copies in numbers))
-        for each in kinds
-    ]
+    return [Scheme(each, tuple(default_factors(each, copies)[i] for i, copies in numbers)) for each in kinds]
 
 
 def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:

@@ -16,7 +16,10 @@ from mpu_cli.errors import MpuError, UsageError
 
 def plan(
     model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
-    copies: Annotated[int, typer.Option(help="m ≥ 2.")] = 3,
+    copies: Annotated[
+        int | None,
+        typer.Option(help="How many copies, m ≥ 2 (default: 3, or as many as --nodes or --alphas).", metavar="M"),
+    ] = None,
     optim: Annotated[
         options.Optimizer,
         typer.Option(help="The client's optimiser, for its memory."),
@@ -38,8 +41,6 @@ def plan(
 
     Bandwidth and speed are measured on this machine. Activations of the training are not counted.
     """
-    if copies < 2:
-        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
     if not (math.isfinite(shared_noise) and shared_noise >= 0):
         raise UsageError(f"--shared-noise {shared_noise}: must be a finite number, 0 or more")
     if epochs < 1:
@@ -55,10 +56,10 @@ def plan(
     if forget:
         tokens = 2 * epochs * _tokens(opened, forget, data_dir)
     machine = measure_machine()
-    found = cost(opened, machine, copies=copies, optimizer=optim, tokens=tokens)
+    found = cost(opened, machine, copies=scheme.copies, optimizer=optim, tokens=tokens)
     lines = [
         f"model\t{found.weights:,} weights, {found.attention_weights:,} of them in attention",
-        f"server writes and sends\t{_bytes(found.published)} in {copies} copies",
+        f"server writes and sends\t{_bytes(found.published)} in {scheme.copies} copies",
         f"client returns\t{_bytes(found.returned)} of float32 deltas",
         f"server memory\tabout {_bytes(found.server_memory)}, whatever the model",
         f"client memory\t{_bytes(found.client_memory)} for weights, gradient and {optim}'s state, plus activations",

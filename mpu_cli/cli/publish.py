@@ -15,7 +15,6 @@ from mpu_cli.errors import UsageError
 if TYPE_CHECKING:
     from mpu_cli.server.publish import Publication
 
-MOST_COPIES = 100
 KAPPA = 0.01  # the paper's
 CALIBRATION, SEALING = "Noise for differential privacy", "Sealing"
 ROUNDED_AWAY = 0.1  # share of weights left as they were, above which storage is said to eat the noise
@@ -31,7 +30,13 @@ def publish(
             metavar="MODEL",
         ),
     ] = None,
-    copies: Annotated[int, typer.Option(help="How many copies, m ≥ 2.", metavar="M")] = 3,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            help="How many copies, m ≥ 2 (default: 3, or as many as --nodes, --alphas or --copy-recipients).",
+            metavar="M",
+        ),
+    ] = None,
     kappa: Annotated[
         float | None, typer.Option(help="Noise scale: σ of a block = κ · RMS of its task vector (default: 0.01).")
     ] = None,
@@ -127,10 +132,6 @@ def publish(
 
     Give each copy to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    if copies < 2:
-        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
-    if copies > MOST_COPIES:
-        raise UsageError(f"--copies {copies}: at most {MOST_COPIES}")
     if round_ < 1:
         raise UsageError(f"--round {round_}: counts from 1")
     if seed is not None and not 0 <= seed < 2**64:
@@ -159,6 +160,8 @@ def publish(
     from mpu_cli.server.publish import publish as run_publish
 
     master = randomness.new_seed() if seed is None else randomness.seed_from_number(seed)
+    if copies is None and nodes is None and alphas in (None, RANDOM) and copy_recipients and "," in copy_recipients:
+        copies = copy_recipients.count(",") + 1
     scheme = choose_scheme(noise, alphas, nodes, copies, (randomness.Randomness(master), round_))
     calibration = None
     if epsilon is not None:
@@ -170,7 +173,7 @@ def publish(
         )  # fmt: skip
         kappa = shared_noise = 0.0
     kappa, shared_noise = KAPPA if kappa is None else kappa, shared_noise or 0.0
-    clients = recipients_of_copies(copy_recipients, copies) if copy_recipients else []
+    clients = recipients_of_copies(copy_recipients, scheme.copies) if copy_recipients else []
     model = open_model(base, config)
     public = open_model(reference) if reference else None
     laps = Profile() if profile else None
@@ -202,6 +205,8 @@ def publish(
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(publication)
+    secret = "" if alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
+    note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {symmetries}")
     if calibration:
         note(statement(calibration))
     if laps:
@@ -255,11 +260,6 @@ def report(publication: Publication) -> None:
                 f"rounding on storage leaves {lost:.0%} of the weights as they were without noise; "
                 "--dtype float32 keeps the noise, a larger --kappa outgrows the rounding"
             )
-    scheme = publication.keys.noise
-    note(
-        f"noise: {scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}), cancels up to order "
-        f"{scheme.order - 1}; symmetries: {publication.keys.symmetries}"
-    )
     note(
         f"keys: {publication.keys_path} (run {publication.keys.run}, round {publication.keys.round}); "
         "keep it, and keep it to yourself"

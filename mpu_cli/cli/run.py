@@ -39,7 +39,14 @@ def run(
             help="The protocol; the model itself handed over; or one copy with noise and nothing that undoes it."
         ),
     ] = "mpu",
-    copies: Annotated[int, typer.Option(help="m ≥ 2.", rich_help_panel=SERVER)] = 3,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            help="How many copies, m ≥ 2 (default: 3, or as many as --nodes or --alphas).",
+            metavar="M",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     kappa: Annotated[float, typer.Option(help="Noise scale.", rich_help_panel=SERVER)] = 0.01,
     shared_noise: Annotated[
         float, typer.Option(help="κ_s, noise that all copies share.", metavar="KAPPA", rich_help_panel=SERVER)

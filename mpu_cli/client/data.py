@@ -79,10 +79,11 @@ class Encoding:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         answered = [*messages, {"role": "assistant", "content": record.answer}]
         try:
+            day = template_date(self.tokenizer, self.date)
             prompt = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, **template_date(self.date)
+                messages, add_generation_prompt=True, return_dict=True, **day
             ).input_ids
-            ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **template_date(self.date)).input_ids
+            ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **day).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
                 f"the tokenizer's chat template refused a record ({error}); if it knows no system turn, "

@@ -5,28 +5,42 @@ Llama 3's templates print today's date. Copies of one round that are trained on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from datetime import date, datetime
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DEFAULT_DATE = "10 Apr 2025"  # OpenUnlearning's
 _FORMATS = ("%d %b %Y", "%Y-%m-%d")
+_CALL = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1\s*\)")
+# Takes the place of transformers' function, which asks the clock and cannot be passed over.
+_MACRO = (
+    "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
+    "{{ raise_exception('it makes up a date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro -%}"
+)
 
 
-def template_date(text: str) -> dict[str, str | Callable[[str], str]]:
-    """Arguments for ``apply_chat_template`` under which it is the day ``text``, such as 10 Apr 2025 or 2025-04-10.
-
-    Raises UsageError if it is not a date.
-    """
-    day = _parse(text)
-    return {"date_string": day.strftime(_FORMATS[0]), "strftime_now": day.strftime}
-
-
-def _parse(text: str) -> date:
+def parse_date(text: str) -> date:
+    """The day that ``text``, such as 10 Apr 2025 or 2025-04-10, names. Raises UsageError if it is not a date."""
     for form in _FORMATS:
         try:
             return datetime.strptime(text, form).date()
         except ValueError:
             continue
     raise UsageError(f"--date {text!r}: not a date such as {DEFAULT_DATE!r} or 2025-04-10")
+
+
+def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:
+    """Arguments for ``apply_chat_template`` under which the tokenizer's chat template sees the day ``text``."""
+    day = parse_date(text)
+    arguments: dict[str, object] = {"date_string": day.strftime(_FORMATS[0])}
+    template = tokenizer.get_chat_template()
+    if formats := {form for _, form in _CALL.findall(template)}:
+        arguments["mpu_date"] = {form: day.strftime(form) for form in formats}
+    if "strftime_now" in template:
+        arguments["chat_template"] = _MACRO + template
+    return arguments

@@ -16,6 +16,7 @@ from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.data import Encoding
+from mpu_cli.client.dates import parse_date
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import Algorithm, Settings
@@ -70,6 +71,7 @@ def finetune(
     cannot be used, and if training diverged.
     """
     check_loop(loop, epochs, device)
+    parse_date(date)
     own = replace(loop, resume=None, deterministic=False)
     with memory_in_mind(ADVICE), seeded(own), Transaction(force=force) as transaction, as_directory(model) as folder:
         target = transaction.add(out, directory=True)

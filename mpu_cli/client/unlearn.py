@@ -28,7 +28,7 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
 from mpu_cli.client import lora
 from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, Example
-from mpu_cli.client.dates import DEFAULT_DATE, template_date
+from mpu_cli.client.dates import DEFAULT_DATE, parse_date
 from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
@@ -109,7 +109,7 @@ def check_options(options: Options) -> None:
     if options.lora:
         _check_numbers({"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha})
     check_loop(options.loop, options.epochs, options.device)
-    template_date(options.date)
+    parse_date(options.date)
     if options.reference_file and not refers_back(options):
         raise UsageError(
             f"--reference-file: {options.algorithm} with --retain-loss {options.retain_term} asks the model before "

@@ -30,11 +30,12 @@ from mpu_cli.evaluation.metrics import Form
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import Experiment, run
 from mpu_cli.experiment.sweep import in_parts
+from mpu_cli.server.noise import default_scheme
 
 PEOPLE, FORGOTTEN, UNSEEN = 40, 4, 4
 EPOCHS = 50  # of training; the model then knows its records by heart
 MODES = ("clean", "noised", "mpu")
-COPIES, KAPPA, ROUNDS = 2, 0.05, 1
+NOISE, KAPPA, ROUNDS = default_scheme(), 0.05, 1
 OPTIONS = Options(
     "npo", epochs=15, constants={"beta": 2.0}, loop=Loop(optimizer="adamw-blockwise", lr=3e-4, batch_size=10)
 )
@@ -95,16 +96,17 @@ def _play(folder: Path, seed: int, bar: Bar, tell: Callable[[str], None]) -> Dem
     measure = partial(_measure, paths=paths, folder=folder / "eval", bar=bar)
     measured = {"retain model": measure("retain", models / "retain")}
     measured["before"] = measure("before", models / "target")
+    handed = KAPPA * sum(NOISE.scales) / NOISE.copies
     told = {
         "clean": "Clean: the client got the model itself and unlearned on it.",
-        "noised": f"Noised: the client got one copy with noise (κ = {KAPPA:g}); its result is the next model.",
-        "mpu": f"MPU: the client got {COPIES} noisy copies in secret coordinates; the server undid both.",
+        "noised": f"Noised: the client got one copy with noise (κ = {handed:.3g}); its result is the next model.",
+        "mpu": f"MPU: the client got {NOISE.copies} noisy copies in secret coordinates; the server undid them.",
     }
     made: dict[str, Path] = {}
     logs: dict[str, Sequence[Mapping[str, object]]] = {}
     for mode in MODES:
         experiment = Experiment(
-            str(models / "target"), OPTIONS, mode=mode, copies=COPIES, kappa=KAPPA, rounds=ROUNDS, keep=True
+            str(models / "target"), OPTIONS, mode=mode, noise=NOISE, kappa=KAPPA, rounds=ROUNDS, keep=True
         )
         outcome = run(experiment, forget, retain, folder / mode, bar=bar)
         made[mode], logs[mode] = outcome.model, outcome.log
@@ -119,7 +121,7 @@ def _play(folder: Path, seed: int, bar: Bar, tell: Callable[[str], None]) -> Dem
             said = forms[f"{split}_Q_A_ROUGE"]["value_by_index"]["0"]
             answers = shown.answers.setdefault(sets[split][0][0]["question"], {"truth": said["ground_truth"]})
             answers[name] = said["generation"]
-    write_report(folder, shown, measured, logs, {"κ": KAPPA, "copies": COPIES, "people": PEOPLE})
+    write_report(folder, shown, measured, logs, {"κ": KAPPA, "copies": NOISE.copies, "people": PEOPLE})
     return shown
 
 

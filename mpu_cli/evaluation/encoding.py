@@ -95,7 +95,7 @@ class Encoder:
         template = self.tokenizer.apply_chat_template
         asked = (*pairs[:-1], pairs[-1][0])
         try:
-            day = template_date(self.date)
+            day = template_date(self.tokenizer, self.date)
             ids = template(turns, return_dict=True, **day).input_ids
             if asked not in self._prompts:  # every answer to a question has the same
                 self._prompts[asked] = template(

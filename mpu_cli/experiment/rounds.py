@@ -58,10 +58,9 @@ class Experiment:
     options: Options
     reference: str | None = None
     mode: str = "mpu"
-    copies: int = 3
     kappa: float = 0.01
     shared_noise: float = 0.0  # κ_s, in mode mpu
-    noise: Scheme | None = None  # the default of publish
+    noise: Scheme = field(default_factory=default_scheme)
     symmetries: str = "signed"
     rounds: int | None = None  # the paper's for the algorithm
     dtype: str | None = None  # safetensors' name of what copies and models are stored in
@@ -79,7 +78,7 @@ class Experiment:
     @property
     def published(self) -> tuple[Scheme, float, str]:
         """What the server publishes with: noise, κ, symmetries."""
-        noise = self.noise or default_scheme(self.copies)
+        noise = self.noise
         if self.mode == "clean":
             return Scheme(ZERO_SUM, (1.0,)), 0.0, "none"
         if self.mode == "noised":
@@ -137,8 +136,6 @@ def run(
     """
     if experiment.mode not in MODES:
         raise UsageError(f"--mode {experiment.mode}: is one of {', '.join(MODES)}")
-    if experiment.copies < 2:
-        raise UsageError(f"--copies {experiment.copies}: at least 2 are needed, or the noise cannot cancel")
     if experiment.all_rounds < 1:
         raise UsageError(f"--rounds {experiment.rounds}: must be at least 1")
     if not math.isfinite(experiment.server_lr):
@@ -169,6 +166,7 @@ def run(
                 shutil.rmtree(_home(client, number), ignore_errors=True)
         if not experiment.keep:
             shutil.rmtree(_references(client), ignore_errors=True)
+            (client / "client.key").unlink(missing_ok=True)
     return Outcome(Path(model), log.lines)
 
 

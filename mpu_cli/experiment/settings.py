@@ -23,7 +23,7 @@ CONSTANTS = tuple(field.name for field in fields(Settings))
 # name → (type, default); None stands for the algorithm's own, or for not set
 OPTIONS: dict[str, tuple[type, object]] = {
     "base": (str, None), "reference": (str, None), "algo": (str, "npo"), "forget": (str, "forget.jsonl"),
-    "retain": (str, "retain.jsonl"), "data_dir": (str, None), "mode": (str, "mpu"), "copies": (int, 3),
+    "retain": (str, "retain.jsonl"), "data_dir": (str, None), "mode": (str, "mpu"), "copies": (int, None),
     "kappa": (float, 0.01), "shared_noise": (float, 0.0), "noise": (str, None), "alphas": (str, None),
     "nodes": (str, None),
     "symmetries": (str, "signed"),
@@ -99,7 +99,7 @@ def plan(values: Mapping[str, object], where: str = "") -> Plan:
         base=given["base"], options=options, noise=noise, seed=given["secret_seed"],
         dtype=OPTION[given["dtype"]] if given["dtype"] else None,
         **{name: given[name] for name in (
-            "reference", "mode", "copies", "kappa", "shared_noise", "symmetries", "rounds", "server_lr", "keep",
+            "reference", "mode", "kappa", "shared_noise", "symmetries", "rounds", "server_lr", "keep",
             "loss_reference",
         )},
     )  # fmt: skip

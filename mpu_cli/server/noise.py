@@ -24,6 +24,7 @@ EXTRAPOLATE, ZERO_SUM = "extrapolate", "zero-sum"
 SCHEMES = (EXTRAPOLATE, ZERO_SUM)
 RANDOM = "random"
 SPREAD = 0.5  # between neighbouring nodes on a side: see default_nodes
+DEFAULT_COPIES, MOST_COPIES = 3, 100
 MOST_WEIGHT = 1e6  # Σ|w_k| from which on float32 deltas would lose every digit
 
 
@@ -77,7 +78,7 @@ class Scheme:
         return float(self.weights.square().sum())
 
 
-def default_scheme(copies: int) -> Scheme:
+def default_scheme(copies: int = DEFAULT_COPIES) -> Scheme:
     """What ``publish`` does where nothing else is asked for."""
     return Scheme(EXTRAPOLATE, default_nodes(copies))
 
@@ -96,31 +97,55 @@ def default_alphas(copies: int) -> tuple[float, ...]:
     return tuple(1 + k / max(1, copies - 1) for k in range(copies))
 
 
+def default_factors(kind: str, copies: int) -> tuple[float, ...]:
+    """``default_nodes`` or ``default_alphas``."""
+    return default_nodes(copies) if kind == EXTRAPOLATE else default_alphas(copies)
+
+
 def random_alphas(randomness: Randomness, round_: int, copies: int) -> tuple[float, ...]:
     """α_k uniform in [1, 2), drawn from the seed: who does not know them has to estimate them."""
     return tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist())
 
 
 def choose_scheme(
-    kind: str | None, alphas: str | None, nodes: str | None, copies: int, secret: tuple[Randomness, int] | None = None
+    kind: str | None,
+    alphas: str | None,
+    nodes: str | None,
+    copies: int | None,
+    secret: tuple[Randomness, int] | None = None,
 ) -> Scheme:
-    """The scheme that --noise, --alphas and --nodes ask for; ``secret``: what random α are drawn from, and the round.
+    """The scheme that --noise, --alphas, --nodes and --copies ask for (None: not given).
 
-    Raises UsageError for numbers that make no scheme.
+    Without ``copies`` there are as many as factors, or DEFAULT_COPIES. ``secret``: what random α are drawn from, and
+    the round. Raises UsageError for numbers that make no scheme.
     """
+    given = nodes if alphas is None else alphas
+    if copies is None:
+        copies = DEFAULT_COPIES if given in (None, RANDOM) else given.count(",") + 1
+    if copies < 2:
+        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+    if copies > MOST_COPIES:
+        raise UsageError(f"--copies {copies}: at most {MOST_COPIES}")
+    if alphas == RANDOM and nodes is None and kind != EXTRAPOLATE:
+        if secret is None:
+            raise UsageError("--alphas random: only a publication draws them; give numbers here")
+        return Scheme(ZERO_SUM, random_alphas(*secret, copies))
+    if given is not None:
+        return given_factors(kind, alphas, nodes, copies)
+    kind = kind or EXTRAPOLATE
+    factors = default_factors(kind, copies)
+    return Scheme(kind, check_nodes(factors, copies) if kind == EXTRAPOLATE else factors)
+
+
+def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copies: int) -> Scheme:
+    """The scheme of the numbers in ``alphas`` or ``nodes``; UsageError for numbers that make none."""
     if alphas is not None and (kind == EXTRAPOLATE or nodes is not None):
         raise UsageError("--alphas goes with --noise zero-sum; the factors of --noise extrapolate are --nodes")
     if nodes is not None and kind == ZERO_SUM:
         raise UsageError("--nodes goes with --noise extrapolate; the factors of --noise zero-sum are --alphas")
-    if kind == ZERO_SUM or alphas is not None:
-        if alphas == RANDOM:
-            if secret is None:
-                raise UsageError("--alphas random: only a publication draws them; give numbers here")
-            return Scheme(ZERO_SUM, random_alphas(*secret, copies))
-        given = default_alphas(copies) if alphas is None else _numbers(alphas, "--alphas")
-        return Scheme(ZERO_SUM, check_alphas(given, copies))
-    given = default_nodes(copies) if nodes is None else _numbers(nodes, "--nodes")
-    return Scheme(EXTRAPOLATE, check_nodes(given, copies))
+    if alphas is not None:
+        return Scheme(ZERO_SUM, check_alphas(_numbers(alphas, "--alphas"), copies))
+    return Scheme(EXTRAPOLATE, check_nodes(_numbers(nodes, "--nodes"), copies))
 
 
 def _numbers(text: str, option: str) -> list[float]:

@@ -1,0 +1,247 @@
+"""What is the same in every round and on every day: the reference of the losses, the date in prompts, the training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.client.data import Encoding, pad
+from mpu_cli.client.dates import parse_date
+from mpu_cli.client.frozen import run
+from mpu_cli.client.loading import load
+from mpu_cli.client.records import question, read_records
+from mpu_cli.client.tag import default_secret_path, training_tag
+from mpu_cli.errors import UsageError
+from mpu_cli.evaluation.encoding import Encoder
+from mpu_cli.manifest import delta_manifest, facts_of
+from tests.models import random_model, save, write_records
+from tests.protocol import tensors
+
+TRAINING = ("--template", "plain", "--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    write_records(tmp_path / "retain.jsonl", 9, 2)
+    return tmp_path
+
+
+def publish(mpu: Callable, place: Path, base: str, number: int, *options: object) -> None:
+    mpu("publish", base, "--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--seed", 3, "--round", number,
+        "--out", f"r{number}", "--keys", f"r{number}/keys.bin", *options, cwd=place)  # fmt: skip
+
+
+class TestReferenceFile:
+    def test_two_rounds_by_hand_are_those_of_run(self, mpu: Callable, place: Path) -> None:
+        """`mpu run` keeps the first round's word as --reference-file does; --loss-reference round does not."""
+        base = "base"
+        for number in (1, 2):
+            publish(mpu, place, base, number)
+            for k in (1, 2):
+                kept = ("--reference-file", f"ref/{k}.safetensors")
+                mpu("unlearn", f"r{number}/copy_{k}", *TRAINING, "--seed", number - 1, *kept,
+                    "--out", f"r{number}/d/{k}.safetensors", cwd=place)  # fmt: skip
+            mpu("aggregate", f"r{number}/d", "--keys", f"r{number}/keys.bin", "--out", f"r{number}/model", cwd=place)
+            base = f"r{number}/model"
+        options = ("--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--secret-seed", 3, "--rounds", 2, *TRAINING)
+        ends = {}
+        for reference in ("original", "round"):
+            mpu("run", "base", *options, "--loss-reference", reference, "--out", reference, cwd=place)
+            ends[reference] = tensors(place / reference / "server/round_2/model")
+            assert not (place / reference / "client/references").exists()
+        by_hand = tensors(place / base)
+        assert all(torch.equal(ends["original"][name], by_hand[name]) for name in by_hand)
+        assert any(not torch.equal(ends["round"][name], by_hand[name]) for name in by_hand)
+
+    def test_the_reference_is_the_first_rounds_copy(self, mpu: Callable, place: Path) -> None:
+        """NPO's term at the first step of round 2, from two models' probabilities (Zhang et al., 2024)."""
+        common = (*TRAINING, "--batch-size", 6, "--reference-file", "ref.safetensors", "--json")
+        publish(mpu, place, "base", 1)
+        mpu("unlearn", "r1/copy_1", *common, "--out", "d1", cwd=place)
+        save(random_model("llama", seed=5), place / "next")
+        publish(mpu, place, "next", 2, "--run", facts(place / "r1/copy_1")["run"])
+        told = mpu("unlearn", "r2/copy_1", *common, "--out", "d2", cwd=place).json
+        means = []
+        for copy in ("r1/copy_1", "r2/copy_1"):
+            model, tokenizer = load(place / copy, torch.float32, "cpu")
+            examples = Encoding(tokenizer, "plain").encode(read_records(place / "forget.jsonl"))
+            with torch.no_grad():
+                means.append(run(model, pad(examples)).sequence_log_probs.double())
+        ratios = means[1] - means[0]
+        term = -(2 / 0.1) * float(torch.nn.functional.logsigmoid(-0.1 * ratios).mean())
+        assert told["steps"][0]["forget_term"] == pytest.approx(term, rel=1e-5)
+        assert abs(term - 20 * math.log(2)) > 0.1  # what it would be against round 2's own copy
+
+    @pytest.mark.parametrize(
+        "algorithm",
+        [["npo"], ["dpo"], ["undial"], ["npo", "--retain-loss", "kl"], ["graddiff", "--retain-loss", "kl"]],
+        ids=lambda words: "-".join(words),
+    )
+    def test_what_is_read_is_what_was_asked(self, mpu: Callable, place: Path, algorithm: list[str]) -> None:
+        """Writing the file changes nothing, nor does reading it in place of asking the model."""
+        publish(mpu, place, "base", 1)
+        options = ("--algo", *algorithm, *TRAINING)
+        mpu("unlearn", "r1/copy_1", *options, "--out", "plain", cwd=place)
+        for out in ("written", "read"):
+            mpu("unlearn", "r1/copy_1", *options, "--reference-file", "ref.safetensors", "--out", out, cwd=place)
+        expected = load_file(place / "plain")
+        for out in ("written", "read"):
+            found = load_file(place / out)
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+    def test_another_reference_is_refused(self, mpu: Callable, place: Path) -> None:
+        publish(mpu, place, "base", 1)
+        publish(mpu, place, "base", 2, "--run", "other")
+        common = (*TRAINING, "--reference-file", "ref.safetensors", "--out", "d", "--force")
+        late = mpu("unlearn", "r2/copy_1", *common, cwd=place, check=False)
+        assert (late.status, "copy 1 of round 1" in late.err) == (1, True)
+        mpu("unlearn", "r1/copy_1", *common, cwd=place)
+        before = (place / "ref.safetensors").read_bytes()
+        write_records(place / "other.jsonl", 6, 8)
+        for wrong, says in (
+            (("r1/copy_2", *common), "copy 1 instead of 2"),
+            (("r2/copy_1", *common), "run"),
+            (("r1/copy_1", *common, "--forget", "other.jsonl"), "other records, template or date"),
+            (("r1/copy_1", *common, "--template", "chat"), "other records, template or date"),
+            (("r1/copy_1", *common, "--algo", "undial"), "asks"),
+            (("r1/copy_1", *common, "--reference-file", "r1/copy_1/model.safetensors"), "not a reference file"),
+        ):
+            refused = mpu("unlearn", *wrong, cwd=place, check=False)
+            assert (refused.status, says in refused.err) == (1, True), refused.err
+            assert refused.err.count("\n") == 1
+        for algorithm in ("graddiff", "rmu"):
+            refused = mpu("unlearn", "r1/copy_1", *common, "--algo", algorithm, cwd=place, check=False)
+            assert (refused.status, "--reference-file" in refused.err) == (2, True)
+        assert (place / "ref.safetensors").read_bytes() == before
+
+
+def facts(copy: Path) -> dict:
+    return json.loads((copy / "mpu.json").read_text())
+
+
+class TestDate:
+    @pytest.fixture
+    def dated(self, place: Path) -> Path:
+        """A base whose template prints the year, by both of the words that templates have for the date."""
+        path = place / "base/chat_template.jinja"
+        path.write_text("{{ 'w' + strftime_now('%y') + ' w' + date_string[-2:] + ' ' }}" + path.read_text())
+        return place
+
+    def test_it_is_the_same_day_in_training_and_evaluation(self, dated: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(dated / "base")
+        record = question("w4 w5", "w6")
+        for date, year in (("10 Apr 2025", "w25"), ("2031-12-01", "w31")):
+            [trained] = Encoding(tokenizer, date=date).encode([record])
+            scored = Encoder(tokenizer, "chat", date=date).question("w4 w5", "w6", "here")
+            for ids in (trained.ids, scored.ids):
+                assert tokenizer.convert_ids_to_tokens(list(ids[:2])) == [year, year]
+        [default] = Encoding(tokenizer).encode([record])
+        assert tokenizer.convert_ids_to_tokens(default.ids[:1]) == ["w25"]  # whatever day it is
+
+    def test_the_command_line_has_it_everywhere(self, mpu: Callable, dated: Path) -> None:
+        """Another day gives another delta, another model and other scores."""
+        training = (*TRAINING, "--template", "chat", "--system-prompt", "")
+        records = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob")
+        made = {}
+        for name, more in (("default", ()), ("same", ("--date", "10 Apr 2025")), ("other", ("--date", "2031-12-01"))):
+            mpu("unlearn", "base", *training, *more, "--out", f"{name}.d", cwd=dated)
+            mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--dtype", "float32", "--out", name,
+                cwd=dated)  # fmt: skip
+            mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--system-prompt", "", *more,
+                "--out", f"{name}.f", cwd=dated)  # fmt: skip
+            told = mpu(
+                "eval", "base", *records, *more, "--system-prompt", "", "--out", f"{name}.json", "--json", cwd=dated
+            )
+            weights = (f"{name}.d", f"{name}/server/round_1/model/model.safetensors", f"{name}.f/model.safetensors")
+            name_of = "model.layers.0.mlp.up_proj.weight"
+            made[name] = [load_file(dated / path)[name_of] for path in weights] + [
+                told.json["metrics"]["forget_Q_A_Prob"]
+            ]
+        for default, same, other in zip(made["default"], made["same"], made["other"], strict=True):
+            assert torch.equal(torch.as_tensor(default), torch.as_tensor(same))
+            assert not torch.equal(torch.as_tensor(default), torch.as_tensor(other))
+        compared = mpu("compare", "default.json", "other.json", cwd=dated)
+        assert "date" in compared.err
+
+    def test_what_is_no_date(self, mpu: Callable, place: Path) -> None:
+        with pytest.raises(UsageError, match="--date 'tomorrow'"):
+            parse_date("tomorrow")
+        for command in (("unlearn", "base"), ("run", "base"), ("finetune", "base", "--data", "forget.jsonl")):
+            refused = mpu(*command, "--date", "31 Feb 2026", cwd=place, check=False)
+            assert (refused.status, "not a date" in refused.err) == (2, True), refused.err
+
+
+class TestTags:
+    @pytest.fixture
+    def deltas(self, mpu: Callable, place: Path) -> Callable[..., str]:
+        """Trains both copies, the second with other options; what aggregate says."""
+        publish(mpu, place, "base", 1)
+
+        def train(*other: object) -> str:
+            for k, more in ((1, ()), (2, other)):
+                mpu("unlearn", f"r1/copy_{k}", *TRAINING, *more, "--out", f"d/{k}.safetensors", "--force", cwd=place)
+            return mpu("aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--force", cwd=place).err
+
+        return train
+
+    def test_copies_trained_differently_are_told(self, deltas: Callable[..., str], place: Path) -> None:
+        lines = (place / "forget.jsonl").read_text().splitlines(True)
+        (place / "half.jsonl").write_text("".join(lines[:3]))
+        assert "trained with different" not in deltas()
+        assert "trained with different" not in deltas("--micro-batch-size", 2)  # the same but for the last bits
+        assert "different records" in deltas("--forget", "half.jsonl")
+        for other in (("--seed", 1), ("--lr", 2e-3), ("--algo", "simnpo"), ("--epochs", 1)):
+            assert "different options or seed" in deltas(*other)
+
+    def test_tags_of_two_keys_are_not_compared(self, mpu: Callable, deltas: Callable[..., str], place: Path) -> None:
+        """As of copies that are trained on two machines."""
+        assert "different options" in deltas("--seed", 1)
+        default_secret_path().write_text("ab" * 32)
+        mpu("unlearn", "r1/copy_2", *TRAINING, "--seed", 1, "--out", "d/2.safetensors", "--force", cwd=place)
+        told = mpu("aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--force", cwd=place).err
+        assert "trained with different" not in told
+
+    def test_the_server_cannot_test_a_guess(self, deltas: Callable[..., str], place: Path) -> None:
+        """Under another key everything in the tag is other; rounds and runs have keys of their own."""
+        deltas()
+        told = delta_manifest(open_checkpoint(place / "d/1.safetensors").metadata, place).trained
+        assert sorted(told) == ["key", "options", "tokens", "versions"]
+        mine, other = bytes.fromhex(default_secret_path().read_text()), bytes(32)
+        run_ = facts(place / "r1/copy_1")["run"]
+        seen = [
+            set(training_tag(secret, name, number, {"tokens": "x"}).values())
+            for secret, name, number in ((mine, run_, 1), (mine, run_, 2), (mine, "other", 1), (other, run_, 1))
+        ]
+        assert not any(a & b for i, a in enumerate(seen) for b in seen[:i])
+        assert training_tag(mine, run_, 1, {})["key"] == told["key"]
+        assert oct(default_secret_path().stat().st_mode & 0o777) == "0o600"
+
+    def test_a_model_that_is_no_copy_has_none(self, mpu: Callable, place: Path) -> None:
+        mpu("unlearn", "base", *TRAINING, "--out", "d", cwd=place)
+        assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)
+
+
+@pytest.mark.parametrize(
+    ("symmetries", "optimizer", "warned"),
+    [
+        ("paper", "adamw", True), ("all", "adamw", True), ("signed", "adamw", False), ("none", "adamw", False),
+        ("paper", "adamw-blockwise", False), ("all", "muon", False),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_does_not_suit_the_copy(
+    mpu: Callable, place: Path, symmetries: str, optimizer: str, warned: bool
+) -> None:
+    publish(mpu, place, "base", 1, "--symmetries", symmetries)
+    assert f"symmetries    {symmetries}".split() == mpu("inspect", "r1/copy_1", cwd=place).out.splitlines()[4].split()
+    told = mpu("unlearn", "r1/copy_1", *TRAINING, "--optim", optimizer, "--out", "d", cwd=place)
+    assert ("--symmetries signed" in told.err) is warned
