@@ -1,7 +1,7 @@
 """How near the aggregate comes to the clean run, over algorithms, optimisers and draws of the noise.
 
-    python examples/fidelity.py mpu-demo/server/base --forget mpu-demo/client/forget.jsonl \
-        --retain mpu-demo/client/retain.jsonl --algo npo,graddiff --optim adamw --draws 5 --work fidelity \
+    python examples/fidelity.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
+        --retain mpu-demo/records/retain.jsonl --algo npo,graddiff --optim adamw --draws 5 --work fidelity \
         --with "--copies 2 --noise zero-sum --symmetries paper" --with "--copies 3" --with "--mode noised"
 
 For each algorithm and optimiser `mpu run --mode clean`, and for each --with (options of `mpu run`) as many draws of the

@@ -1,61 +1,81 @@
-"""How far the aggregate is from the clean update as the noise grows, for three optimisers, as a plot.
+"""How far the aggregate is from the clean update as the noise grows, for one to four copies and three optimisers.
 
-    python examples/order_of_convergence.py mpu-demo/server/base --forget mpu-demo/client/forget.jsonl \
-        --retain mpu-demo/client/retain.jsonl --out order.png
+    python examples/order_of_convergence.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
+        --retain mpu-demo/records/retain.jsonl --out order.png
 
-Runs `mpu publish`, `mpu unlearn`, `mpu aggregate` and `mpu invert` in a temporary folder for each point, in float64.
-Under SGD and blockwise AdamW the error of the aggregate falls as κ² and that of one copy as κ; under AdamW neither.
-Needs matplotlib (`pip install matplotlib`).
+Runs `mpu publish`, `mpu unlearn` and `mpu invert` in a temporary folder for each noise scale, in float64, with copies
+at the nodes 1, −1, 1.5, −1.5. The aggregate of m copies is made of the first m, whose nodes are the default ones for
+m. Under SGD and blockwise AdamW its error falls as κ^m and that of one copy as κ; AdamW's step is close to the sign of
+the gradient, which is not smooth. Needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from fidelity import mpu
 from safetensors.numpy import load_file
+
+from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_nodes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 OPTIMIZERS = {"sgd": "1e-2", "adamw-blockwise": "1e-4", "adamw": "1e-4"}
-KAPPAS = np.geomspace(1e-3, 1e-2, 5)
+NODES = default_nodes(4)
+MARKS = ("o", "s", "^", "D")
 
 
-def mpu(*arguments: object) -> list[str]:
-    """Run one command; returns the paths it prints."""
-    command = [sys.executable, "-m", "mpu_cli", *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+def flat(path: Path) -> np.ndarray:
+    """All tensors of a delta in one vector, in the order of their names."""
+    tensors = load_file(path)
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
-def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """‖found − expected‖ / ‖expected‖ over all tensors."""
-    error = sum(float(np.square(found[name] - expected[name]).sum()) for name in expected)
-    return (error / sum(float(np.square(tensor).sum()) for tensor in expected.values())) ** 0.5
-
-
-def measure(base: Path, reference: list[str], training: list[str], folder: Path) -> tuple[list[float], list[float]]:
-    """Errors of the aggregate and of the first copy alone, by κ."""
+def measure(
+    base: Path, reference: list[str], training: list[str], kappas: np.ndarray, folder: Path
+) -> dict[int, list[float]]:
+    """Relative errors by κ: of the first copy alone under 1, of the aggregate of the first m copies under m."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *training)
-    clean = load_file(folder / "clean.safetensors")
-    together, alone = [], []
-    for kappa in KAPPAS:
+    clean = flat(folder / "clean.safetensors")
+    errors: dict[int, list[float]] = {m: [] for m in range(1, len(NODES) + 1)}
+    for kappa in kappas:
         here = folder / f"{kappa:.5f}"
         keys = here / "keys.bin"
-        noise = ["--dtype", "float64", "--seed", 1]  # the same noise at every scale
-        copies = mpu("publish", base, *reference, "--kappa", kappa, *noise, "--out", here, "--keys", keys)
+        noise = ["--nodes", ",".join(map(str, NODES)), "--dtype", "float64", "--seed", 1]  # the same at every scale
+        copies = mpu("publish", base, *reference, "--kappa", kappa, *noise, "--out", here, "--keys", keys).split()
         for copy in copies:
             mpu("unlearn", copy, "--out", here / "deltas" / f"{Path(copy).name}.safetensors", *training)
-        inverted = [load_file(p) for p in mpu("invert", here / "deltas", "--keys", keys, "--out", here / "inverted")]
-        # α = 1 and 2: the harmonic weights are 2/3 and 1/3.
-        together.append(distance({n: 2 / 3 * inverted[0][n] + 1 / 3 * inverted[1][n] for n in clean}, clean))
-        alone.append(distance(inverted[0], clean))
-    return together, alone
+        inverted = mpu("invert", here / "deltas", "--keys", keys, "--out", here / "inverted").split()
+        deltas = np.stack([flat(Path(path)) for path in inverted])
+        for m, found in errors.items():
+            weights = Scheme(EXTRAPOLATE, NODES[:m]).weights.numpy() if m > 1 else np.ones(1)
+            found.append(float(np.linalg.norm(weights @ deltas[:m] - clean) / np.linalg.norm(clean)))
+    return errors
+
+
+def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: Path) -> None:
+    """One panel for each optimiser: errors over κ, with lines of the slopes that they should have."""
+    figure, axes = pyplot.subplots(1, len(measured), figsize=(11, 4.4), sharey=True, layout="constrained")
+    for plot, (optimizer, errors) in zip(axes, measured.items(), strict=True):
+        for m, found in errors.items():
+            slope = np.polyfit(np.log(kappas), np.log(found), 1)[0]
+            label = "one copy alone" if m == 1 else f"aggregate of {m}"
+            plot.loglog(kappas, found, f"{MARKS[m - 1]}-", label=f"{label}: slope {slope:.2f}")
+            plot.loglog(kappas, found[-1] * (kappas / kappas[-1]) ** m, ":", color="grey", linewidth=1)
+            print(f"{optimizer:<16} {label:<16} slope {slope:.2f}  " + "  ".join(f"{e:.1e}" for e in found))
+        plot.set_title(f"{optimizer}, rate {OPTIMIZERS[optimizer]}")
+        plot.set_xlabel("noise scale κ (dotted: κ, κ², κ³, κ⁴)")
+        plot.set_xticks(kappas, [f"{kappa:g}" for kappa in kappas])
+        plot.minorticks_off()
+        plot.legend(fontsize=8, loc="lower right")
+    axes[0].set_ylim(1e-15, 1)  # room for the legends
+    axes[0].set_ylabel("distance from the clean update")
+    figure.savefig(out, dpi=150)
 
 
 def main() -> None:
@@ -65,10 +85,11 @@ def main() -> None:
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--records", type=int, default=8, help="how many of each to use")
+    parser.add_argument("--kappas", default="0.0005,0.001,0.002,0.004")
     parser.add_argument("--out", type=Path, default=Path("order.png"))
     options = parser.parse_args()
 
-    figure, axes = pyplot.subplots(1, len(OPTIMIZERS), figsize=(11, 4), sharey=True, layout="constrained")
+    kappas = np.array([float(kappa) for kappa in options.kappas.split(",")])
     with tempfile.TemporaryDirectory() as scratch:
         training = ["--algo", "graddiff", "--batch-size", "4", "--epochs", "3", "--precision", "float64"]
         for name in ("forget", "retain"):
@@ -76,23 +97,11 @@ def main() -> None:
             (Path(scratch) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             training += [f"--{name}", str(Path(scratch) / f"{name}.jsonl")]
         reference = ["--reference", options.reference] if options.reference else []
-        for plot, (optimizer, rate) in zip(axes, OPTIMIZERS.items(), strict=True):
-            folder = Path(scratch) / optimizer
-            together, alone = measure(options.base, reference, [*training, "--optim", optimizer, "--lr", rate], folder)
-            plot.loglog(KAPPAS, alone, "o-", label="one copy alone")
-            plot.loglog(KAPPAS, together, "s-", label="aggregate of two")
-            for errors, order, style, label in ((alone, 1, ":", "∝ κ"), (together, 2, "--", "∝ κ²")):
-                plot.loglog(KAPPAS, errors[0] * (KAPPAS / KAPPAS[0]) ** order, style, color="grey", label=label)
-            slopes = [np.polyfit(np.log(KAPPAS), np.log(errors), 1)[0] for errors in (together, alone)]
-            print(f"{optimizer:<16} slope of the aggregate {slopes[0]:.2f}, of one copy {slopes[1]:.2f}")
-            for kappa, *errors in zip(KAPPAS, together, alone, strict=True):
-                print(f"  κ = {kappa:.4f}  aggregate {errors[0]:.2e}  one copy {errors[1]:.2e}")
-            plot.set_title(f"{optimizer}, rate {rate}")
-            plot.set_xlabel("noise scale κ")
-    axes[0].set_ylim(top=1)
-    axes[0].set_ylabel("distance from the clean update")
-    axes[0].legend()
-    figure.savefig(options.out, dpi=150)
+        measured = {}
+        for optimizer, rate in OPTIMIZERS.items():
+            chosen = [*training, "--optim", optimizer, "--lr", rate]
+            measured[optimizer] = measure(options.base, reference, chosen, kappas, Path(scratch) / optimizer)
+    draw(kappas, measured, options.out)
     print(options.out)
 
 

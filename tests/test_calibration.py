@@ -65,7 +65,8 @@ class TestPublished:
         base = save(random_model("llama"), tmp_path / "base")
         told = mpu(
             "publish", base, "--epsilon", 4, "--delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
-            "--symmetries", symmetries, "--budget-rounds", 3, "--out", tmp_path, "--keys", tmp_path / "k.bin", "--json",
+            "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
+            "--keys", tmp_path / "k.bin", "--json",
         )  # fmt: skip
         needed = noise(4, 1e-6, 0.05, rounds=3)
         clean = load_file(base / "model.safetensors")

@@ -89,7 +89,7 @@ class TestRun:
             torch.testing.assert_close(after[name], (weights + delta[name]).float().double(), rtol=0, atol=1e-7)
         name = "model.embed_tokens.weight"
         audited = mpu("audit", "noised/client/round_1/copy_1", "--base", "base", "--json", cwd=place)
-        assert audited.json["settings"]["alphas"] == [1.0]
+        assert audited.json["settings"]["noise"]["factors"] == [1.0]
         asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
         assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
 
@@ -218,7 +218,8 @@ class TestRun:
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
             (("--alphas", "1,two"), 2, "numbers with commas"),
-            (("--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
+            (("--copies", 2, "--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
+            (("--nodes", "1,1"), 2, "two copies at the same node"),
             (("--kappa", "-1"), 2, "0 or more"),
         ):
             outcome = mpu("run", "base", *arguments, "--out", "bad", cwd=place, check=False)
@@ -260,7 +261,12 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert [line for line in said.err.splitlines() if " of 6: " in line] == ["6 of 6: npo-mpu-0.1"]
         assert len((place / "grid/results.jsonl").read_text().splitlines()) == 6
         cells = said.out.splitlines()
-        assert cells[:4] == ["**forget_Q_A_Prob**", "", "| algo | kappa | clean | mpu |", "|---|---|---|---|"]
+        assert cells[:4] == [
+            "**forget_Q_A_Prob**",
+            "",
+            "| algo | kappa | clean | mpu | mpu: % from clean |",
+            "|---|---|---|---|---|",
+        ]
         assert len(cells) == 8
         assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, beside both κ
 

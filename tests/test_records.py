@@ -133,13 +133,13 @@ def test_what_is_no_record(tmp_path, row, complaint):
 
 def test_alternates():
     records = [question("q", "a", alternate="mine"), *(question("q", "a") for _ in range(50))]
-    drawn = alternates(records, REFUSALS, seed=1)
+    drawn = alternates(records, REFUSALS)
     assert drawn[0].answer == "mine"
     assert {r.answer for r in drawn[1:]} <= set(REFUSALS)
     assert len({r.answer for r in drawn[1:]}) > 10
-    assert alternates(records, REFUSALS, seed=1) == drawn != alternates(records, REFUSALS, seed=2)
+    assert alternates(records, REFUSALS) == drawn  # in every round
     # a record's alternative does not depend on what the others bring
-    assert alternates([question("q", "a"), *records[1:]], REFUSALS, seed=1)[1:] == drawn[1:]
+    assert alternates([question("q", "a"), *records[1:]], REFUSALS)[1:] == drawn[1:]
 
 
 def test_alternates_from_a_file(mpu, tmp_path):

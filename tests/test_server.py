@@ -287,7 +287,7 @@ class TestKeys:
         identity = tmp_path / "config/mpu/identity.txt"
         assert stat.S_IMODE(identity.stat().st_mode) == 0o600
         for name in "ab":
-            assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 2
+            assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
 
     def test_the_document_is_plain_age(self, published):
         """What age opens is the JSON that DESIGN describes."""
@@ -304,7 +304,7 @@ class TestKeys:
         mpu("publish", base, *arguments, "--recipient", recipient)
         assert "no: sealed" in mpu("inspect", tmp_path / "keys.bin").out
         assert recipient in mpu("inspect", tmp_path / "id").out
-        assert mpu("inspect", tmp_path / "keys.bin", "--identity", tmp_path / "id", "--json").json["copies"] == 2
+        assert mpu("inspect", tmp_path / "keys.bin", "--identity", tmp_path / "id", "--json").json["copies"] == 3
         make_identity(tmp_path / "other")
         wrong = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--identity", tmp_path / "other",
                     check=False)  # fmt: skip
@@ -372,13 +372,13 @@ class TestKeys:
 
 
 class TestAggregate:
-    def test_is_the_harmonic_mean_of_the_inverted(self, mpu, published):
+    def test_is_the_weighted_sum_of_the_inverted(self, mpu, published):
         aggregate(mpu, published)
         paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
         one, two = (tensors(Path(path)) for path in paths.split())
         before, after = tensors(published / "base"), tensors(published / "unlearned")
-        for name in before:  # α = 1, 2: weights 2/3 and 1/3
-            torch.testing.assert_close(after[name] - before[name], 2 / 3 * one[name] + 1 / 3 * two[name])
+        for name in before:  # nodes 1 and −1
+            torch.testing.assert_close(after[name] - before[name], (one[name] + two[name]) / 2)
 
     def test_raw_inverted_and_mixed_give_the_same(self, mpu, published):
         aggregate(mpu, published)
@@ -428,7 +428,7 @@ class TestAggregate:
         """Each by its own, they are sound deltas: only side by side can they be seen not to belong together."""
         for name in ("forget", "retain"):
             write_records(tmp_path / f"{name}.jsonl", 4, 1)
-        mpu("publish", base, cwd=tmp_path)
+        mpu("publish", base, "--copies", 2, cwd=tmp_path)
         common = ("--epochs", 1, "--template", "plain", "--force")
         mpu("unlearn", "copy_1", "--algo", "npo", *common, cwd=tmp_path)
         for options, complaint in (
@@ -446,7 +446,7 @@ class TestAggregate:
         assert "disagree" in told.err  # random deltas have nothing in common
         paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
         flat = [torch.cat([t.flatten() for t in tensors(Path(path)).values()]) for path in paths.split()]
-        mean = 2 / 3 * flat[0] + 1 / 3 * flat[1]
+        mean = (flat[0] + flat[1]) / 2
         for delta, x in zip(told.json["copies"], flat, strict=True):
             assert delta["norm"] == pytest.approx(float(x.norm()))
             assert delta["cosine"] == pytest.approx(float(x @ mean / x.norm() / mean.norm()))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpu_cli.server.noise import Scheme
 
 CLOSE = 0.1  # relative error of the task vector, or of the weights without a reference, that counts as recovered
+UNDONE = 0.5  # of one copy's error: below that, the noise was taken off
 HELD = 0.5  # share of a block's weights that a copy has as they are, above which that is said
 
 
@@ -86,14 +87,17 @@ def audit(
         published = open_keys(keys, identity, passphrase_file)
         _belong(models, owned, published, keys)
     public = open_model(reference) if reference else None
+    tried = []
     for believed, scheme in product(_believed_symmetries(models, symmetries), schemes):
         with progress("audit", owned.checkpoint.nbytes) as advance:
             found = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, progress=advance)
         if public and not sum(found.task.values()):
             raise UsageError(f"--reference {reference}: holds the same weights as --base; leave it out")
         best = min(found.attacks, key=found.function_error)
-        if found.change_error(best) < CLOSE:
-            break
+        tried.append((found.function_error(best), best, believed, scheme, found))
+        if found.function_error(best) < UNDONE * found.function_error("one copy"):
+            break  # what was believed explains the noise
+    _, best, believed, scheme, found = min(tried, key=lambda one: one[0])
     if plot:
         from mpu_cli.privacy.plot import draw
 

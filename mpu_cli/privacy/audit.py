@@ -26,7 +26,7 @@ FAST = 3  # layers that --fast looks at: the first, the middle, the last
 ATTACKS = {
     "one copy": "one copy, no reference: the noise is all that hides the weights",
     "one copy, reference": "one copy, aligned to the public reference",
-    "two copies": "two of the copies aligned: multiples of one draw of noise, so that they give it",
+    "two copies": "two of the copies, aligned and extrapolated to no noise: they hold multiples of one draw",
     "all copies": "all copies aligned to the first, averaged so that the noise cancels",
     "all copies, smallest": "the same, with the weights that make the average smallest (factors unknown, no reference)",
     "all copies, reference": "all copies aligned to the reference, averaged so that the noise cancels",
