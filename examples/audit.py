@@ -17,8 +17,9 @@ from pathlib import Path
 
 from mpu_cli.cli.main import main as mpu
 
-ATTACKS = ("one copy", "one copy, reference", "all copies", "all copies, reference", "all copies, α unknown")
+ATTACKS = ("one copy", "one copy, reference", "all copies", "all copies, reference", "all copies, factors unknown")
 KAPPAS = (0.01, 0.1, 1, 10)
+NOISE = "zero-sum"  # which takes all copies to remove; of extrapolating noise two are enough
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 256}
 FAMILIES = {
     "llama": SIZES | {"intermediate_size": 352, "num_key_value_heads": 2},
@@ -105,10 +106,12 @@ def audit(base: Path, reference: Path | None, plot: Path | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             chosen = ("--symmetries", symmetries)
             published = run(
-                "publish", base, *public, *chosen, "--copies", m, "--kappa", kappa, "--dtype", dtype,
+                "publish", base, *public, *chosen, "--copies", m, "--noise", NOISE, "--kappa", kappa, "--dtype", dtype,
                 "--out", folder, "--keys", Path(folder) / "keys.bin",
             )  # fmt: skip
-            told = json.loads(run("audit", *published.split(), "--base", base, *public, *chosen, "--json"))["attacks"]
+            told = json.loads(
+                run("audit", *published.split(), "--base", base, *public, *chosen, "--noise", NOISE, "--json")
+            )["attacks"]
         found[symmetries, dtype, m, kappa] = told
         cells = [f"{told[name]['weights']:.2%}" if name in told else "–" for name in ATTACKS]
         for name in ("one copy, reference", "all copies, reference"):

@@ -32,7 +32,7 @@ if [ -z "${CLIENT:-}" ]; then # on a machine of its own the client has its recor
 fi
 
 echo "== server: publish two copies, keep the keys" >&2
-(cd server && mpu publish "$MODEL" --symmetries all --kappa 0.01)
+(cd server && mpu publish "$MODEL" --copies 2 --kappa 0.01)
 on_client "mkdir -p ."
 to_client server/copy_1 server/copy_2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -17,7 +18,7 @@ from mpu_cli.client.data import IGNORED, Encoding, pad
 from mpu_cli.client.frozen import freeze, run, steering_direction
 from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
-from mpu_cli.client.optimizers import BlockwiseAdamW
+from mpu_cli.client.optimizers import BlockwiseAdamW, make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.records import question, read_records
 from mpu_cli.client.training import schedule
@@ -337,6 +338,54 @@ class TestBlockwiseAdamW:
 def at_layer(algorithm: str, layer: int) -> list[object]:
     """The option for algorithms that have a layer; its default is too high for small models."""
     return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].constants else []
+
+
+class TestMuon:
+    @staticmethod
+    def made(seed: int = 0) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        """An embedding, a matrix and a norm, and the optimiser over them in two groups."""
+        generator = torch.Generator().manual_seed(seed)
+        parameters = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((9, 4), (6, 4), (4,))]
+        groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+        return parameters, make_optimizer("muon", groups, 0.01, outside=parameters[:1])
+
+    @staticmethod
+    def step(parameters: list[torch.nn.Parameter], optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        generator = torch.Generator().manual_seed(100 + number)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def test_is_torchs_for_matrices_and_blockwise_for_the_rest(self):
+        parameters, optimizer = self.made()
+        others, _ = self.made()
+        apart = [
+            torch.optim.Muon([others[1]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            BlockwiseAdamW([{"params": others[:1], "weight_decay": 0.1}, {"params": others[2:]}], lr=0.01),
+        ]
+        for number in range(3):
+            if number == 2:  # what a schedule does
+                for group in [g for o in (optimizer, *apart) for g in o.param_groups]:
+                    group["lr"] = 0.003
+            self.step(parameters, [optimizer], number)
+            self.step(others, apart, number)
+        for one, other in zip(parameters, others, strict=True):
+            assert torch.equal(one, other)
+
+    def test_a_saved_state_goes_on(self):
+        parameters, optimizer = self.made()
+        others, fresh = self.made()
+        for number in range(2):
+            self.step(parameters, [optimizer], number)
+        with torch.no_grad():
+            for one, other in zip(parameters, others, strict=True):
+                other.copy_(one)
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        self.step(parameters, [optimizer], 2)
+        self.step(others, [fresh], 2)
+        for one, other in zip(parameters, others, strict=True):
+            assert torch.equal(one, other)
 
 
 class TestUnlearn:

@@ -416,6 +416,10 @@ def test_plan_counts(mpu: Callable, place: Path) -> None:
         max(told["moved"] / machine["bandwidth"], told["operations"] / machine["operations"])
     )
     assert math.isfinite(told["training_seconds"])
+    assert (told["noise"]["kind"], told["noise"]["order"], told["noise"]["remainder"]) == ("extrapolate", 3, 1.5)
+    other = mpu("plan", "base", "--nodes", "1,-2", "--json", cwd=place).json
+    assert other["noise"]["weights"] == pytest.approx([2 / 3, 1 / 3])
+    assert (other["copies"], other["noise"]["variance_factor"]) == (2, pytest.approx(5 / 9))
     encoding = Encoding(AutoTokenizer.from_pretrained(place / "base"), "chat")
     records = read_records(str(place / "forget.jsonl"))
     assert told["tokens"] == 2 * 2 * sum(len(example.ids) for example in encoding.encode(records))

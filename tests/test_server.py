@@ -21,6 +21,7 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.source import open_model
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
+from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import unseal
 from mpu_cli.server.noise import Scheme
 from tests.benchmarks.server import run as run_measured
@@ -451,6 +452,15 @@ class TestAggregate:
             assert delta["norm"] == pytest.approx(float(x.norm()))
             assert delta["cosine"] == pytest.approx(float(x @ mean / x.norm() / mean.norm()))
         assert told.json["norm"] == pytest.approx(float(mean.norm()))
+        # Two copies: half of their difference, and the next term of a series that goes on so.
+        apart = [float((x - mean).norm() / mean.norm()) for x in flat]
+        error = told.json["error_estimate"]
+        assert error["one_order_lower"] == pytest.approx(float((flat[0] - flat[1]).norm() / 2 / mean.norm()))
+        assert error["relative"] == pytest.approx(SAFETY * error["one_order_lower"] ** 2)
+        assert error["variance_factor"] == pytest.approx(0.5)
+        assert error["signal_to_noise"] == pytest.approx(1 / sum(0.25 * d * d for d in apart))
+        assert "error of the update: about" in told.err
+        assert "the noise hardly cancels" in told.err
 
     def test_the_result_is_a_model(self, mpu, published):
         mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "unlearned")

@@ -204,7 +204,9 @@ def test_deepspeed_gives_the_delta_of_one_process(mpu, folder, more, stage):
     [
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, "adamw", "fsdp_version"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, "adamw-blockwise", None),
-        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, "adamw-blockwise", "second moment"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, "adamw-blockwise", "works on each tensor"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, "muon", "works on each tensor"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, "muon", "each matrix whole"),
         ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "adamw", None),
     ],
 )
@@ -227,6 +229,16 @@ def test_bitsandbytes_adamw_is_adamw(mpu, folder):
         torch.testing.assert_close(ways["paged_adamw_32bit"][name], tensor, rtol=0, atol=close)
     flat = [torch.cat([t.flatten() for t in way.values()]) for way in (adamw, ways["adamw_8bit"])]
     assert float(torch.cosine_similarity(*flat, dim=0)) > 0.95
+
+
+def test_lion_takes_signs(mpu, folder):
+    """Every weight that has a gradient moves by the rate in the first step (Chen et al., 2023)."""
+    pytest.importorskip("bitsandbytes")
+    options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--weight-decay", "0"]
+    mpu("unlearn", "base", *options, "--out", "lion", cwd=folder)
+    moved = torch.cat([t.flatten() for t in load_file(folder / "lion").values()]).abs()
+    assert float((torch.isclose(moved, torch.tensor(1e-3), rtol=1e-3) | (moved == 0)).float().mean()) > 0.999
+    assert float((moved > 0).float().mean()) > 0.5
 
 
 def test_the_log_has_a_line_a_step(mpu, folder):

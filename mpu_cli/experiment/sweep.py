@@ -259,7 +259,7 @@ def _agreement(log: Sequence[Mapping[str, object]]) -> dict[str, object]:
     joined = [line for line in log if line["step"] == "aggregate"]
     return {
         "smallest_pairwise_cosine": min((line["smallest_pairwise_cosine"] for line in joined), default=None),
-        "error_estimate": max((line["error_estimate"] or 0.0 for line in joined), default=None),
+        "error_estimate": max((line.get("error_estimate") or 0.0 for line in joined), default=None),
         "lost_to_rounding": max((line["lost_to_rounding"] for line in joined), default=None),
         "noise_asked": max((line["noise_asked"] for line in published), default=None),
         "noise_survived": max((line["noise_survived"] for line in published), default=None),

@@ -4,8 +4,8 @@ What is protected is which of two models the server published, where their weigh
 all weights). A copy is T_k(θ + α_k ε⁰_k + s). T_k does not depend on θ, so applying it tells nothing.
 
 * One copy in a client's hands: Gaussian noise of α_k²σ² + σ_s² in every weight.
-* All copies together: Σ_k w_k ε_k = 0 for the harmonic weights w, so they amount to θ + s and differences that do not
-  depend on θ. What protects is s alone, the noise that all copies share.
+* All copies together: Σ_k w_k ε_k = 0 for the weights w of the aggregate, so they amount to θ + s and differences that
+  do not depend on θ. What protects is s alone, the noise that all copies share.
 
 σ must be the same in every block and may not depend on the weights, as κ·RMS(v_ℓ) does. R rounds publish θ plus
 what the answers of earlier rounds made of it, with new noise: together one Gaussian mechanism of sensitivity √R·S

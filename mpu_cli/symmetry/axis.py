@@ -56,14 +56,15 @@ def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = Fal
 
 def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> torch.Tensor:
     """The whole map (or its inverse) on the columns of x, shape (rows, n)."""
+    if axis.signs is not None:
+        order, signs = (axis.places, axis.signs) if inverse else (axis.order, axis.signs[axis.order])
+        return x.index_select(1, order).mul_(signs.to(x.dtype))
     if inverse:
         return _turn_columns(x.index_select(1, axis.places), axis, inverse=True)
     return _turn_columns(x, axis, inverse=False).index_select(1, axis.order)
 
 
 def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Tensor:
-    if axis.signs is not None:
-        return x * axis.signs.to(x.dtype)
     if axis.rotation is None:
         return x
     rotation = axis.rotation.to(x.dtype)

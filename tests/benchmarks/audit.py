@@ -65,6 +65,7 @@ def main() -> None:
                 "publish",
                 base,
                 *chosen,
+                *("--copies", "2", "--noise", "zero-sum"),
                 "--kappa",
                 kappa,
                 "--out",
@@ -76,7 +77,8 @@ def main() -> None:
             for layers, fast in (("three", ["--fast"]), ("all", [])):
                 started = time.perf_counter()
                 told = subprocess.run(
-                    [*MPU, "audit", folder / "copy_1", folder / "copy_2", "--base", base, *chosen, *fast, "--json"],
+                    [*MPU, "audit", folder / "copy_1", folder / "copy_2", "--base", base, *chosen, *fast,
+                     "--noise", "zero-sum", "--json"],
                     capture_output=True, check=True,
                 ).stdout  # fmt: skip
                 seconds = time.perf_counter() - started
