@@ -37,12 +37,13 @@ def test_signed_coordinates_suit_plain_adamw(mpu, tmp_path, family):
     assert distance(aggregate, clean) < 1e-6
 
 
-def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path):
-    """RMU's random direction lies in the model dimension, which `all` permutes."""
+@pytest.mark.parametrize("symmetries", ["signed", "all"])
+def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path, symmetries):
+    """RMU's random direction lies in the model dimension, which is permuted, and in `signed` changes its signs."""
     base = save(random_model("llama"), tmp_path / "base")
     options = [*records(tmp_path), "--algo", "rmu", "--layer", 0, "--epochs", 3, *SMOOTH["adamw-blockwise"]]
     clean = clean_update(mpu, base, tmp_path, options)
-    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "all"], options)
+    aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", symmetries], options)
     assert distance(aggregate, clean) < 1e-5
 
 

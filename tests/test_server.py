@@ -355,6 +355,7 @@ class TestKeys:
             {"kind": "other", "factors": [1, -1]}, {"kind": "extrapolate", "factors": [1, 1]}, {"kind": "extrapolate"},
             {"kind": "extrapolate", "factors": [1, 0]}, {"kind": "zero-sum", "factors": [1, -1]}, [1, 2], None,
             {"kind": "extrapolate", "factors": [1, "x"]}, {"kind": "extrapolate", "factors": [1, -1, 2]},
+            {"kind": "extrapolate", "factors": [1, 10**400]}, {"kind": "zero-sum", "factors": [1, 5e-324]},
         ],
     )  # fmt: skip
     def test_noise_that_is_none(self, mpu, published, noise):

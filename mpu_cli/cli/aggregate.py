@@ -14,7 +14,6 @@ from mpu_cli.cli.output import emit, note, paths_from, progress, table, warn
 
 if TYPE_CHECKING:
     from mpu_cli.server.estimate import ErrorEstimate
-    from mpu_cli.server.noise import Scheme
 
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is likely wrong
 TAGS = {
@@ -108,7 +107,7 @@ def aggregate(
         warn("all deltas are zero: nothing was unlearned")
     if result.rounding > LOST:
         warn(f"storage rounds away {result.rounding:.0%} of the update; --dtype float32 keeps it")
-    note(_accuracy(result.error, opened.noise))
+    note(_accuracy(result.error))
     if result.error.relative > DIVERGED:
         warn(
             f"the copies went so far apart that the noise hardly cancels (estimated error {result.error.relative:.0%} "
@@ -128,6 +127,7 @@ def aggregate(
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
             "error_estimate": asdict(result.error),
+            "trained_differently": result.unlike,
             "lost_to_rounding": result.rounding,
             "outliers": [
                 {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
@@ -138,12 +138,12 @@ def aggregate(
     )
 
 
-def _accuracy(error: ErrorEstimate, noise: Scheme) -> str:
+def _accuracy(error: ErrorEstimate) -> str:
     """What is said of the distance from the clean update."""
     if math.isnan(error.relative):
         return "error of the update: nothing to estimate it from"
-    above = "half of how much the copies differ" if noise.copies == 2 else "difference from one order less"
     return (
-        f"error of the update: about {error.relative:.1%}, at most about {error.one_order_lower:.1%} ({above}); "
+        f"error of the update: about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (what one order "
+        f"less of the noise cancelling would change); "
         f"variance factor {error.variance_factor:.2f}, signal-to-noise ratio {error.signal_to_noise:.3g}"
     )

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mpu_cli.server.noise import Scheme
 
 CLOSE = 0.1  # relative error of the task vector, or of the weights without a reference, that counts as recovered
-UNDONE = 0.5  # of one copy's error: below that, the noise was taken off
+BELIEVING = ("two copies", "all copies", "all copies, reference")  # attacks that take the noise off as it is believed
+UNDONE = 0.5  # of one copy's error: below that, what was believed explains the noise
 HELD = 0.5  # share of a block's weights that a copy has as they are, above which that is said
 
 
@@ -93,11 +94,12 @@ def audit(
             found = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, progress=advance)
         if public and not sum(found.task.values()):
             raise UsageError(f"--reference {reference}: holds the same weights as --base; leave it out")
-        best = min(found.attacks, key=found.function_error)
-        tried.append((found.function_error(best), best, believed, scheme, found))
-        if found.function_error(best) < UNDONE * found.function_error("one copy"):
-            break  # what was believed explains the noise
-    _, best, believed, scheme, found = min(tried, key=lambda one: one[0])
+        explained = min((found.function_error(name) for name in BELIEVING if name in found.attacks), default=0.0)
+        tried.append((explained, believed, scheme, found))
+        if explained < UNDONE * found.function_error("one copy"):
+            break
+    _, believed, scheme, found = min(tried, key=lambda one: one[0])
+    best = min(found.attacks, key=found.function_error)
     if plot:
         from mpu_cli.privacy.plot import draw
 

@@ -121,6 +121,8 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
         facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
         if manifest.privacy:
             facts["privacy, as the client says"] = manifest.privacy
+        if manifest.trained:
+            facts["training tags"] = manifest.trained
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is no copy)"}
     elif path.is_dir() and (origin := read_copy_manifest(folder)):
@@ -130,6 +132,9 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             "kind": "weights of a copy",
             **{k: v for k, v in facts_of(checkpoint.metadata).items() if k != "format"},
         }
+    elif format_ == "mpu-reference":
+        facts = {"kind": "what a reference model says of a client's records: keep it there"}
+        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "copy", "asks")}
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}

@@ -69,7 +69,8 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    print(f"warning: {printable(text)}", file=sys.stderr)
+    if _first():
+        print(f"warning: {printable(text)}", file=sys.stderr)
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

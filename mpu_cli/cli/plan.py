@@ -83,7 +83,7 @@ def plan(
         lines.append(
             f"shared noise\tnothing cancels it: every weight that the client trains on is off by {shared_noise:g} "
             "times the RMS of its block's task vector, and the aggregated update is off in proportion to that (first "
-            "order; noise of --kappa: second order). Rehearse with `mpu run --shared-noise`"
+            f"order; noise of --kappa: order {scheme.order}). Rehearse with `mpu run --shared-noise`"
         )
     note("estimates of one round; measured numbers for whole rounds are in the log of `mpu run`")
     emit(lines, {

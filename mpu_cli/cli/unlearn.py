@@ -90,7 +90,9 @@ def unlearn(
     batch_size: Annotated[int, typer.Option(help="Forget records in a step, with as many retain records.")] = 32,
     optim: Annotated[
         options.Optimizer,
-        typer.Option(help="Optimiser; adamw-blockwise keeps the noise cancelling, adamw is the paper's."),
+        typer.Option(
+            help="Optimiser; adamw is the paper's, adamw-blockwise follows all coordinates and lets noise cancel best."
+        ),
     ] = "adamw",
     precision: Annotated[
         Literal["float32", "bfloat16", "float64"], typer.Option(help="Dtype of weights and training.")
@@ -250,7 +252,6 @@ def unlearn(
         **({"alternates": _lines(alternates)} if alternates else {}),
         lora=None if lora_rank is None else _lora(lora_rank, lora_alpha, lora_targets),
     )
-    secret = client_secret(default_secret_path())
     with opened_copy(copy, identity, target) as source, progress(f"unlearn {name}", epochs, "epochs") as advance:
 
         def show(losses: object, steps: int) -> None:
@@ -259,7 +260,7 @@ def unlearn(
 
         result = run_unlearn(
             open_model(source), to_forget, to_retain, chosen, target=target, force=force, on_step=show, tell=note,
-            warn=warn, secret=secret,
+            warn=warn, secret=lambda: client_secret(default_secret_path()),
         )  # fmt: skip
     if not result.first:
         return

@@ -57,11 +57,10 @@ def verify(
         text += (
             f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounded"
         )
-    noise = opened.noise
-    text += f"; noise {noise.kind}, factor {noise.factors[result.copy - 1]:g}; symmetries {opened.symmetries}"
+    text += f"; noise {opened.noise.kind}, symmetries {opened.symmetries}"
     document = {
         "copy": copy,
-        "noise": asdict(noise),
+        "noise": opened.noise.kind,
         "symmetries": opened.symmetries,
         "ok": result.ok,
         "function": result.function,

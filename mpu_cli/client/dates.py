@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 DEFAULT_DATE = "10 Apr 2025"  # OpenUnlearning's
 _FORMATS = ("%d %b %Y", "%Y-%m-%d")
-_CALL = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1\s*\)")
+_CALL = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?([\"'])(.*?)\1\s*\)")
 # Takes the place of transformers' function, which asks the clock and cannot be passed over.
 _MACRO = (
     "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
-    "{{ raise_exception('it makes up a date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro -%}"
+    "{{ raise_exception('it makes up a date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
 )
 
 

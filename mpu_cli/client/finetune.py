@@ -20,6 +20,7 @@ from mpu_cli.client.dates import parse_date
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.loading import as_directory, load, memory_in_mind
 from mpu_cli.client.losses import Algorithm, Settings
+from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.records import Record
 from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train
 from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop
@@ -73,7 +74,10 @@ def finetune(
     check_loop(loop, epochs, device)
     parse_date(date)
     own = replace(loop, resume=None, deterministic=False)
-    with memory_in_mind(ADVICE), seeded(own), Transaction(force=force) as transaction, as_directory(model) as folder:
+    with (
+        memory_in_mind(ADVICE), seeded(own), as_wide_as(PRECISIONS[precision]), Transaction(force=force) as transaction,
+        as_directory(model) as folder,
+    ):  # fmt: skip
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(folder, PRECISIONS[precision], device)
         limit = getattr(loaded.config, "max_position_embeddings", None)

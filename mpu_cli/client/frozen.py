@@ -179,10 +179,11 @@ def load_references(
 
 @torch.no_grad()
 def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
-    """RMU's random vector (Li et al., 2024), float64 (width,): entries uniform in [0, 1), then made of length 1.
+    """RMU's random vector (Li et al., 2024), float64 (width,): entries uniform in (−1, 1), then made of length 1.
 
-    Entry j is Φ(⟨s, e_j⟩/‖e_j‖), with e_j column j of the embedding and s a normal number for each token. So drawn, it
-    is permuted with the model dimension of a copy, and all copies are steered the same way.
+    Entry j is 2Φ(⟨s, e_j⟩/‖e_j‖) − 1, with e_j column j of the embedding and s a normal number for each token. So
+    drawn, it is permuted and changes sign with the model dimension of a copy, and all copies are steered the same way.
+    Li et al. draw from [0, 1), which has no sign to change.
     """
     embedding = model.get_input_embeddings().weight
     draws = torch.randn(len(embedding), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -190,7 +191,7 @@ def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
     for rows, normals in zip(embedding.split(ROWS), draws.to(embedding.device).split(ROWS), strict=True):
         products = products + normals @ rows.double()
         squares = squares + rows.double().square().sum(0)
-    uniform = torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny))
+    uniform = 2 * torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny)) - 1
     return uniform / uniform.norm()
 
 

@@ -8,27 +8,30 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-_CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.type)
-_SOFTMAXES = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax)
+_CASTS = (torch.Tensor.to, torch.Tensor.type)
+_SOFTMAXES = (
+    torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax,
+    torch.log_softmax, torch.Tensor.log_softmax, torch.nn.functional.log_softmax,
+)  # fmt: skip
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Casts of float64 tensors to float32 do nothing, and softmaxes of them stay as wide."""
+    """Casts of float64 tensors to float32 leave them float64, and softmaxes of them stay as wide."""
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            narrow = torch.float32 in args[1:] or kwargs.get("dtype") == torch.float32
-            if func in _CASTS and (narrow or func is torch.Tensor.float):
+            if func is torch.Tensor.float:
                 return args[0]
-            if func in _SOFTMAXES and narrow:
-                kwargs["dtype"] = torch.float64
+            if func in _CASTS or func in _SOFTMAXES:
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 @contextmanager
 def as_wide_as(dtype: torch.dtype) -> Iterator[None]:
-    """Within, a model in float64 computes in nothing less; for any other ``dtype``, all is as the model has it."""
+    """Within, norms and softmaxes of a model in float64 are in float64 too; for any other ``dtype`` nothing changes."""
     if dtype != torch.float64:
         yield
         return

@@ -347,9 +347,9 @@ def _fix_unused(model: torch.nn.Module, example: Example, layer: int) -> None:
 
 
 def outside_layers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights of the embedding and of the output head."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [module.weight for module in modules if module is not None]
+    """The weights of all embeddings and of the output head."""
+    head = model.get_output_embeddings()
+    return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:

@@ -112,8 +112,8 @@ def check_options(options: Options) -> None:
     parse_date(options.date)
     if options.reference_file and not refers_back(options):
         raise UsageError(
-            f"--reference-file: {options.algorithm} with --retain-loss {options.retain_term} asks the model before "
-            "unlearning for no probabilities; leave it out"
+            f"--reference-file: {options.algorithm} with --retain-loss {options.retain_term} compares with no "
+            "probabilities, or with hidden states, which are in a copy's own coordinates; leave it out"
         )
     _check_libraries(options)
     if options.privacy:
@@ -195,15 +195,15 @@ def unlearn(
     on_step: Callable[[Losses, int], None],
     tell: Callable[[str], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
-    secret: bytes | None = None,
+    secret: Callable[[], bytes] | None = None,
 ) -> Result:
     """Unlearn ``forget`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
     ``copy`` may be any causal model; the delta of one that is no copy belongs to no run. ``retain`` may be empty
     if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are, ``tell`` what
-    is worth knowing, ``warn`` what is likely not as it was meant. ``secret``, the client's own, makes the tag by which
-    the server sees that copies were trained alike. Under ``accelerate launch`` every process calls this, and the first
-    writes.
+    is worth knowing, ``warn`` what is likely not as it was meant. ``secret`` gives the client's own, for the tag by
+    which the server sees that copies were trained alike. Under ``accelerate launch`` every process calls this, and the
+    first writes.
     Raises MpuError if the model or its tokenizer cannot be used, or training diverged.
     """
     check_options(options)
@@ -284,7 +284,7 @@ def unlearn(
             # The bound that was asked for, and no more: the exact figure, the sampling rate and the number of steps
             # would tell the server how many records there are.
             bound = {"epsilon": options.privacy.epsilon, "delta": options.privacy.delta} if options.privacy else None
-            tag = _tag(secret, manifest, options, tokens) if secret and manifest else None
+            tag = _tag(secret(), manifest, options, tokens) if secret and manifest else None
             facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound, trained=tag))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
@@ -361,9 +361,12 @@ def _example_sets(
     asks = {name: asked for name, (_, asked) in encoded.items()}
     facts = {"run": manifest.run if manifest else None, "copy": manifest.copy if manifest else None}
     facts |= {"tokens": tokens, "asks": asks}
+    if not kept or (manifest and manifest.round == 1):
+        facts["copy_id"] = manifest.copy_id if manifest else None
     references: dict[str, Reference] = {}
     if kept:
         references = load_references(options.reference_file, asks, facts, model.device)
+        tell(f"the reference model's word is read from {options.reference_file}")
     else:
         batch_size = options.loop.micro_batch_size or options.loop.batch_size
         for name, (examples, asked) in encoded.items():
@@ -380,7 +383,10 @@ def _example_sets(
 
 def _tag(secret: bytes, manifest: CopyManifest, options: Options, tokens: str) -> dict[str, str]:
     """The tag of this training: equal for copies of a round that are trained alike."""
-    told = asdict(replace(options, few_shot=(), alternates=(), reference_file=None))  # their tokens count
+    epochs = options.epochs or ALGORITHMS[options.algorithm].epochs
+    told = asdict(replace(options, few_shot=(), alternates=(), epochs=epochs))  # of the former the tokens count
+    del told["device"]
+    told["reference_file"] = options.reference_file is not None and manifest.round > 1
     loop = {name: value for name, value in told.pop("loop").items() if name not in WITHOUT_EFFECT}
     versions = {name: version(name) for name in ("torch", "transformers")}
     return training_tag(

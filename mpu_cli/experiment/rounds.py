@@ -148,8 +148,8 @@ def run(
     with _alone(folder):
         log = _Log(folder / "log.jsonl")
         server, client = folder / "server", folder / "client"
-        for place in (".*.partial", "deltas/.*.partial", "outbox"):
-            for unfinished in folder.glob(f"*/round_*/{place}"):
+        for place in ("round_*/.*.partial", "round_*/deltas/.*.partial", "round_*/outbox", "references/.*.partial"):
+            for unfinished in folder.glob(f"*/{place}"):
                 shutil.rmtree(unfinished)  # of a run that was killed
         if not (server / "identity.txt").exists():
             make_identity(server / "identity.txt")
@@ -164,9 +164,9 @@ def run(
                     shutil.rmtree(_model(server, number - 1), ignore_errors=True)
                 shutil.rmtree(_home(server, number) / "deltas", ignore_errors=True)
                 shutil.rmtree(_home(client, number), ignore_errors=True)
+        (client / "client.key").unlink(missing_ok=True)
         if not experiment.keep:
             shutil.rmtree(_references(client), ignore_errors=True)
-            (client / "client.key").unlink(missing_ok=True)
     return Outcome(Path(model), log.lines)
 
 
@@ -329,7 +329,7 @@ def _unlearn(
 
     result = unlearn(
         open_model(str(copy)), forget, retain, options, target=target, force=True, on_step=show, warn=warn,
-        secret=client_secret(away.parent / "client.key"),
+        secret=lambda: client_secret(away.parent / "client.key"),
     )  # fmt: skip
     steps = {"first": asdict(result.steps[0]), "last": asdict(result.steps[-1])} if result.steps else {}
     log.add(

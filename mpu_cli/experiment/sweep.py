@@ -31,6 +31,7 @@ from mpu_cli.evaluation.evaluate import Settings, choose, evaluate
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 from mpu_cli.experiment.rounds import Experiment, run
 from mpu_cli.experiment.settings import OPTIONS, check, plan
+from mpu_cli.manifest import VERSION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -146,7 +147,8 @@ def _check_evaluation(options: Mapping[str, object], path: Path) -> None:
 
 
 def _digest(cell: Cell) -> str:
-    text = json.dumps([cell.options, cell.evaluation], sort_keys=True)
+    # With the defaults: a result made under other ones is not this cell's.
+    text = json.dumps([check(cell.options), cell.evaluation, VERSION], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
@@ -259,7 +261,7 @@ def _agreement(log: Sequence[Mapping[str, object]]) -> dict[str, object]:
     joined = [line for line in log if line["step"] == "aggregate"]
     return {
         "smallest_pairwise_cosine": min((line["smallest_pairwise_cosine"] for line in joined), default=None),
-        "error_estimate": max((line.get("error_estimate") or 0.0 for line in joined), default=None),
+        "error_estimate": max(filter(None, (line.get("error_estimate") for line in joined)), default=None),
         "lost_to_rounding": max((line["lost_to_rounding"] for line in joined), default=None),
         "noise_asked": max((line["noise_asked"] for line in published), default=None),
         "noise_survived": max((line["noise_survived"] for line in published), default=None),

@@ -75,7 +75,7 @@ def statement(found: Calibration) -> str:
     """What the noise holds against, and what that takes for granted, in words."""
     rounds = "one round" if found.rounds == 1 else f"{found.rounds} rounds together"
     noise = (
-        f"σ = {found.sigma:.4g} times α_k in every weight of copy k"
+        f"σ = {found.sigma:.4g} times the factor of copy k in every weight of it"
         if found.sigma
         else f"σ = {found.shared_sigma:.4g} in every weight, the same noise in every copy"
     )

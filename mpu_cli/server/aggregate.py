@@ -174,14 +174,14 @@ def _check_alike(deltas: Sequence[Delta]) -> None:
 
 
 def trained_differently(deltas: Sequence[Delta]) -> tuple[tuple[int, int, str], ...]:
-    """The first copy, another, and the name of a tag in which they differ. Tags under other keys tell nothing."""
-    (one, first), *others = [(delta.copy, delta.manifest.trained or {}) for delta in deltas]
-    return tuple(
-        (one, other, name)
-        for other, tags in others
-        for name in sorted(first)
-        if tags.get("key") == first.get("key") and tags.get(name) != first[name]
-    )
+    """A copy, a later one, and the name of a tag in which they differ. Tags under other keys tell nothing."""
+    first: dict[str, tuple[int, dict[str, str]]] = {}  # by key, the first copy that has tags under it
+    unlike = []
+    for delta in deltas:
+        tags = delta.manifest.trained or {}
+        one, expected = first.setdefault(str(tags.get("key")), (delta.copy, tags))
+        unlike += [(one, delta.copy, name) for name in sorted(expected) if tags.get(name) != expected[name]]
+    return tuple(unlike)
 
 
 def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

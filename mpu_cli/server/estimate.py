@@ -23,9 +23,10 @@ SAFETY = 1.5  # the series was found to fall more slowly than it begins: without
 class ErrorEstimate:
     """Distances from the clean update, relative to the aggregate's norm; NaN where nothing was unlearned.
 
-    ``relative``: the estimate; ``one_order_lower``: the difference from the result of one order less, for two copies
-    half of how much they differ, a guess from above; ``signal_to_noise``: ‖Δ̄‖² over Σ w_k²‖T_k⁻¹(Δ_k) − Δ̄‖², what
-    would be left of the copies' differences if they were independent; ``variance_factor``: Σ w_k².
+    ``relative``: the estimate; ``one_order_lower``: the difference from the result of one order less, a guess from
+    above (for two copies at 1 and −1 half of how much they differ); ``signal_to_noise``: ‖Δ̄‖² over
+    Σ w_k²‖T_k⁻¹(Δ_k) − Δ̄‖², what would be left of the copies' differences if they were independent;
+    ``variance_factor``: Σ w_k².
     """
 
     relative: float
@@ -49,8 +50,9 @@ def error_estimate(scheme: Scheme, gram: torch.Tensor) -> ErrorEstimate:
         lower = slope * min(scheme.scales)
         relative = SAFETY * scheme.remainder * (slope / whole) ** 2
     else:
-        nodes = torch.tensor(scheme.factors, dtype=torch.float64)
-        highest = _norm(torch.linalg.inv(torch.linalg.vander(nodes))[-1], gram)
+        nodes = scheme.factors
+        divided = [1 / math.prod(c - other for other in nodes[:k] + nodes[k + 1 :]) for k, c in enumerate(nodes)]
+        highest = _norm(torch.tensor(divided, dtype=torch.float64), gram)  # Newton's divided difference
         lower = highest * math.prod(sorted(scheme.scales)[:-1])
         relative = SAFETY * scheme.remainder * (highest / whole) ** (1 + 1 / (m - 1))
     return ErrorEstimate(relative, lower / whole, signal_to_noise, scheme.variance_factor)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pyrage
 
-from mpu_cli.errors import MpuError
+from mpu_cli.architectures.family import SETS
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.sealing import AGE_HEADER
-from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme
+from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
 
 FORMAT, VERSION = "mpu-keys", 2
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
@@ -130,16 +131,18 @@ def _parse(document: bytes, path: Path) -> Keys:
         calibration = Calibration(**told) if told is not None else None
         noise = Scheme(**table["noise"])
         keys = Keys(**{**table, "noise": noise, "base": BaseIdentity(**table["base"]), "calibration": calibration})
-    except (KeyError, TypeError) as error:
+        sound = _sound(keys)
+    except (KeyError, TypeError, OverflowError, UsageError) as error:
         raise MpuError(f"{path}: opened, but its keys are not whole") from error
-    if not _sound(keys):
+    if not sound:
         raise MpuError(f"{path}: opened, but its keys are not whole")
     noise = Scheme(keys.noise.kind, tuple(keys.noise.factors))
     return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids))
 
 
 def _sound(keys: Keys) -> bool:
-    """Whether every entry is of its kind: who seals a key file need not be who opens it."""
+    """Whether every entry is of its kind: who seals a key file need not be who opens it. Raises UsageError for factors
+    of the noise that make no scheme."""
     texts = (keys.run, keys.seed, keys.symmetries, keys.base.path, keys.base.config, keys.base.fingerprint)
     if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
         return False
@@ -148,14 +151,11 @@ def _sound(keys: Keys) -> bool:
     if not isinstance(keys.noise.factors, list) or not isinstance(keys.copy_ids, list):
         return False
     factors = keys.noise.factors
-    if keys.noise.kind not in SCHEMES or not all(
-        isinstance(c, int | float) and math.isfinite(c) and c for c in factors
-    ):
+    if keys.symmetries not in SETS:
         return False
-    if keys.noise.kind == ZERO_SUM and min(factors, default=0) <= 0:
+    if keys.noise.kind not in SCHEMES or not all(isinstance(factor, int | float) for factor in factors):
         return False
-    if keys.noise.kind == EXTRAPOLATE and len(set(factors)) < len(factors):
-        return False
+    (check_nodes if keys.noise.kind == EXTRAPOLATE else check_alphas)(factors, len(factors))
     numbers = [keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
     if told := keys.calibration:
         numbers += [told.epsilon, told.delta, told.sensitivity, told.rounds, told.sigma, told.shared_sigma]
