@@ -22,7 +22,6 @@ TAGS = {
     "versions": "library versions",
 }
 SHOWN = 3  # outliers that are named
-DIVERGED = 0.25  # estimated error from which on the noise cancels too little to trust the result
 UNLIKE = 3.0  # times another copy's norm, from which on a copy was likely trained otherwise
 
 
@@ -108,11 +107,8 @@ def aggregate(
     if result.rounding > LOST:
         warn(f"storage rounds away {result.rounding:.0%} of the update; --dtype float32 keeps it")
     note(_accuracy(result.error))
-    if result.error.relative > DIVERGED:
-        warn(
-            f"the copies went so far apart that the noise hardly cancels (estimated error {result.error.relative:.0%} "
-            "of the update); publish with a smaller --kappa or more --copies, or train for fewer steps in a round"
-        )
+    if result.error.warning:
+        warn(result.error.warning)
     note(f"applied with η = {server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
     emit(
         [out],

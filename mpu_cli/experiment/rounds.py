@@ -246,7 +246,10 @@ def _round(
         seconds=round(time.monotonic() - started, 3),
         bytes=open_model(str(home / "model")).checkpoint.nbytes,
     )  # fmt: skip
-    tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}")
+    about = "" if estimate is None else f", estimated error {estimate:.1%}"
+    tell(f"{label}: ‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}{about}")
+    if result.error.warning:
+        warn(f"{label}: {result.error.warning}")
     if result.rounding > LOST:
         warn(f"{label}: storage rounds away {result.rounding:.0%} of the update; dtype float32 keeps it")
 

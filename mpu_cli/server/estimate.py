@@ -16,6 +16,7 @@ import torch
 
 from mpu_cli.server.noise import ZERO_SUM, Scheme
 
+DIVERGED = 0.25  # estimated error from which on the noise cancels too little to trust the result
 SAFETY = 1.5  # the series was found to fall more slowly than it begins: without this, estimates were 0.25 to 1.5 true
 
 
@@ -33,6 +34,16 @@ class ErrorEstimate:
     one_order_lower: float
     signal_to_noise: float
     variance_factor: float
+
+    @property
+    def warning(self) -> str | None:
+        """What to say where the copies went too far apart."""
+        if not self.relative > DIVERGED:
+            return None
+        return (
+            f"the copies went so far apart that the noise hardly cancels (estimated error {self.relative:.0%} of the "
+            "update); publish with a smaller --kappa or more --copies, or train for fewer steps in a round"
+        )
 
 
 def error_estimate(scheme: Scheme, gram: torch.Tensor) -> ErrorEstimate:
