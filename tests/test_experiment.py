@@ -280,6 +280,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert [(line["mode"], line["lr"], line["seed"]) for line in lines] == [
             ("clean", 1e-4, 1), ("mpu", 1e-4, 1), ("clean", 2e-4, 2), ("mpu", 2e-4, 2),
         ]  # fmt: skip
+        means = mpu("sweep", "cases.toml", "--out", "cases", "--over", "lr,seed", cwd=place).out.splitlines()
+        assert means[2] == "| clean | mpu | mpu: % from clean |"
+        assert means[4].count("±") == 3
 
     def test_defaults_are_told_and_a_failure_stops_nothing(self, mpu: Callable, place: Path) -> None:
         (place / "cases.toml").write_text(

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from mpu_cli.client.data import IGNORED, Example, answer_tokens, pad
 from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.losses import RETAIN, Algorithm, Part, Settings
 from mpu_cli.client.optimizers import make_optimizer
+from mpu_cli.client.precision import as_wide_as
 from mpu_cli.errors import MpuError, UsageError
 
 KEPT_CHECKPOINTS = 2  # the one before stays until the next is whole
@@ -295,7 +296,11 @@ def train(
             accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
         )
         if loop.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # What is computed again in the backward pass runs outside of the modes of the forward pass.
+            again = partial(as_wide_as, model.dtype)
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
+            )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all cards that it sees
         per_process = -(-loop.batch_size // arguments.world_size)
         accumulation = -(-per_process // (loop.micro_batch_size or per_process))
