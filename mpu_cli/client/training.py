@@ -297,10 +297,8 @@ def train(
         )
         if loop.gradient_checkpointing:
             # What is computed again in the backward pass runs outside of the modes of the forward pass.
-            again = partial(as_wide_as, model.dtype)
-            model.gradient_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
-            )
+            contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch asks for a function)
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all cards that it sees
         per_process = -(-loop.batch_size // arguments.world_size)
         accumulation = -(-per_process // (loop.micro_batch_size or per_process))
