@@ -226,6 +226,20 @@ class TestTags:
         assert training_tag(mine, run_, 1, {})["key"] == told["key"]
         assert oct(default_secret_path().stat().st_mode & 0o777) == "0o600"
 
+    def test_a_secret_that_cannot_be_made_costs_no_training(self, mpu: Callable, place: Path) -> None:
+        """The delta is written without tags, and that is said."""
+        publish(mpu, place, "base", 1)
+        default_secret_path().mkdir(parents=True)
+        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place, check=False)
+        assert (told.status, "client's secret" in told.err) == (1, True)
+        default_secret_path().rmdir()
+        parent = default_secret_path().parent
+        parent.rename(parent.with_name("away"))
+        parent.write_text("in the way")
+        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place)
+        assert "will not see whether copies were trained alike" in told.err
+        assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)
+
     def test_a_model_that_is_no_copy_has_none(self, mpu: Callable, place: Path) -> None:
         mpu("unlearn", "base", *TRAINING, "--out", "d", cwd=place)
         assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)

@@ -97,7 +97,7 @@ def publish(
         options.Symmetries,
         typer.Option(
             help="Which function-preserving changes of coordinates to hide the weights in. signed: permutations and "
-            "signs, which suit every optimiser and round nothing; paper: the paper's; all: rotations wherever the "
+            "signs, which plain AdamW follows and which round nothing; paper: the paper's; all: rotations wherever the "
             "model allows them."
         ),
     ] = "signed",

@@ -244,6 +244,12 @@ def unlearn(
 
         encoded = _encoded(model, tokenizer, forget, retain, options)
         tokens = _tokens_digest(encoded)
+        tag = None
+        if first and secret and manifest:
+            try:
+                tag = _tag(secret(), manifest, options, tokens)
+            except OSError as error:
+                warn(f"{error.filename}: {error.strerror}; the server will not see whether copies were trained alike")
         sets = _example_sets(model, encoded, options, manifest, tokens, tell, kept=kept)
         steps = schedule(
             len(sets["forget"].examples),
@@ -284,7 +290,6 @@ def unlearn(
             # The bound that was asked for, and no more: the exact figure, the sampling rate and the number of steps
             # would tell the server how many records there are.
             bound = {"epsilon": options.privacy.epsilon, "delta": options.privacy.delta} if options.privacy else None
-            tag = _tag(secret(), manifest, options, tokens) if secret and manifest else None
             facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound, trained=tag))
             with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
                 norm = _write(change, writer)
