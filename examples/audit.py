@@ -1,4 +1,4 @@
-"""What each attack of `mpu audit` recovers, over noise scales, copies, symmetries and dtypes: a table, and a picture.
+"""What each attack of `mpu audit` recovers, by noise scale, number of copies, symmetries and dtype: a table and a plot.
 
 python examples/audit.py BASE [--reference MODEL] [--plot FILE]
 python examples/audit.py --make qwen2 [--plot FILE]    # trains a small public model and a private one of that family
@@ -19,7 +19,7 @@ from mpu_cli.cli.main import main as mpu
 
 ATTACKS = ("one copy", "one copy, reference", "all copies", "all copies, reference", "all copies, factors unknown")
 KAPPAS = (0.01, 0.1, 1, 10)
-NOISE = "zero-sum"  # which takes all copies to remove; of extrapolating noise two are enough
+NOISE = "zero-sum"  # takes all copies to remove; for extrapolating noise, two are enough
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 256}
 FAMILIES = {
     "llama": SIZES | {"intermediate_size": 352, "num_key_value_heads": 2},
@@ -40,13 +40,13 @@ def run(*arguments: object) -> str:
 
 
 def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
-    """A private model, fine-tuned on facts about some people from a public one, which knows others."""
+    """A private model, fine-tuned on facts about some people, and the public model behind it, which knows others."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mpu_cli.client.records import read_records
     from mpu_cli.demo.model import make_tokenizer
     from mpu_cli.demo.people import make_people
+    from mpu_cli.records.reading import read_records
 
     people = make_people(40, seed=0)
     for name, known in (("public", people[:20]), ("private", people[20:])):
@@ -69,7 +69,7 @@ def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
 
 
 def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
-    """Error against κ, m = 2 and float32, a colour for each attack: in total, and (thin) of each block."""
+    """Plot error over κ for m = 2 and float32, one colour per attack: the total and (thin) each block."""
     from mpu_cli.figures import PALETTE, make_figure, write_figure
 
     there = [attack for attack in ATTACKS if attack in next(iter(found.values()))]
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if (options.base is None) == (options.make is None):
-        parser.error("give a BASE, or a family to --make")
+        parser.error("give either BASE or --make")
     with tempfile.TemporaryDirectory() as folder:
         base, reference = options.base, options.reference
         if options.make:

@@ -1,15 +1,14 @@
-"""How near the aggregate comes to the clean run, over algorithms, optimisers and draws of the noise.
+"""How close the aggregate comes to the clean run, by algorithm, optimiser and noise draw.
 
     python examples/fidelity.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
         --retain mpu-demo/records/retain.jsonl --algo npo,graddiff --optim adamw --draws 5 --work fidelity \
         --with "--copies 2 --noise zero-sum --symmetries paper" --with "--copies 3" --with "--mode noised"
 
-For each algorithm and optimiser `mpu run --mode clean`, and for each --with (options of `mpu run`) as many draws of the
-noise as --draws says, all in float32. Losses are per answer token over the forget set and over the first 100 retain
-records. "off" is the mean over the draws of how far a loss is from the clean run's, without sign; "distance" is how
-far the update is from the clean one, ‖θ − θ_clean‖ / ‖θ_clean − θ₀‖. ± is half of the 95 % interval of the mean
-(Student's t). The numbers of a finished run are kept in --work, so that a stopped script resumes. Prints a Markdown
-table.
+For each algorithm and optimiser, runs `mpu run --mode clean` and, for each --with (options of `mpu run`), --draws draws
+of the noise, all in float32. Losses are per answer token over the forget set and the first 100 retain records. "off" is
+the mean absolute deviation of a loss from the clean run's, over the draws; "distance" is how far the update is from the
+clean one, ‖θ − θ_clean‖ / ‖θ_clean − θ₀‖. ± is half the width of the mean's 95 % interval (Student's t). Results of
+finished runs are kept in --work, so an interrupted script resumes where it left off. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
-from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.client.records import read_records
 from mpu_cli.evaluation.encoding import Encoder
 from mpu_cli.evaluation.scoring import score
 from mpu_cli.experiment.tables import half_interval
+from mpu_cli.models.loading import load
+from mpu_cli.records.reading import read_records
 
 
 def mpu(*arguments: object) -> str:
-    """Run one command in this process; returns its standard output."""
+    """Run one command in this process and return its standard output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -50,7 +49,7 @@ def mpu(*arguments: object) -> str:
 
 
 def losses(model: Path, options: argparse.Namespace) -> list[float]:
-    """Loss per answer token of ``model`` on the forget and on the retain set."""
+    """Loss per answer token of ``model`` on the forget and retain sets."""
     loaded, tokenizer = load(model, torch.float32, "cpu")
     encoder = Encoder(tokenizer, "chat")
     means = []
@@ -61,7 +60,7 @@ def losses(model: Path, options: argparse.Namespace) -> list[float]:
 
 
 def measure(training: Sequence[object], options: argparse.Namespace, clean: Path | None, kept: Path | None) -> dict:
-    """Losses after `mpu run` with ``training``, and the distance from ``clean``; the model stays as ``kept``."""
+    """Losses after `mpu run` with ``training``, and the distance from ``clean``; the model is saved as ``kept``."""
     name = hashlib.sha256(repr(training).encode()).hexdigest()[:16]
     done, folder = options.work / f"{name}.json", options.work / name
     if not done.exists() or (kept and not kept.exists()):
@@ -83,7 +82,7 @@ def measure(training: Sequence[object], options: argparse.Namespace, clean: Path
 
 
 def mean(values: Sequence[float], form: str) -> str:
-    """The mean of ``values`` and, of several, half of its 95 % interval."""
+    """The mean of ``values`` and, if there are several, half of its 95 % interval."""
     text = format(statistics.mean(values), form)
     if len(values) < 2:
         return text
@@ -104,7 +103,7 @@ def main() -> None:
     parser.add_argument("--lr", default="5e-5")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--layer", type=int, default=3, help="layer of rmu; the small models have few")
+    parser.add_argument("--layer", type=int, default=3, help="layer for rmu (the small models have few)")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
 

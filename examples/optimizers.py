@@ -1,13 +1,13 @@
-"""Which optimiser goes with which set of symmetries: distances from the clean update without noise, slopes with it.
+"""Which optimiser suits which set of symmetries: distances from the clean update without noise, slopes with noise.
 
     python examples/optimizers.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
         --retain mpu-demo/records/retain.jsonl
 
-For each optimiser `mpu unlearn` on the base (clean) and, for each set of symmetries, `mpu publish` of two copies
-without noise, `mpu unlearn` and `mpu aggregate`: the distance of the update. Then that distance at two noise scales,
-with the default nodes of two copies in signed coordinates, and its slope: 2 where the noise cancels as it should. In
-float64, but for bitsandbytes' optimisers, which know float32 at most. GradDiff, three epochs of --records records,
-batch 4. Prints a Markdown table.
+For each optimiser, runs `mpu unlearn` on the base (clean) and, for each set of symmetries, `mpu publish` of two copies
+without noise, `mpu unlearn` and `mpu aggregate`, and reports the distance between the updates. Then reports that
+distance at two noise scales, with the default nodes for two copies in signed coordinates, and its slope: 2 if the noise
+cancels as it should. Runs in float64, except for bitsandbytes' optimisers, which support at most float32. GradDiff,
+three epochs of --records records, batch size 4. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ RATES = {
     "lion": "3e-5",
     "adamw_8bit": "1e-4",
 }
-FLOAT32 = ("lion", "adamw_8bit")  # bitsandbytes'
+FLOAT32 = ("lion", "adamw_8bit")  # from bitsandbytes
 SETS = ("signed", "paper", "all")
 
 
 def update(base: Path, model: Path) -> np.ndarray:
-    """The change of all weights from ``base`` to ``model``."""
+    """The change in all weights from ``base`` to ``model``."""
     before, after = load_file(base / "model.safetensors"), load_file(model / "model.safetensors")
     return np.concatenate([(after[name].astype(np.float64) - before[name]).ravel() for name in sorted(before)])
 
 
 def aggregate(base: Path, folder: Path, publish: list[object], training: list[object], dtype: str) -> np.ndarray:
-    """The update that the protocol gives with two copies."""
+    """The update that the protocol produces with two copies."""
     keys = folder / "keys.bin"
     copies = mpu(
         "publish", base, "--copies", 2, "--seed", 1, "--dtype", dtype, *publish, "--out", folder, "--keys", keys
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--reference")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
-    parser.add_argument("--records", type=int, default=8, help="how many of each to use")
+    parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
     parser.add_argument("--optim", default=",".join(RATES))
     parser.add_argument("--kappas", default="0.001,0.004")
     options = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
             (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             records += [f"--{name}", work / f"{name}.jsonl"]
         reference = ["--reference", options.reference] if options.reference else []
-        # bfloat16 weights would round what is compared: the base is published once as it is, in float64.
+        # bfloat16 weights would round the values to compare, so the base is first published unchanged in float64.
         mpu("publish", options.base, "--copies", 2, "--kappa", 0, "--symmetries", "none", "--dtype", "float64",
             "--out", work, "--keys", work / "keys.bin")  # fmt: skip
         base = work / "copy_1"

@@ -4,9 +4,9 @@
         --retain mpu-demo/records/retain.jsonl --out order.png
 
 Runs `mpu publish`, `mpu unlearn` and `mpu invert` in a temporary folder for each noise scale, in float64, with copies
-at the nodes 1, −1, 1.5, −1.5. The aggregate of m copies is made of the first m, whose nodes are the default ones for
-m. Under SGD and blockwise AdamW its error falls as κ^m and that of one copy as κ; AdamW's step is close to the sign of
-the gradient, which is not smooth. Needs matplotlib (`pip install matplotlib`).
+at the nodes 1, −1, 1.5, −1.5. The aggregate of m copies uses the first m, whose nodes are the defaults for m. With SGD
+and blockwise AdamW its error falls as κ^m and that of a single copy as κ; AdamW's step is close to the sign of the
+gradient, which is not smooth. Needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARKS = ("o", "s", "^", "D")
 
 
 def flat(path: Path) -> np.ndarray:
-    """All tensors of a delta in one vector, in the order of their names."""
+    """All tensors of a delta in one vector, sorted by name."""
     tensors = load_file(path)
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
@@ -39,7 +39,7 @@ def flat(path: Path) -> np.ndarray:
 def measure(
     base: Path, reference: list[str], training: list[str], kappas: np.ndarray, folder: Path
 ) -> dict[int, list[float]]:
-    """Relative errors by κ: of the first copy alone under 1, of the aggregate of the first m copies under m."""
+    """Relative errors for each κ: key 1 is the first copy alone, key m the aggregate of the first m copies."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *training)
     clean = flat(folder / "clean.safetensors")
     errors: dict[int, list[float]] = {m: [] for m in range(1, len(NODES) + 1)}
@@ -59,7 +59,7 @@ def measure(
 
 
 def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: Path) -> None:
-    """One panel for each optimiser: errors over κ, with lines of the slopes that they should have."""
+    """One panel per optimiser: errors over κ, with lines that show the expected slopes."""
     figure, axes = pyplot.subplots(1, len(measured), figsize=(11, 4.4), sharey=True, layout="constrained")
     for plot, (optimizer, errors) in zip(axes, measured.items(), strict=True):
         for m, found in errors.items():
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--reference")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
-    parser.add_argument("--records", type=int, default=8, help="how many of each to use")
+    parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
     parser.add_argument("--kappas", default="0.0005,0.001,0.002,0.004")
     parser.add_argument("--out", type=Path, default=Path("order.png"))
     options = parser.parse_args()

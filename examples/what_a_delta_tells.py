@@ -1,11 +1,11 @@
-"""What the server learns of the forget set from the model that it gets: which records it knows less well than before.
+"""What the server learns about the forget set from the model it receives: which records that model knows less well.
 
 mpu eval BEFORE --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out before.json
 mpu eval AFTER  --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out after.json
 python examples/what_a_delta_tells.py before.json after.json
 
-Prints the AUC of the attack that takes the records whose log-probability fell most for those that were to be forgotten:
-0.5 is a guess, 1 tells each of them from the records that were kept.
+Prints the AUC of an attack that guesses that the forgotten records are those whose log-probability fell most: 0.5 is
+chance, 1 distinguishes all of them from the retained records.
 """
 
 from __future__ import annotations

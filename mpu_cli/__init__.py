@@ -1,3 +1,23 @@
-"""MPU: privacy-preserving knowledge unlearning between a model owner and a data owner (arXiv 2602.23798)."""
+"""MPU: privacy-preserving knowledge unlearning between a model owner and a data owner (arXiv 2602.23798).
 
-__version__ = "0.1.0"
+The functions of ``mpu_cli.api`` can be imported from here; they, and torch with them, are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpu_cli.version import __version__
+
+if TYPE_CHECKING:
+    from mpu_cli.api import aggregate, audit, evaluate, invert, publish, unlearn
+
+__all__ = ["__version__", "aggregate", "audit", "evaluate", "invert", "publish", "unlearn"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from mpu_cli import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

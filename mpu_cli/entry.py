@@ -1,4 +1,4 @@
-"""Where the command begins: signals are taken care of before anything that takes time is loaded."""
+"""The command's entry point: installs signal handlers before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from mpu_cli.checkpoint.transaction import STOPPING, Transaction
 from mpu_cli.errors import Stopped
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
-    """Leave: at once where nothing is at stake, through the open transactions where something is.
+    """Exit: immediately if nothing is at stake, through the open transactions otherwise.
 
-    An exception in the middle of loading a library can bring the interpreter down.
+    An exception while a library is being loaded can crash the interpreter.
     """
     if Transaction.open_ones:
         raise Stopped(number)
@@ -27,11 +28,11 @@ def stop(number: int, _frame: FrameType | None) -> None:
 def main() -> None:
     """The console script ``mpu``."""
     for number in STOPPING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
             signal.signal(number, stop)
     from mpu_cli.cli.main import main as run
 
-    status: object = 0
+    status: Any = 0
     try:
         run(sys.argv[1:])
     except SystemExit as end:
@@ -43,14 +44,14 @@ def main() -> None:
 
 
 def leave(status: int) -> None:
-    """End the process as the interpreter does, without taking torch apart: that is tenths of a second for nothing."""
-    if "WORLD_SIZE" in os.environ:  # processes that train together part in order
+    """End the process as the interpreter does, but without tearing down torch, which wastes tenths of a second."""
+    if "WORLD_SIZE" in os.environ:  # processes of a distributed run shut down in order
         distributed = sys.modules.get("torch.distributed")
         if status == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
         sys.exit(status)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or not there
+        with suppress(OSError, ValueError, AttributeError):  # closed or missing
             stream.flush()
     os._exit(status)

@@ -2,9 +2,27 @@
 
 
 class MpuError(Exception):
-    """Something the user can act on. The command line prints it as one line and exits with ``exit_status``."""
+    """Something the user can act on: what is wrong and where and, on a second line of the text, what to do.
+
+    The command line prints both and exits with ``exit_status``.
+
+    >>> error = MpuError("keys.bin: no such file\\nname it with --keys")
+    >>> error.problem, error.hint, str(error)
+    ('keys.bin: no such file', 'name it with --keys', 'keys.bin: no such file; name it with --keys')
+    """
 
     exit_status = 1
+
+    @property
+    def problem(self) -> str:
+        return super().__str__().partition("\n")[0]
+
+    @property
+    def hint(self) -> str | None:
+        return super().__str__().partition("\n")[2] or None
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self.problem, self.hint)))
 
 
 class UsageError(MpuError):
@@ -14,7 +32,7 @@ class UsageError(MpuError):
 
 
 class Stopped(BaseException):
-    """A signal to stop, raised so that what is unfinished is removed on the way out."""
+    """A signal to stop, raised so that unfinished files are removed on the way out."""
 
     def __init__(self, number: int):
         super().__init__(number)

@@ -1,4 +1,4 @@
-"""Pictures as files: PNG, SVG, or a page that holds both the picture and the numbers."""
+"""Writes figures as PNG, SVG, or an HTML page with the figure and its numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".html")
-# colours that colour-blind readers tell apart (Okabe and Ito)
+# colour-blind-safe palette (Okabe and Ito)
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1.5em 0}td,th{padding:.2em .9em;text-align:right;border-bottom:1px solid #ddd}
@@ -25,11 +25,11 @@ td:first-child,th:first-child,.texts *{text-align:left}td{vertical-align:top}
 
 
 def check_target(path: Path, force: bool) -> None:
-    """UsageError for another suffix than ours, MpuError if ``path`` exists and may not be replaced."""
+    """Raises UsageError if the suffix is not supported, MpuError if ``path`` exists and may not be replaced."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {', '.join(SUFFIXES)}")
     if path.exists() and not force:
-        raise MpuError(f"{path}: exists already; choose another name, or replace it with --force")
+        raise MpuError(f"{path}: already exists\nchoose another name, or use --force to replace it")
 
 
 def make_figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> Figure:
@@ -53,7 +53,7 @@ def make_figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> 
 def write_figure(
     figure: Figure, path: Path, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], force: bool
 ) -> None:
-    """Write ``figure``, a page with the table of ``header`` and ``rows`` beside it if ``path`` ends in .html."""
+    """Write ``figure``; if ``path`` ends in .html, as a page with a table of ``header`` and ``rows``."""
     with Transaction(force=force) as transaction:
         output = transaction.add(path)
         if path.suffix != ".html":
@@ -63,12 +63,12 @@ def write_figure(
 
 
 def plain(text: str) -> str:
-    """``text`` with no formula in it for matplotlib to set."""
+    """``text`` escaped so that matplotlib does not render it as a formula."""
     return text.replace("$", r"\$")
 
 
 def svg(figure: Figure) -> str:
-    """``figure`` as an element of a page."""
+    """``figure`` as an SVG element for an HTML page."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     return drawn.getvalue()[drawn.getvalue().index("<svg") :]
@@ -77,7 +77,7 @@ def svg(figure: Figure) -> str:
 def html_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "numbers", escape: bool = True
 ) -> str:
-    """A table of "numbers" or "texts"; what is in it is escaped unless it is HTML already."""
+    """A table of "numbers" or "texts"; the rows are escaped unless they are already HTML (``escape=False``)."""
     clean = html.escape if escape else str
     lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>"]
     lines += [f"<tr>{''.join(f'<td>{clean(cell)}</td>' for cell in row)}</tr>" for row in rows]
@@ -85,7 +85,7 @@ def html_table(
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """A page that needs nothing beside itself; ``parts`` are HTML."""
+    """A self-contained page; ``parts`` are HTML."""
     name = html.escape(title)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'

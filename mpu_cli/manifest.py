@@ -1,6 +1,6 @@
-"""The facts that copies, deltas and models carry with them: ``mpu.json`` and the safetensors metadata.
+"""The facts stored with copies, deltas and models: ``mpu.json`` and the safetensors metadata.
 
-They name what belongs together and hold nothing secret.
+They identify what belongs together and contain no secrets.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.errors import MpuError
 
 VERSION = 2
-READABLE = (1, 2)  # version 1 knew neither a copy's symmetries nor how a delta was trained
+READABLE = (1, 2)  # version 1 recorded neither a copy's symmetries nor how a delta was trained
 KINDS = ("full", "lora")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
@@ -24,7 +25,8 @@ MANIFEST_NAME = "mpu.json"
 class CopyManifest:
     """Which copy of which publication a directory holds. ``copy`` counts from 1.
 
-    ``symmetries`` is the set that its coordinates are drawn from, no secret: the client's optimiser has to suit it.
+    ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
+    it.
     """
 
     run: str
@@ -37,10 +39,10 @@ class CopyManifest:
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """What a delta is the change of; ``origin`` is None for a model that is no copy (the clean baseline).
+    """Which model a delta changes; ``origin`` is None for a model that is not a copy (the clean baseline).
 
-    ``privacy`` is the (epsilon, delta) within which the client says it trained, if it did so privately. ``trained``:
-    tags of tokens, options and versions, equal for copies that were trained alike (``mpu_cli.client.tag``).
+    ``privacy`` is the (epsilon, delta) that the client reports if it trained privately. ``trained``: tags of tokens,
+    options and versions, equal for copies that were trained identically (``mpu_cli.client.tag``).
     """
 
     origin: CopyManifest | None
@@ -57,7 +59,7 @@ def copy_facts(manifest: CopyManifest) -> dict[str, object]:
 
 
 def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
-    """What a delta's metadata says."""
+    """The content of a delta's metadata."""
     origin = asdict(manifest.origin) if manifest.origin else {}
     more = {"privacy": manifest.privacy, "trained": manifest.trained}
     return {
@@ -67,12 +69,12 @@ def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
 
 
 def as_metadata(facts: Mapping[str, object]) -> dict[str, str]:
-    """Facts as safetensors metadata, which maps texts to texts: one entry, ``mpu``, of JSON."""
+    """Facts as safetensors metadata, which maps strings to strings: one entry, ``mpu``, holds them as JSON."""
     return {"mpu": json.dumps(facts)}
 
 
-def facts_of(metadata: Mapping[str, str]) -> dict[str, object]:
-    """The inverse of ``as_metadata``; empty where the metadata is none of mpu's."""
+def facts_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of ``as_metadata``; empty if the metadata is not mpu's."""
     try:
         facts = json.loads(metadata.get("mpu", "{}"))
     except (ValueError, RecursionError):
@@ -83,7 +85,7 @@ def facts_of(metadata: Mapping[str, str]) -> dict[str, object]:
 def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) -> CopyManifest | None:
     """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish.
 
-    With the ``metadata`` of the weights beside it, raises MpuError if they are of another copy.
+    If the ``metadata`` of the weights next to it is given, raises MpuError if they belong to a different copy.
     """
     path = folder / MANIFEST_NAME
     if not path.exists():
@@ -92,40 +94,40 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
     if facts.get("format") != "mpu-copy":
         return None
     if metadata is not None and facts_of(metadata) != facts:
-        raise MpuError(f"{path}: does not belong to the weights beside it, which say otherwise of themselves")
+        raise MpuError(f"{path}: does not match the metadata of the weights next to it")
     return _copy_manifest(facts, path)
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
-    """The manifest in a delta's metadata; MpuError if ``path`` is no delta of mpu's."""
+    """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
     facts = facts_of(metadata)
     if facts.get("format") != "mpu-delta":
-        raise MpuError(f"{path}: is not a delta of mpu (its metadata does not say so)")
+        raise MpuError(f"{path}: not a delta made by mpu (its metadata does not say so)")
     _check_version(facts, path)
     origin = _copy_manifest(facts, path) if "run" in facts else None
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
-        raise MpuError(f"{path}: a delta of kind {kind!r}, which this mpu does not know; update mpu")
-    privacy, trained = (
-        facts.get(name) if isinstance(facts.get(name), dict) else None for name in ("privacy", "trained")
-    )
+        raise MpuError(f"{path}: delta of unknown kind {kind!r}\nupdate mpu")
+    privacy, trained = (facts[name] if isinstance(facts.get(name), dict) else None for name in ("privacy", "trained"))
     return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted, privacy, trained)
 
 
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
     if facts.get("version") not in READABLE:
         raise MpuError(
-            f"{path}: made by another mpu (version {facts.get('version')!r}, this one reads 1 to {VERSION}); update mpu"
+            f"{path}: format version {facts.get('version')!r} is not supported (this mpu reads 1 to {VERSION})\n"
+            "update mpu"
         )
 
 
-def _copy_manifest(facts: Mapping[str, object], path: Path) -> CopyManifest:
+def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
     _check_version(facts, path)
     run, copy_id = facts.get("run"), facts.get("copy_id")
-    numbers = [facts.get(name) for name in ("round", "copy", "copies")]
-    if not isinstance(run, str) or not isinstance(copy_id, str) or not all(type(n) is int and n > 0 for n in numbers):
-        raise MpuError(f"{path}: does not say which copy it belongs to; fetch it again")
-    if numbers[1] > numbers[2]:
-        raise MpuError(f"{path}: says that it is copy {numbers[1]} of {numbers[2]}; fetch it again")
+    numbers = [n for n in map(facts.get, ("round", "copy", "copies")) if type(n) is int and n > 0]
+    if not isinstance(run, str) or not isinstance(copy_id, str) or len(numbers) < 3:
+        raise MpuError(f"{path}: does not say which copy it belongs to\ndownload it again")
+    round_, copy, copies = numbers
+    if copy > copies:
+        raise MpuError(f"{path}: claims to be copy {copy} of {copies}\ndownload it again")
     symmetries = facts.get("symmetries")
-    return CopyManifest(run, *numbers, copy_id, symmetries if isinstance(symmetries, str) else None)
+    return CopyManifest(run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None)

@@ -1,4 +1,4 @@
-"""age (age-encryption.org/v1): identities, recipients, and copies sealed for the client that each is meant for."""
+"""age (age-encryption.org/v1): identities, recipients, and copies sealed for their intended clients."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def default_identity_path() -> Path:
 
 
 def make_identity(path: Path) -> str:
-    """A new age identity in ``path``, mode 0600, never replacing one; returns its public recipient."""
+    """Write a new age identity to ``path`` (mode 0600, never replacing a file) and return its public recipient."""
     identity = pyrage.x25519.Identity.generate()
     recipient = str(identity.to_public())
     if os.path.lexists(path):
-        raise MpuError(f"{path}: exists already; an identity is never replaced, choose another name")
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity\nchoose another name")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with Transaction() as transaction:
         write_private(transaction.add(path), f"# public key: {recipient}\n{identity}\n".encode())
@@ -37,43 +37,43 @@ def make_identity(path: Path) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that only its owner may read."""
+    """Write a new file that only its owner may read."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(content)
 
 
 def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
-    """The identities of an age identity file (one a line, ``#`` begins a comment)."""
+    """The identities in an age identity file (one per line, ``#`` starts a comment)."""
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise MpuError(
-            f"{path}: the identity file cannot be read: {error.strerror}; name yours with --identity"
+            f"{path}: cannot read the identity file: {error.strerror}\nspecify yours with --identity"
         ) from error
     except UnicodeDecodeError as error:
-        raise MpuError(f"{path}: is not an age identity file") from error
+        raise MpuError(f"{path}: not an age identity file") from error
     try:
-        found = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
+        identities = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
     except pyrage.IdentityError as error:
-        raise MpuError(f"{path}: is not an age identity file (a line of it is no AGE-SECRET-KEY)") from error
-    if not found:
-        raise MpuError(f"{path}: holds no identity")
-    return found
+        raise MpuError(f"{path}: not an age identity file (a line is not an AGE-SECRET-KEY)") from error
+    if not identities:
+        raise MpuError(f"{path}: contains no identity")
+    return identities
 
 
 def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[pyrage.x25519.Recipient]:
-    """Public keys from ``age1…``; MpuError, which names ``option``, for a text that is none."""
+    """Public keys from ``age1…`` strings. Raises MpuError, naming ``option``, if one is invalid."""
     recipients = []
     for text in texts:
         try:
             recipients.append(pyrage.x25519.Recipient.from_str(text))
         except pyrage.RecipientError as error:
-            raise MpuError(f"{option} {text!r}: is not an age public key (age1…)") from error
+            raise MpuError(f"{option} {text!r}: not an age public key (age1…)") from error
     return recipients
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether ``path`` is a file that begins as age's do."""
+    """Whether ``path`` is a file that begins with age's header."""
     try:
         with open(path, "rb") as file:
             return file.read(len(AGE_HEADER)) == AGE_HEADER
@@ -82,9 +82,9 @@ def is_sealed(path: Path) -> bool:
 
 
 def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.Recipient) -> None:
-    """Write ``folder`` as an archive with ``name`` at its top, encrypted for ``recipient``, to the new file ``target``.
+    """Archive ``folder`` under the name ``name``, encrypt it for ``recipient`` and write it to the new file ``target``.
 
-    ``age -d -i IDENTITY TARGET | tar x`` opens it too. The archive names no user, group or time of the server's.
+    ``age -d -i IDENTITY TARGET | tar x`` opens it too. The archive leaks no user, group or time from the server.
     """
 
     def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -101,10 +101,10 @@ def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.
 
 
 def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: Path) -> Path:
-    """Decrypt what ``seal_folder`` made and unpack it ``into`` a directory; returns the folder that was sealed.
+    """Decrypt the output of ``seal_folder`` and unpack it ``into`` a directory; returns the folder that was sealed.
 
-    Raises MpuError if it is sealed for somebody else, damaged, or no such archive; members and links
-    that lead outside of ``into``, and devices, are refused.
+    Raises MpuError if it is sealed for another identity, damaged, or not such an archive; members and links
+    that lead outside ``into``, and devices, are rejected.
     """
 
     def unpack(end: BinaryIO) -> None:
@@ -112,7 +112,7 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
             with tarfile.open(fileobj=end, mode="r|", bufsize=_BUFFER) as archive:
                 archive.extractall(into, filter="data")
         finally:
-            while end.read(_BUFFER):  # else decryption would stop at a closed pipe and hide its own error
+            while end.read(_BUFFER):  # otherwise decryption would fail on a closed pipe and hide its own error
                 pass
 
     try:
@@ -120,29 +120,29 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
             pyrage.decrypt_io(sealed, plain, list(identities))
     except pyrage.DecryptError as error:
         if "no matching keys" in str(error).lower():
-            raise MpuError(f"{path}: sealed for another identity; name the right one with --identity") from error
+            raise MpuError(f"{path}: sealed for another identity\nspecify the right one with --identity") from error
         raise _damaged(path, error) from error
     except tarfile.TarError as error:
-        raise MpuError(f"{path}: opened, but it holds no copy of a model ({error})") from error
+        raise MpuError(f"{path}: decrypted, but contains no copy of a model ({error})") from error
     except OSError as error:
-        if error.errno is None:  # what decryption says once it has begun
+        if error.errno is None:  # a decryption error after decryption has started
             raise _damaged(path, error) from error
         raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
-    folders = [found for found in into.iterdir() if found.is_dir()]
+    folders = [path for path in into.iterdir() if path.is_dir()]
     if len(folders) != 1:
-        raise MpuError(f"{path}: opened, but it holds no copy of a model")
+        raise MpuError(f"{path}: decrypted, but contains no copy of a model")
     return folders[0]
 
 
 def _damaged(path: Path, error: Exception) -> MpuError:
-    return MpuError(f"{path}: is damaged or cut short ({error}); get it again")
+    return MpuError(f"{path}: damaged or truncated ({error})\ndownload it again")
 
 
 @contextmanager
 def _piped(work: Callable[[BinaryIO], None], *, reads: bool = False) -> Iterator[BinaryIO]:
-    """Run ``work`` on one end of a pipe (``reads``: the one to read from) in a thread; the block has the other.
+    """Run ``work`` in a thread on one end of a pipe (``reads``: the read end); the block gets the other end.
 
-    An exception of ``work`` is raised when the block is done, if the block raised none.
+    An exception in ``work`` is raised after the block, unless the block raised one itself.
     """
     reading, writing = os.pipe()
     ends = os.fdopen(reading, "rb", _BUFFER), os.fdopen(writing, "wb", _BUFFER)

@@ -1,1 +1,1 @@
-"""What each model family looks like: its tensors, what their axes mean, the symmetries they allow."""
+"""Descriptions of the model families: their tensors, what the axes mean, and the symmetries they allow."""

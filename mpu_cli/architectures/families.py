@@ -1,4 +1,4 @@
-"""The families that mpu knows. To add one, write its table here and its config in tests/models.py."""
+"""The model families that mpu supports. To add one, put its table here and its config in tests/models.py."""
 
 from __future__ import annotations
 

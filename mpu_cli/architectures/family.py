@@ -1,18 +1,18 @@
-r"""The words in which a model family is described.
+r"""The vocabulary for describing a model family.
 
-A tensor is a name and what each of its axes counts; a fused axis (GPT-2's ``c_attn``) is a tuple of names. What a
-symmetry does follows from the names of the axes alone, so a new family is a new table and no new code.
+A tensor is a name plus what each of its axes counts; a fused axis (GPT-2's ``c_attn``) is a tuple of names. The axis
+names alone determine what a symmetry does, so a new family is a new table, not new code.
 
 | axis | counts |
 |---|---|
 | model | the residual stream |
-| \|model\| | the residual stream where a norm's weight scales it: moved with it, but not changed in sign |
+| \|model\| | the residual stream where a norm's weight scales it: permuted with it, but without sign changes |
 | ffn | neurons of the feed-forward layer |
 | gate, up | the same neurons in a gated layer, before the product act(gate)·up |
-| query | query heads × head size, the coordinates in which queries meet keys |
+| query | query heads × head size, the coordinates of the query–key dot product |
 | key | KV heads × head size, the same coordinates |
 | value | KV heads × head size, the coordinates of values |
-| mixed | query heads × head size: values after attention, what the output projection reads |
+| mixed | query heads × head size: values after attention, the input of the output projection |
 | vocab, position | rows of the embeddings |
 """
 
@@ -28,7 +28,7 @@ LAYER_AXES = ("ffn", "gate", "up", "query", "key", "value", "mixed")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter. ``when`` names the config entry that says whether it is there (None: always)."""
+    """One parameter. ``when`` is the config entry that says whether it exists (None: always)."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -37,7 +37,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Permutation:
-    """One permutation of all ``axes``, which count the same things; those in ``signed`` change signs too, all alike."""
+    """One permutation of all ``axes``, which count the same things; those in ``signed`` also share sign changes."""
 
     name: str
     axes: tuple[str, ...]
@@ -46,10 +46,10 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Rotation:
-    """One orthogonal matrix for each KV head, on every head of ``axes`` that belongs to it.
+    """One orthogonal matrix per KV head, applied to every head of ``axes`` that belongs to it.
 
-    ``planes`` restricts it to SO(2) in each plane of two coordinates that RoPE turns: "halves" pairs i with
-    i + d/2. With ``planes=None`` it is any matrix of O(d), d the head size.
+    ``planes`` restricts it to SO(2) in each two-coordinate plane that RoPE rotates: "halves" pairs i with i + d/2.
+    With ``planes=None``, it is any matrix in O(d), where d is the head size.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Turns:
-    """The signed permutations among the rotations: one for each KV head, on every head of ``axes`` that belongs to it.
+    """The rotations that are signed permutations: one per KV head, applied to every head of ``axes`` belonging to it.
 
     With ``planes``, a multiple of 90° in each plane; with ``planes=None``, any order and signs of the head's
     coordinates.
@@ -72,7 +72,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class HeadPermutation:
-    """Whole KV heads change places, each with its query heads, and these change places among themselves."""
+    """Permutes whole KV heads together with their query heads, and the query heads within each group."""
 
     name: str
 
@@ -90,11 +90,11 @@ SETS = ("signed", "paper", "all", "none")
 
 
 def symmetry_sets(planes: str | None, *, gated: bool, rms_norm: bool) -> dict[str, tuple[Symmetry, ...]]:
-    """The sets of SETS for a family whose queries and keys turn in ``planes`` (None: no RoPE).
+    """The sets of SETS for a family whose queries and keys rotate in ``planes`` (None: no RoPE).
 
-    ``gated``: its feed-forward layer is act(gate)·up, so that signs of up cancel against those of the next layer.
-    ``rms_norm``: its norms keep signs; a LayerNorm, which subtracts the mean, does not. The set "every" is no choice
-    of a publication but the union of all sets: up to it, two copies of a model are compared.
+    ``gated``: the feed-forward layer is act(gate)·up, so that signs of up cancel against those of the next layer.
+    ``rms_norm``: the norms preserve signs; a LayerNorm, which subtracts the mean, does not. The set "every" cannot be
+    chosen for a publication: it is the union of all sets, up to which two copies of a model are compared.
     """
     ffn, residual = SIGNED_FFN if gated else FFN, SIGNED_RESIDUAL if rms_norm else RESIDUAL
     rotations = (Rotation("qk", QK, planes), Rotation("vo", VO, None))
@@ -111,11 +111,11 @@ def symmetry_sets(planes: str | None, *, gated: bool, rms_norm: bool) -> dict[st
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names below to the config's entries; ``defaults`` are the values that transformers assumes
-    where the config has none. ``unless`` names config entries under which the table would be wrong, with the value
-    under which it holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be absent from all the names
-    (a checkpoint of the bare model). ``buffers`` are endings of names of constants that are no parameters.
-    ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
+    ``sizes`` maps the names of sizes to config entries; ``defaults`` are the values that transformers assumes for
+    missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
+    table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint
+    of the bare model). ``buffers`` are name suffixes of constants, which are not parameters. ``transposed``: whether
+    linear layers store (inputs, outputs), as Conv1D does.
     """
 
     model_types: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A family applied to one config and the names of one checkpoint: every tensor's axes, sizes and block."""
+"""A family applied to one config and one checkpoint's tensor names: the axes, sizes and block of every tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpu_cli.errors import MpuError, UsageError
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One tensor of a checkpoint. ``axes`` has a tuple for each dimension, of one name or, where fused, several.
+    """One tensor of a checkpoint. ``axes`` has one tuple per dimension, of one name or, if fused, several.
 
-    ``layer`` is None outside the layers. A ``constant`` (a mask, say) is no parameter: nothing is done to it.
+    ``layer`` is None outside the layers. A ``constant`` (such as a mask) is not a parameter and is left untouched.
     """
 
     name: str
@@ -28,10 +28,10 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's tensors in the order of its blocks, and the sizes of its axes and heads.
+    """A checkpoint's tensors in block order, and the sizes of its axes and heads.
 
-    ``alias`` is the tensor that only repeats the embedding because the head is tied to it, if the files hold it.
-    ``bare`` is whether the names lack the family's prefix.
+    ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
+    whether the names lack the family's prefix.
     """
 
     family: Family
@@ -49,25 +49,25 @@ class Layout:
 
     @property
     def parameters(self) -> list[TensorLayout]:
-        """The tensors that are trained, without constants."""
+        """The trained tensors, without constants."""
         return [tensor for tensor in self.tensors.values() if not tensor.constant]
 
     def full_name(self, name: str) -> str:
-        """The name that transformers' model has for the tensor ``name`` of these files."""
+        """The name that the transformers model uses for tensor ``name`` of these files."""
         return self.family.prefix + name if self.bare and name != self.family.head else name
 
     def symmetries(self, name: str) -> tuple[Symmetry, ...]:
-        """The symmetries of the set ``name`` that this family allows. Raises UsageError for an unknown set."""
+        """The symmetries in set ``name`` that this family allows. Raises UsageError if there is no such set."""
         if name not in self.family.symmetries:
-            raise UsageError(f"symmetries {name!r}: choose from {', '.join(SETS)}")
+            raise UsageError(f"unknown symmetries {name!r}\nchoose from {', '.join(SETS)}")
         return self.family.symmetries[name]
 
 
 def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
-    """The layout of the checkpoint that holds ``tensors``, checked name by name and shape by shape.
+    """The layout of the checkpoint with these ``tensors``; every name and shape is checked.
 
-    Raises MpuError if the architecture is not known or the config does not describe these tensors. ``where`` names
-    the model in the message.
+    Raises MpuError if the architecture is not supported or the config does not describe these tensors. ``where``
+    names the model in error messages.
     """
     family = _family(config, where)
     sizes = _sizes(family, config, where)
@@ -87,7 +87,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
         expect(tensor.name, tensor.axes, None, tensor.name)
     if sizes["layers"] > len(tensors):
         raise MpuError(
-            f"{where}: its config.json says {sizes['layers']} layers, the weights hold {len(tensors)} tensors"
+            f"{where}: config.json specifies {sizes['layers']} layers, but the weights have only {len(tensors)} tensors"
         )
     for i in range(sizes["layers"]):
         prefix = family.layer.format(i=i)
@@ -101,18 +101,18 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
 
     constants = {name for name in tensors if name not in expected and name.endswith(family.buffers)}
     if missing := set(expected) - set(tensors):
-        raise MpuError(f"{where}: its config.json describes a model with {listed(missing)}, which the weights lack")
+        raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
     if unknown := set(tensors) - set(expected) - constants - {alias}:
-        raise MpuError(f"{where}: the weights hold {listed(unknown)}, which its config.json does not describe")
-    for name, tensor in expected.items():
-        shape = tuple(sum(axis_length(sizes, axis) for axis in group) for group in tensor.axes)
+        raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
+    for name, layout in expected.items():
+        shape = tuple(sum(axis_length(sizes, axis) for axis in group) for group in layout.axes)
         if tensors[name].shape != shape:
             raise MpuError(
-                f"{where}: {name!r} has shape {list(tensors[name].shape)}; its config.json says {list(shape)}"
+                f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}"
             )
         if tensors[name].dtype not in FLOATS:
             raise MpuError(
-                f"{where}: {name!r} is stored as {tensors[name].dtype}; mpu needs weights that are not quantised "
+                f"{where}: {name!r} is stored as {tensors[name].dtype}, but mpu needs weights that are not quantised "
                 f"({', '.join(FLOATS)})"
             )
     for name in constants:
@@ -121,7 +121,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
-    """How many coordinates the axis ``axis`` has."""
+    """The number of coordinates of ``axis``."""
     if axis in ("query", "mixed"):
         return sizes["heads"] * sizes["head_dim"]
     if axis in ("key", "value"):
@@ -135,19 +135,17 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise MpuError(
-            f"{where}: architecture {model_type!r} is not known to mpu (known: {', '.join(FAMILIES)}); "
-            "a transform that does not fit it would change what the model computes, so none is guessed"
+            f"{where}: architecture {model_type!r} is not supported (supported: {', '.join(FAMILIES)}), and mpu does "
+            "not guess: a transform that does not fit would change what the model computes"
         )
     if "quantization_config" in config:
-        raise MpuError(
-            f"{where}: is quantised (quantization_config in its config.json); mpu needs the weights as trained"
-        )
+        raise MpuError(f"{where}: is quantised (quantization_config in config.json)\nuse the weights as trained")
     family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for key, value in family.unless.items():
-        found = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
-        if found != value:
-            raise MpuError(f"{where}: {model_type} with {key} = {found!r} is not supported (only {value!r})")
+        given = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
+        if given != value:
+            raise MpuError(f"{where}: {model_type} with {key} = {given!r} is not supported (only {value!r})")
     return family
 
 
@@ -162,7 +160,7 @@ def _sizes(family: Family, config: Mapping[str, object], where: str) -> dict[str
         if value is None and size == "head_dim":
             continue
         if type(value) is not int or value < 1:
-            raise MpuError(f"{where}: {key} in its config.json is {value!r}, not a positive whole number")
+            raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
         sizes[size] = value
     if "head_dim" not in sizes:
         if sizes["model"] % sizes["heads"]:
@@ -171,5 +169,5 @@ def _sizes(family: Family, config: Mapping[str, object], where: str) -> dict[str
     if sizes["heads"] % sizes["kv_heads"]:
         raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
     if any(getattr(s, "planes", None) for s in family.symmetries["all"]) and sizes["head_dim"] % 2:
-        raise MpuError(f"{where}: a head size of {sizes['head_dim']} has no RoPE planes (config.json)")
+        raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")
     return sizes

@@ -1,1 +1,1 @@
-"""Safetensors in and out: streaming, sharded, atomic. Knows nothing of MPU."""
+"""Streaming, sharded, atomic reading and writing of safetensors. Knows nothing about MPU."""

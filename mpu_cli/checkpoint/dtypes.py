@@ -1,4 +1,4 @@
-"""Safetensors' names of dtypes ↔ torch's ↔ the words that the command line uses; whether numbers are numbers."""
+"""Dtype names in safetensors, in torch and on the command line; a check for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ WORD = {name: word for word, name in OPTION.items()}
 
 
 def compute_dtype(*names: str) -> torch.dtype:
-    """What to compute in: float32, or float64 as soon as one of the tensors is float64."""
+    """The dtype to compute in: float64 if any of the tensors is float64, else float32."""
     return torch.float64 if "F64" in names else torch.float32
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """Whether ``x`` holds neither NaN nor Inf: by its extremes, which NaN spreads to, at a 20th of isfinite's time."""
+    """Whether ``x`` contains neither NaN nor Inf.
+
+    Looks only at the minimum and maximum, to which NaN propagates; 20 times as fast as isfinite.
+    """
     return x.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(x))

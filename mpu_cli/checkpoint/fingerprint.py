@@ -1,7 +1,7 @@
-"""What makes two checkpoints the same model: names, shapes, dtypes and bytes, however they are cut into shards.
+"""Identifies a model by the names, shapes, dtypes and bytes of its tensors, however they are split into shards.
 
-The digest of a tensor is SHA-256 over the SHA-256 of its pieces of 4 MiB, so that pieces can be digested in any
-order and on several threads; the fingerprint is SHA-256 over the sorted list of tensors with their digests.
+A tensor's digest is SHA-256 over the SHA-256 digests of its 4 MiB pieces, so pieces can be hashed in any order and
+on several threads; the fingerprint is SHA-256 over the sorted list of tensors with their digests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECE = 4 << 20  # bytes; part of the definition
 
 
 def pieces(info: TensorInfo) -> range:
-    """The offsets in bytes at which the pieces of a tensor begin."""
+    """The byte offsets at which a tensor's pieces begin."""
     return range(0, info.nbytes, PIECE)
 
 
@@ -27,7 +27,7 @@ def piece_digest(raw: memoryview, offset: int) -> bytes:
 
 
 def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]]) -> str:
-    """The fingerprint, in hexadecimal, from the digests of the pieces of every tensor."""
+    """The fingerprint in hexadecimal, from the piece digests of every tensor."""
     table = [
         [name, tensors[name].dtype, list(tensors[name].shape), hashlib.sha256(b"".join(digests[name])).hexdigest()]
         for name in sorted(tensors)
@@ -36,12 +36,12 @@ def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]
 
 
 def piece_digests(checkpoint: Checkpoint, name: str, pool: Executor) -> Iterator[bytes]:
-    """The digests of the pieces of one tensor; the threads of ``pool`` begin at once."""
+    """The piece digests of one tensor; the threads of ``pool`` start on them immediately."""
     raw = checkpoint.raw(name)
     return pool.map(lambda offset: piece_digest(raw, offset), pieces(checkpoint.tensors[name]))
 
 
 def fingerprint(checkpoint: Checkpoint, pool: Executor) -> str:
-    """Fingerprint of a whole checkpoint: reads all of it once, on the threads of ``pool``."""
+    """The fingerprint of a whole checkpoint; reads all of it once, on the threads of ``pool``."""
     digests = {name: list(piece_digests(checkpoint, name, pool)) for name in checkpoint.tensors}
     return combine(checkpoint.tensors, digests)

@@ -1,4 +1,4 @@
-"""The safetensors header: eight bytes of length, a JSON table of tensors, then their data without gaps.
+"""The safetensors header: its length in eight bytes, then a JSON table of tensors, followed by their data without gaps.
 
 Format: https://huggingface.co/docs/safetensors. Nothing here needs torch, so listing a file is quick.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpu_cli.errors import MpuError
 
-# Bytes for each element. Formats of less than a byte an element are refused: no row of them can be sliced.
+# Bytes per element. Formats with less than a byte per element are rejected because their rows cannot be sliced.
 ITEM_SIZE = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
@@ -24,14 +24,14 @@ ITEM_SIZE = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 MAX_DIMENSIONS = 16
-MAX_SIZE = 2**62  # of a dimension, a tensor and an offset; far above any file, far below what overflows
-AGE_HEADER = b"age-encryption.org/v1\n"  # what a sealed file begins with
-MAX_HEADER = 100_000_000  # the format's own limit: a longer header is an attack or damage
+MAX_SIZE = 2**62  # limit for dimensions, tensors and offsets: far above any real file, far below overflow
+AGE_HEADER = b"age-encryption.org/v1\n"  # first bytes of a sealed file
+MAX_HEADER = 100_000_000  # the format's own limit; a longer header means damage or an attack
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. ``start`` is the offset in bytes from the beginning of ``file``."""
+    """Where a tensor is stored. ``start`` is the byte offset from the beginning of ``file``."""
 
     name: str
     dtype: str
@@ -49,25 +49,26 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors of one ``.safetensors`` file in the order of their data, and its metadata.
+    """The tensors of one ``.safetensors`` file, in the order of their data, and its metadata.
 
-    Raises MpuError unless the file is whole: a header within its limits, known dtypes, and data that covers the
-    rest of the file exactly, without gap or overlap.
+    Raises MpuError unless the file is intact: a header within its limits, known dtypes, and data that covers the
+    rest of the file exactly, without gaps or overlaps.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
-                raise MpuError(f"{path}: {size} bytes are too few for a safetensors file; fetch it again")
+                raise MpuError(f"{path}: too short for a safetensors file ({size} bytes)\ndownload it again")
             if length > MAX_HEADER:
                 file.seek(0)
                 if file.read(len(AGE_HEADER)) == AGE_HEADER:
-                    raise MpuError(f"{path}: is sealed; a copy is opened by age -d -i IDENTITY {path} | tar x")
+                    raise MpuError(f"{path}: is sealed\nto open a copy, run age -d -i IDENTITY {path} | tar x")
                 raise MpuError(f"{path}: not a safetensors file")
             if length > size - 8:
                 raise MpuError(
-                    f"{path}: cut off inside its header ({size:,} bytes, the header has {length:,}); fetch it again"
+                    f"{path}: truncated within its header (the file has {size:,} bytes, the header {length:,})\n"
+                    "download it again"
                 )
             raw = file.read(length)
     except OSError as error:
@@ -75,38 +76,40 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     try:
         table = json.loads(raw, object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)}); fetch it again") from error
+        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)})\ndownload it again") from error
     if not isinstance(table, dict):
-        raise MpuError(f"{path}: damaged safetensors header (not a JSON object); fetch it again")
+        raise MpuError(f"{path}: damaged safetensors header (not a JSON object)\ndownload it again")
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise MpuError(f"{path}: damaged safetensors header (metadata is not a map of texts)")
+        raise MpuError(f"{path}: damaged safetensors header (metadata does not map strings to strings)")
 
     spans = sorted((_entry(path, name, entry) for name, entry in table.items()), key=lambda s: (s[0], s[1]))
     tensors, position = {}, 0
     for begin, end, name, dtype, shape in spans:
         if begin != position:
-            what = "overlaps the one before" if begin < position else "leaves a gap before it"
-            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what}); fetch it again")
+            what = "overlaps the previous one" if begin < position else "has a gap before it"
+            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what})\ndownload it again")
         tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
         position = end
     if 8 + length + position != size:
-        what = "cut off" if 8 + length + position > size else "too long"
+        what = "truncated" if 8 + length + position > size else "too long"
         raise MpuError(
-            f"{path}: {what}: {size:,} bytes, its header describes {8 + length + position:,}; fetch it again"
+            f"{path}: {what} ({size:,} bytes, but its header describes {8 + length + position:,})\ndownload it again"
         )
     return tensors, metadata
 
 
 def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
     def bad(what: str) -> MpuError:
-        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what}); fetch it again")
+        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what})\ndownload it again")
 
     if not isinstance(entry, dict):
-        raise bad("its entry is not an object")
+        raise bad("entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise MpuError(f"{path}: tensor {_short(name)} has dtype {_short(dtype)}; known are {', '.join(ITEM_SIZE)}")
+        raise MpuError(
+            f"{path}: tensor {_short(name)} has unsupported dtype {_short(dtype)} (supported: {', '.join(ITEM_SIZE)})"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
         raise bad(f"shape {_short(shape)}")
     if math.prod(max(n, 1) for n in shape) > MAX_SIZE:
@@ -124,7 +127,7 @@ def _is_size(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """``value`` as it may stand in a message, however long it is."""
+    """``value`` shortened to fit in a message."""
     if isinstance(value, list):
         value = value[:8]
     text = repr(value)
@@ -134,7 +137,7 @@ def _short(value: object) -> str:
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("duplicate name")
     return table
 
 
@@ -145,10 +148,10 @@ def _first_line(error: BaseException) -> str:
 def encode_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that will hold ``tensors`` (name → dtype, shape), and the offset of each in it.
+    """The header bytes of a file that will hold ``tensors`` (name → dtype, shape), and each tensor's offset in it.
 
-    Data lies in the order of the wider dtypes first, as safetensors itself writes it, so that every tensor is
-    aligned to its own element size.
+    Tensors with wider dtypes come first, as safetensors itself writes them, so that every tensor is aligned to its
+    element size.
     """
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, position = {}, 0

@@ -1,4 +1,4 @@
-"""Threads for streaming work: torch's kernels let go of the interpreter, so slices are worked on side by side."""
+"""Threads for streaming work: torch's kernels release the GIL, so slices are processed in parallel."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def worker_pool() -> Iterator[ThreadPoolExecutor]:
-    """A pool of one thread for each core, each computing on its own core alone.
+    """A pool of one thread per core, each of which computes on a single core.
 
-    On an exception (an interrupt too) what has not begun is dropped, and what has is waited for.
+    On an exception (including an interrupt), queued work is cancelled and running work is waited for.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Reading safetensors by memory map: a tensor, or a slice of its rows, without reading the rest."""
+"""Memory-mapped reading of safetensors: a tensor, or a slice of its rows, without reading the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class Checkpoint:
-    """The tensors of one file or of several shards: names, dtypes and shapes at once, data when asked for."""
+    """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand."""
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]):
         self.path = path
@@ -34,9 +34,9 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Tensor ``name`` as a view of the file, of its own shape and dtype. Slicing it reads only that slice.
+        """Tensor ``name`` as a view of the file, in its stored shape and dtype. Slicing it reads only that slice.
 
-        The view is read-only by contract: writing to it is an error of the system's (a fault), not of torch's.
+        The view is read-only by contract: torch does not raise on a write, the process faults.
         """
         import torch
 
@@ -49,12 +49,12 @@ class Checkpoint:
         return flat.view(info.shape)
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of tensor ``name`` as they stand in the file."""
+        """The bytes of tensor ``name`` as stored in the file."""
         info = self.tensors[name]
         return memoryview(self._maps[info.file])[info.start : info.start + info.nbytes]
 
     def forget_pages(self, name: str) -> None:
-        """Take the tensor's pages out of this process (they stay in the system's cache), to keep it small."""
+        """Drop the tensor's pages from this process (they stay in the page cache) to keep its memory use low."""
         info = self.tensors[name]
         drop_pages(self._maps[info.file], info.start, info.nbytes)
 
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
-    """Give back the whole pages of ``buffer`` that lie in ``start … start + length``."""
+    """Release the whole pages of ``buffer`` within ``start … start + length``."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first and hasattr(mmap, "MADV_DONTNEED"):
@@ -80,9 +80,9 @@ def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.safetensors`` file, a ``….safetensors.index.json``, or the directory of either.
+    """Open a ``.safetensors`` file, a ``….safetensors.index.json``, or a directory that contains either.
 
-    Raises MpuError if it is missing, damaged, or holds its weights in another format (a pickle is never read).
+    Raises MpuError if it is missing, damaged, or stores its weights in another format (pickles are never read).
     """
     if path.is_dir():
         path = _weights_in(path)
@@ -91,12 +91,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.name.endswith(".index.json"):
         return _open_shards(path)
     if path.suffix in PICKLES:
-        raise MpuError(f"{path}: not a .safetensors file; mpu reads no other format of weights (no pickle)")
+        raise MpuError(f"{path}: not a .safetensors file, the only weight format that mpu reads (never pickles)")
     return Checkpoint(path, *read_header(path))
 
 
 def _weights_in(directory: Path) -> Path:
-    for name in (WEIGHTS_NAME, INDEX_NAME):  # in the order of transformers, so that both read the same
+    for name in (WEIGHTS_NAME, INDEX_NAME):  # in the same order as transformers, so that both read the same file
         if (directory / name).exists():
             return directory / name
     indexes = sorted(directory.glob("*.safetensors.index.json"))
@@ -105,13 +105,13 @@ def _weights_in(directory: Path) -> Path:
         if len(candidates) == 1:
             return candidates[0]
     if files:
-        raise MpuError(f"{directory}: {len(files)} .safetensors files and no {INDEX_NAME}; name the one you mean")
+        raise MpuError(f"{directory}: {len(files)} .safetensors files but no {INDEX_NAME}\nspecify which file to use")
     if pickles := sorted(p for p in directory.iterdir() if p.suffix in PICKLES):
         raise MpuError(
-            f"{directory}: {pickles[0].name} is a pickle, which can run code when it is read; convert it to "
-            "safetensors in a place you trust (transformers: save_pretrained) and try again"
+            f"{directory}: {pickles[0].name} is a pickle, which can run code when loaded\nconvert it to safetensors "
+            "in an environment you trust (transformers: save_pretrained) and try again"
         )
-    raise MpuError(f"{directory}: no weights in it ({WEIGHTS_NAME} or {INDEX_NAME})")
+    raise MpuError(f"{directory}: no weights found ({WEIGHTS_NAME} or {INDEX_NAME})")
 
 
 def _open_shards(index: Path) -> Checkpoint:
@@ -122,32 +122,32 @@ def _open_shards(index: Path) -> Checkpoint:
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise MpuError(f"{index}: has no weight_map from tensors to files")
+        raise MpuError(f"{index}: no valid weight_map from tensors to files")
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     for shard in sorted(set(weight_map.values())):
         if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise MpuError(f"{index}: names the shard {shard!r}, which lies outside its folder; refused")
+            raise MpuError(f"{index}: refused to read shard {shard!r}, which is outside the index's directory")
         if not (index.parent / shard).is_file():
-            raise MpuError(f"{index}: the shard {shard} is missing; fetch it")
+            raise MpuError(f"{index}: shard {shard} is missing\ndownload it")
         held, own = read_header(index.parent / shard)
         if metadata and own != metadata:
             raise MpuError(
-                f"{index}: {shard} says other things of itself than the shards before it; fetch them together"
+                f"{index}: metadata of {shard} differs from the earlier shards\ndownload all shards together"
             )
         metadata = own
         for name in held:
             if weight_map.get(name) != shard:
-                where = weight_map.get(name, "none")
-                raise MpuError(f"{index}: {shard} holds tensor {name!r}, for which the index names {where}")
+                where = weight_map.get(name, "no file")
+                raise MpuError(f"{index}: {shard} holds tensor {name!r}, but the index maps it to {where}")
         tensors |= held
     if lost := sorted(set(weight_map) - set(tensors)):
-        raise MpuError(f"{index}: tensor {lost[0]!r} is not in {weight_map[lost[0]]}, where the index has it")
+        raise MpuError(f"{index}: tensor {lost[0]!r} is not in {weight_map[lost[0]]}, to which the index maps it")
     return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata)
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in ``path``; MpuError where there is none."""
+    """The JSON object in ``path``. Raises MpuError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -155,7 +155,7 @@ def read_json_object(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: not JSON ({(str(error) or type(error).__name__).splitlines()[0]})") from error
     if not isinstance(value, dict):
-        raise MpuError(f"{path}: holds no JSON object")
+        raise MpuError(f"{path}: not a JSON object")
     return value
 
 

@@ -1,4 +1,4 @@
-"""All or nothing: what a command makes appears under its name when it is whole, or not at all."""
+"""All or nothing: a command's outputs appear under their names when they are complete, or not at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import ClassVar
 from mpu_cli.errors import MpuError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # what a directory that mpu wrote holds, or shards with an index
+OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # mark a directory written by mpu, as does an index of shards
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back the signals that stop a program until the block is done, then let them in."""
+    """Defer termination signals until the block is done, then deliver them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -36,16 +36,16 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in before.items():
             if callable(handler):
                 signal.signal(number, handler)
-        for number in held:
-            signal.raise_signal(number)
+        for arrived in held:
+            signal.raise_signal(arrived)
 
 
 class Transaction:
-    """Outputs written beside their targets under hidden names, and renamed together when the block ends well.
+    """Outputs written next to their targets under hidden names, and renamed together when the block succeeds.
 
-    On an exception (an interrupt too) the unfinished outputs are removed and what stood at the targets is as it
-    was. With ``force`` an existing target is replaced; its old content is deleted only after all the new ones
-    are in place.
+    On an exception (including an interrupt), unfinished outputs are removed and existing targets are left unchanged.
+    With ``force``, existing targets are replaced; their old content is deleted only after all new outputs are in
+    place.
     """
 
     open_ones: ClassVar[list[Transaction]] = []
@@ -57,7 +57,7 @@ class Transaction:
         self._made_parents: list[Path] = []
 
     def add(self, target: Path, *, directory: bool = False) -> Path:
-        """Where to write what shall become ``target``: an empty directory, or the name of a file to make.
+        """The path to write to for ``target``: an empty directory, or a file that does not exist yet.
 
         Raises MpuError if ``target`` exists and may not be replaced.
         """
@@ -65,9 +65,7 @@ class Transaction:
         for _, _, other in self._outputs:
             there = other.absolute()
             if here == there or here in there.parents or there in here.parents:
-                raise MpuError(
-                    f"{target}: lies at, in or around {other}, which the same command writes; choose other names"
-                )
+                raise MpuError(f"{target}: overlaps with {other}, another output of this command\nchoose other names")
         self._check(target, directory)
         with uninterrupted():
             try:
@@ -82,15 +80,15 @@ class Transaction:
         return output
 
     def scratch(self, parent: Path) -> Path:
-        """A directory in ``parent`` that only its owner may read, and that is gone when the transaction ends."""
+        """A directory in ``parent`` that only its owner may read, deleted when the transaction ends."""
         with uninterrupted():
             try:
                 self._make_parents(parent)
-                made = Path(tempfile.mkdtemp(prefix=".mpu.", suffix=".partial", dir=parent))
+                folder = Path(tempfile.mkdtemp(prefix=".mpu.", suffix=".partial", dir=parent))
             except OSError as error:
                 raise MpuError(f"{parent}: cannot be written: {error.strerror}") from error
-            self._scratch.append(made)
-        return made
+            self._scratch.append(folder)
+        return folder
 
     def __enter__(self) -> Transaction:
         Transaction.open_ones.append(self)
@@ -107,7 +105,7 @@ class Transaction:
                 self.clean_up()
 
     def clean_up(self) -> None:
-        """Remove what is unfinished; nothing if the transaction has ended."""
+        """Remove unfinished outputs. Does nothing if the transaction has ended."""
         for staging in [*self._scratch, *(staging for staging, _, _ in self._outputs)]:
             shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(self._made_parents):
@@ -120,27 +118,27 @@ class Transaction:
         if not os.path.lexists(target):
             return
         if not self._force:
-            raise MpuError(f"{target}: exists already; choose another name, or replace it with --force")
+            raise MpuError(f"{target}: already exists\nchoose another name, or use --force to replace it")
         if directory and not target.is_dir():
-            raise MpuError(f"{target}: is a file, and a directory shall be written there; move it away")
+            raise MpuError(f"{target}: is a file, expected a directory\nmove it away")
         if not directory and target.is_dir():
-            raise MpuError(f"{target}: is a directory, and a file shall be written there; move it away")
+            raise MpuError(f"{target}: is a directory, expected a file\nmove it away")
         ours = directory and (any((target / s).exists() for s in OUTPUT_SIGNS) or any(target.glob("*.index.json")))
         if directory and not ours and any(target.iterdir()):
-            raise MpuError(f"{target}: holds other things than mpu wrote, so --force does not replace it; move it away")
+            raise MpuError(f"{target}: not written by mpu, so --force does not replace it\nmove it away")
         if directory and Path.cwd().is_relative_to(target.resolve()):
-            raise MpuError(f"{target}: is, or holds, the working directory, and cannot be replaced")
+            raise MpuError(f"{target}: is or contains the working directory, so it cannot be replaced")
 
     def _make_parents(self, parent: Path) -> None:
         missing = [p for p in (parent, *parent.parents) if not p.exists()]
         for path in reversed(missing):
-            path.mkdir(exist_ok=True)  # another command may make it too
+            path.mkdir(exist_ok=True)  # another command may create it too
             self._made_parents.append(path)
 
     def _commit(self) -> None:
         for _, output, _ in self._outputs:
             _sync(output)
-        kept: dict[Path, Path] = {}  # target → where its old content is kept until all is done
+        kept: dict[Path, Path] = {}  # target → where its old content is kept until the commit is complete
         try:
             for _, output, target in self._outputs:
                 self._check(target, output.is_dir())
@@ -164,8 +162,8 @@ class Transaction:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or every file below a directory and the directories themselves, to the disk."""
-    for folder, _, files in os.walk(path) if path.is_dir() else [(path.parent, [], [path.name])]:
+    """Flush a file, or a directory with all files and directories below it, to disk."""
+    for folder, _, files in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
         for name in files:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
             try:

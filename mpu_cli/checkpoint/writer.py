@@ -22,50 +22,50 @@ from mpu_cli.errors import MpuError
 if TYPE_CHECKING:
     import torch
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
+_POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
-MAX_SHARD = 5_000_000_000  # bytes of data, as transformers' save_pretrained
+MAX_SHARD = 5_000_000_000  # bytes of data, as in transformers' save_pretrained
 
-Plan = Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape
+TensorSpecs = Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape
 
 
-def plan_bytes(plan: Plan) -> int:
-    return sum(math.prod(shape) * ITEM_SIZE[dtype] for dtype, shape in plan.values())
+def nbytes_of(specs: TensorSpecs) -> int:
+    return sum(math.prod(shape) * ITEM_SIZE[dtype] for dtype, shape in specs.values())
 
 
 class CheckpointWriter:
-    """Tensors to fill in, each a view of the file that is being made.
+    """Tensors to fill in, each a view of the file being written.
 
-    The whole of every file is reserved on the disk before anything is written, so a full disk shows at once and
-    not as a half-written file. ``path`` is a file, or a directory for ``model.safetensors`` or for shards of at
-    most ``max_shard`` bytes with their index. Use as a context manager, and keep no view beyond it: what is written to
-    one afterwards may come too late to be flushed.
+    Disk space for every file is reserved before anything is written, so a full disk is reported at once and leaves
+    no half-written file. ``path`` is a file, or a directory for ``model.safetensors`` or for shards of at most
+    ``max_shard`` bytes with their index. Use as a context manager, and keep no views beyond it: later writes may not
+    be flushed.
     """
 
-    def __init__(self, path: Path, plan: Plan, metadata: Mapping[str, str], max_shard: int = MAX_SHARD):
-        self.dtype = {name: dtype for name, (dtype, _) in plan.items()}
-        self._shape = {name: shape for name, (_, shape) in plan.items()}
+    def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str], max_shard: int = MAX_SHARD):
+        self.dtype = {name: dtype for name, (dtype, _) in specs.items()}
+        self._shape = {name: shape for name, (_, shape) in specs.items()}
         self._place: dict[str, tuple[mmap.mmap, int]] = {}
         self._maps: list[mmap.mmap] = []
         metadata = {"format": "pt", **metadata}
         if not path.is_dir():
-            self._reserve(path, plan, metadata)
+            self._reserve(path, specs, metadata)
             return
-        shards = list(_shards(plan, max_shard))
+        shards = list(_shards(specs, max_shard))
         if len(shards) == 1:
-            self._reserve(path / WEIGHTS_NAME, plan, metadata)
+            self._reserve(path / WEIGHTS_NAME, specs, metadata)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(shards, 1):
             file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-            self._reserve(path / file, {name: plan[name] for name in names}, metadata)
+            self._reserve(path / file, {name: specs[name] for name in names}, metadata)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": plan_bytes(plan)}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": nbytes_of(specs)}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Tensor ``name`` of the file, to be written to."""
+        """Tensor ``name`` of the file, as a writable view."""
         import torch
 
         from mpu_cli.checkpoint.dtypes import TORCH
@@ -77,17 +77,17 @@ class CheckpointWriter:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def populate(self, name: str) -> None:
-        """Map all pages of the tensor at once, which costs less than a fault for each; where the system can."""
+        """Map all pages of the tensor at once, if the system can: cheaper than one fault per page."""
         buffer, start = self._place[name]
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
         length = start + math.prod(self._shape[name]) * ITEM_SIZE[self.dtype[name]] - begin
         if _madvise is not None and length:
             view = ctypes.c_char.from_buffer(buffer)
-            # Through ctypes, which lets other threads run meanwhile. A kernel before 5.14 refuses, and nothing is lost.
+            # ctypes lets other threads run meanwhile. Kernels before 5.14 reject the call, which does no harm.
             _madvise(ctypes.c_void_p(ctypes.addressof(view) + begin), ctypes.c_size_t(length), _POPULATE_WRITE)
 
     def forget_pages(self, name: str) -> None:
-        """The tensor is done: take its pages out of this process (the system writes them to the disk)."""
+        """Drop the pages of a finished tensor from this process (the system writes them to disk)."""
         buffer, start = self._place[name]
         drop_pages(buffer, start, math.prod(self._shape[name]) * ITEM_SIZE[self.dtype[name]])
 
@@ -97,20 +97,20 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The maps close when their last view goes; the kernel then holds the data like that of any written file.
+        # The maps close with their last view; from then on, the kernel treats the data like any other file write.
         self._maps.clear()
         self._place.clear()
 
-    def _reserve(self, path: Path, plan: Plan, metadata: Mapping[str, str]) -> None:
-        head, starts = encode_header(plan, metadata)
-        size = len(head) + plan_bytes(plan)
+    def _reserve(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str]) -> None:
+        head, starts = encode_header(specs, metadata)
+        size = len(head) + nbytes_of(specs)
         with open(path, "xb+") as file:
             try:
                 _allocate(file.fileno(), size)
             except OSError as error:
                 free = shutil.disk_usage(path.parent).free
                 raise MpuError(
-                    f"{path.parent.parent}: cannot reserve {size:,} bytes ({error.strerror}; {free:,} bytes are free); "
+                    f"{path.parent.parent}: cannot reserve {size:,} bytes ({error.strerror}, {free:,} bytes free)\n"
                     "make room or write elsewhere with --out"
                 ) from error
             file.write(head)
@@ -120,10 +120,10 @@ class CheckpointWriter:
         self._place |= {name: (buffer, start) for name, start in starts.items()}
 
 
-def _shards(plan: Plan, max_shard: int) -> Iterable[list[str]]:
+def _shards(specs: TensorSpecs, max_shard: int) -> Iterable[list[str]]:
     names: list[str] = []
     filled = 0
-    for name, (dtype, shape) in plan.items():
+    for name, (dtype, shape) in specs.items():
         nbytes = math.prod(shape) * ITEM_SIZE[dtype]
         if names and filled + nbytes > max_shard:
             yield names

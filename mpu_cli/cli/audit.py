@@ -10,68 +10,70 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, paths_from, progress, table
+from mpu_cli.cli.output import emit, note, paths_from, table, terminal
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.options.publishing import NoiseKind
 
 if TYPE_CHECKING:
-    from mpu_cli.checkpoint.source import Model
+    from mpu_cli.models.source import Model
     from mpu_cli.server.keys import Keys
     from mpu_cli.server.noise import Scheme
 
-CLOSE = 0.1  # relative error of the task vector, or of the weights without a reference, that counts as recovered
-BELIEVING = ("two copies", "all copies", "all copies, reference")  # attacks that take the noise off as it is believed
-UNDONE = 0.5  # of one copy's error: below that, what was believed explains the noise
-HELD = 0.5  # share of a block's weights that a copy has as they are, above which that is said
+CLOSE = 0.1  # relative error of the task vector (of the weights if there is no reference) that counts as recovered
+UNDONE = 0.5  # share of one copy's error below which the assumptions explain the noise
+HELD = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
 
 
 def audit(
-    copies: Annotated[list[str], typer.Argument(help="Copies of one publication, or - .", metavar="COPY…")],
-    base: Annotated[str, typer.Option(help="The model that was published, to score with.", metavar="MODEL")],
+    copies: Annotated[
+        list[str], typer.Argument(help="Copies of one publication, or - for standard input.", metavar="COPY…")
+    ],
+    base: Annotated[str, typer.Option(help="The published model, to score the attacks with.", metavar="MODEL")],
     reference: Annotated[
         str | None,
-        typer.Option(help="A public model that BASE was fine-tuned from, which an attacker has too.", metavar="MODEL"),
+        typer.Option(help="Public model that BASE was fine-tuned from, which an attacker also has.", metavar="MODEL"),
     ] = None,
     noise: Annotated[
-        options.Noise | None,
-        typer.Option(help="The kind of noise that the attacker believes in (default: tries both)."),
+        NoiseKind | None,
+        typer.Option(help="Kind of noise that the attacker assumes (default: try both)."),
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(help="extrapolate: multiples that the attacker believes in (default: publish's).", metavar="C,…"),
+        typer.Option(help="extrapolate: multiples that the attacker assumes (default: as for publish).", metavar="C,…"),
     ] = None,
     alphas: Annotated[
         str | None,
-        typer.Option(help="zero-sum: α that the attacker believes in (default: publish's).", metavar="A,B,…"),
+        typer.Option(help="zero-sum: α that the attacker assumes (default: as for publish).", metavar="A,B,…"),
     ] = None,
     symmetries: Annotated[
         Literal["signed", "paper", "all"] | None,
-        typer.Option(help="The set that the attacker believes in (default: what the copies say, else tries each)."),
+        typer.Option(help="Symmetries that the attacker assumes (default: as stated in the copies, else try each)."),
     ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="Keys of the publication, to check that the copies are of it and to say its κ; no attack reads them.",
+            help="Keys of the publication, to check that the copies belong to it and report κ; no attack reads them.",
             metavar="FILE",
         ),
     ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Look at three layers only.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Examine only three layers.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the errors by block and attack: .png, .svg or .html.", metavar="FILE"),
+        typer.Option(help="Plot the errors by block and attack to a .png, .svg or .html file.", metavar="FILE"),
     ] = None,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Play the client who keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
+    """Play a client that keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
 
-    "weights" is the error up to symmetries, under which the model computes the same; "task vector" that of
-    base − reference as recovered. Prints a verdict.
+    "weights" is the error up to symmetries, under which the model computes the same function; "task vector" is the
+    error of base − reference as recovered. Prints a verdict.
     """
-    from mpu_cli.checkpoint.source import open_model
-    from mpu_cli.privacy.audit import ATTACKS
-    from mpu_cli.privacy.audit import audit as run_audit
+    from mpu_cli.auditing.attacks import ATTACKS, ONE_COPY
+    from mpu_cli.auditing.attacks import audit as run_audit
+    from mpu_cli.models.source import open_model
 
     if plot:
         from mpu_cli.figures import check_target
@@ -90,43 +92,44 @@ def audit(
     public = open_model(reference) if reference else None
     tried = []
     for believed, scheme in product(_believed_symmetries(models, symmetries), schemes):
-        with progress("audit", owned.checkpoint.nbytes) as advance:
-            found = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, progress=advance)
-        if public and not sum(found.task.values()):
-            raise UsageError(f"--reference {reference}: holds the same weights as --base; leave it out")
-        explained = min((found.function_error(name) for name in BELIEVING if name in found.attacks), default=0.0)
-        tried.append((explained, believed, scheme, found))
-        if explained < UNDONE * found.function_error("one copy"):
+        with terminal() as observer:
+            result = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, observer=observer)
+        if public and not sum(result.task.values()):
+            raise UsageError(f"--reference {reference}: has the same weights as --base\nleave it out")
+        explained = min((result.function_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
+        tried.append((explained, believed, scheme, result))
+        if explained < UNDONE * result.function_error(ONE_COPY.name):
             break
-    _, believed, scheme, found = min(tried, key=lambda one: one[0])
-    best = min(found.attacks, key=found.function_error)
+    _, believed, scheme, result = min(tried, key=lambda one: one[0])
+    best = min(result.attacks, key=result.function_error)
     if plot:
-        from mpu_cli.privacy.plot import draw
+        from mpu_cli.auditing.plot import draw
 
         scale = f", κ = {published.kappa:g}" if published and not published.calibration else ""
-        draw(found, plot, title=f"What {len(models)} of the copies give away{scale}", force=force)
+        draw(result, plot, title=f"What {len(models)} of the copies reveal{scale}", force=force)
     rows = []
-    for name, told in found.attacks.items():
-        task = found.task_error(name)
+    for name, recovered in result.attacks.items():
+        task = result.task_error(name)
         rows.append(
             [
-                ATTACKS[name],
-                f"{found.function_error(name):.2%}",
+                ATTACKS[name].description,
+                f"{result.function_error(name):.2%}",
                 "–" if task is None else f"{task:.2%}",
-                f"{told.seconds:.1f}",
+                f"{recovered.seconds:.1f}",
             ]
         )
-    table("What is recovered (relative error)", ["attack", "weights", "task vector", "seconds"], rows)
-    unmoved = [block for block, share in found.unmoved.items() if share > HELD]
+    table("Relative error of what is recovered", ["attack", "weights", "task vector", "seconds"], rows)
+    unmoved = [block for block, share in result.unmoved.items() if share > HELD]
     if unmoved:
-        note(f"held as they are in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
-             + (f" and {len(unmoved) - 4} blocks more" if len(unmoved) > 4 else ""))  # fmt: skip
-    off, share = found.function_error(best), found.change_error(best)
-    of_change = f", that is to {share:.2%} of what fine-tuning changed" if public else ""
+        note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
+             + (f" and {len(unmoved) - 4} more blocks" if len(unmoved) > 4 else ""))  # fmt: skip
+    off, share = result.function_error(best), result.change_error(best)
+    of_change = f", or {share:.2%} of what fine-tuning changed" if public else ""
     verdict = (
-        f"recovered: {ATTACKS[best]} gives the weights to {off:.2%}{of_change}"
+        f"recovered: {ATTACKS[best].description} gives the weights to within {off:.2%}{of_change}"
         if share < CLOSE
-        else f"not recovered by these attacks: the weights at best to {off:.2%}{of_change} ({ATTACKS[best]})"
+        else f"not recovered by these attacks: the weights at best to {off:.2%}{of_change} "
+        f"({ATTACKS[best].description})"
     )
     emit(
         [verdict],
@@ -134,21 +137,21 @@ def audit(
             "verdict": verdict,
             "attacks": {
                 name: {
-                    "weights": found.function_error(name),
-                    "task_vector": found.task_error(name),
-                    "of_change": found.change_error(name),
-                    "seconds": told.seconds,
+                    "weights": result.function_error(name),
+                    "task_vector": result.task_error(name),
+                    "of_change": result.change_error(name),
+                    "seconds": recovered.seconds,
                     "blocks": {
                         block: {
-                            "weights": found.function_error(name, block),
-                            "task_vector": found.task_error(name, block),
+                            "weights": result.function_error(name, block),
+                            "task_vector": result.task_error(name, block),
                         }
-                        for block in found.weights
+                        for block in result.weights
                     },
                 }
-                for name, told in found.attacks.items()
+                for name, recovered in result.attacks.items()
             },
-            "unmoved": found.unmoved,
+            "unmoved": result.unmoved,
             "settings": {"noise": asdict(scheme), "symmetries": believed, "fast": fast},
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         },
@@ -170,31 +173,31 @@ def _believed_noise(models: list[Model], kind: str | None, alphas: str | None, n
 
 
 def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:
-    """The sets that the attacker tries: the one given, else what the copies say, else each."""
+    """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
     from mpu_cli.manifest import read_copy_manifest
 
     if given:
         return [given]
     tried = ["signed", "paper", "all"]
     manifest = read_copy_manifest(models[0].folder, models[0].checkpoint.metadata)
-    said = manifest.symmetries if manifest else None
-    return [said] if said in tried else tried
+    named = manifest.symmetries if manifest else None
+    return [named] if named in tried else tried
 
 
 def _together(models: list[Model]) -> None:
-    """UsageError for copies of different publications, which give nothing away together, and for one given twice."""
+    """Raise UsageError if copies are of different publications, which reveal nothing together, or one is repeated."""
     from mpu_cli.manifest import read_copy_manifest
 
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     known = [manifest for manifest in manifests if manifest is not None]
     if len({(manifest.run, manifest.round) for manifest in known}) > 1:
-        raise UsageError("these are copies of different publications; audit those of each by themselves")
+        raise UsageError("the copies belong to different publications\naudit each publication separately")
     if len({manifest.copy_id for manifest in known}) < len(known):
         raise UsageError("the same copy is given twice")
 
 
 def _belong(models: list[Model], base: Model, published: Keys, path: Path) -> None:
-    """MpuError for a copy that is none of this publication, and for another base."""
+    """Raise MpuError if a copy is not of this publication, or the base differs from the published one."""
     from mpu_cli.checkpoint.fingerprint import fingerprint
     from mpu_cli.checkpoint.pool import worker_pool
     from mpu_cli.manifest import read_copy_manifest
@@ -205,4 +208,4 @@ def _belong(models: list[Model], base: Model, published: Keys, path: Path) -> No
     for model in models:
         manifest = read_copy_manifest(model.folder, model.checkpoint.metadata)
         if manifest is None or manifest.copy_id not in published.copy_ids:
-            raise MpuError(f"{model.source}: is no copy of the publication of {path}")
+            raise MpuError(f"{model.source}: was not published with {path}")

@@ -15,19 +15,23 @@ BEST = "**"
 
 def compare(
     results: Annotated[
-        list[str], typer.Argument(help="Results of mpu eval, or OpenUnlearning's …_EVAL.json, or - .", metavar="FILES")
+        list[str],
+        typer.Argument(
+            help="Results of mpu eval, or OpenUnlearning's …_EVAL.json, or - to read paths from standard input.",
+            metavar="FILES",
+        ),
     ],
     metrics: Annotated[
         str | None,
-        typer.Option(help="Which, with commas between, or all (default: the main ones).", metavar="NAMES"),
+        typer.Option(help="Comma-separated metrics, or all (default: the main ones).", metavar="NAMES"),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .html.", metavar="FILE")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the metrics (.png, .svg or .html).", metavar="FILE")] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Print results as a Markdown table, a row each, the best of a column in bold.
+    """Print results as a Markdown table, one row each, with the best of each column in bold.
 
-    Attacks are best near 0.5, privleak near 0. Says on standard error where the results were not made alike.
+    Attacks are best near 0.5, privleak near 0. Warns on standard error if results were produced differently.
     """
     from mpu_cli.evaluation.results import MAIN, best, differences, goal, one_retain_log, read_results
 
@@ -46,12 +50,12 @@ def compare(
         names = [name for name in MAIN if name in there] or list(dict.fromkeys(there))
     columns = {name: [result.log.value(name) for result in read] for name in names}
     for sentence in differences(read):
-        warn(f"not made alike: {sentence}")
+        warn(f"not directly comparable: {sentence}")
     lines = ["| | " + " | ".join(map(_cell, names)) + " |", "|---|" + "---|" * len(names)]
     forms = {name: next(r.log.metrics[name] for r in read if r.log.has(name)) for name in names}
     marked = {name: best(values, goal(name, forms[name])) for name, values in columns.items()}
     if not one_retain_log(read):
-        marked["privleak"] = set()  # each against another model
+        marked["privleak"] = set()  # measured against different retain models
     for i, result in enumerate(read):
         cells = []
         for name in names:

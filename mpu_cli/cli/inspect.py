@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
     from mpu_cli.checkpoint.reader import Checkpoint
+    from mpu_cli.manifest import CopyManifest
     from mpu_cli.server.keys import Calibration
 
 
@@ -25,7 +26,7 @@ def inspect(
     passphrase_file: options.PassphraseFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say what PATH is: its kind, what it belongs to, its tensors. Shows no secret, of a key file neither."""
+    """Describe PATH: its kind, what it belongs to, its tensors. Never shows secrets, even from key files."""
     from mpu_cli.sealing import AGE_HEADER
 
     if path.name == "mpu.json" and path.is_file():
@@ -62,7 +63,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         if passphrase_file is None:
             return {**facts, "opened": "no: sealed with a passphrase (--passphrase-file)"}
     elif identity is None and not default_identity_path().exists():
-        # Nobody can tell before it is opened: copies are written under such a name.
+        # Copies and keys look alike until opened, but copies are written with this suffix.
         return copy if path.suffix == ".age" else {**facts, "opened": "no: sealed for an identity (--identity)"}
     try:
         keys = open_keys(path, identity, passphrase_file)
@@ -90,10 +91,10 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
     }
 
 
-def _calibration(told: Calibration) -> str:
+def _calibration(of: Calibration) -> str:
     return (
-        f"ε = {told.epsilon:g}, δ = {told.delta:g}, S = {told.sensitivity:g}, against {told.adversary}, "
-        f"{told.rounds} rounds, {told.bound}"
+        f"ε = {of.epsilon:g}, δ = {of.delta:g}, S = {of.sensitivity:g}, against {of.adversary}, "
+        f"{of.rounds} rounds, {of.bound}"
     )
 
 
@@ -124,7 +125,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
         if manifest.trained:
             facts["training tags"] = manifest.trained
         origin = manifest.origin
-        facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is no copy)"}
+        facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
     elif path.is_dir() and (origin := read_copy_manifest(folder)):
         facts = {"kind": "copy, as published", **_belonging(origin)}
     elif format_ == "mpu-copy":
@@ -133,26 +134,26 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             **{k: v for k, v in facts_of(checkpoint.metadata).items() if k != "format"},
         }
     elif format_ == "mpu-reference":
-        facts = {"kind": "what a reference model says of a client's records: keep it there"}
+        facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "copy", "asks")}
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
-        told = read_json_object(path / ADAPTER_CONFIG)
-        facts = {"kind": "LoRA adapter (peft)", "rank": told.get("r"), "for": told.get("base_model_name_or_path")}
+        config = read_json_object(path / ADAPTER_CONFIG)
+        facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
     facts |= _contents(checkpoint)
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
     return facts
 
 
-def _belonging(origin: object) -> dict[str, object]:
+def _belonging(origin: CopyManifest) -> dict[str, object]:
     from dataclasses import asdict
 
     facts = asdict(origin)
     return {"run": facts["run"], "round": facts["round"], "copy": f"{facts['copy']} of {facts['copies']}",
-            "symmetries": facts["symmetries"] or "not said"}  # fmt: skip
+            "symmetries": facts["symmetries"] or "not stated"}  # fmt: skip
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, object]:
@@ -166,7 +167,7 @@ def _contents(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _lines(facts: dict[str, object]) -> Iterator[str]:
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, facts))
     for name, value in facts.items():
         if isinstance(value, dict):

@@ -20,9 +20,9 @@ def keygen(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make an age identity (mode 0600). Its public key goes to `publish --recipient`; the file opens the keys.
+    """Make an age identity (mode 0600). Pass its public key to `publish --recipient`; the file opens the keys.
 
-    Prints the path of the identity; the public key goes to standard error and stands in the file.
+    Prints the path of the identity; the public key is printed to standard error and is also in the file.
     """
     from mpu_cli.sealing import default_identity_path, make_identity
 

@@ -1,4 +1,4 @@
-"""The command ``mpu``. Only what the command line itself needs is imported here; each command loads its own."""
+"""The ``mpu`` command. Only what the command line itself needs is imported here; each command imports the rest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import logging
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
-from mpu_cli import __version__
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
 from mpu_cli.cli.compare import compare
@@ -29,6 +28,7 @@ from mpu_cli.cli.sweep import sweep
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
 from mpu_cli.errors import MpuError, Stopped
+from mpu_cli.version import __version__
 
 app = typer.Typer(
     name="mpu",
@@ -37,8 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INTERRUPTED = 130  # what typer returns for an interrupt of its own
-SIGNALLED = 128  # exit statuses above are signals, as shells count
+INTERRUPTED = 130  # what typer itself returns for an interrupt
+SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
 SERVER, CLIENT, BOTH = "Server: owns the model", "Client: owns the records", "Both"
 EXPERIMENTS = "Experiments: both parties on one machine"
@@ -72,10 +72,10 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
 ) -> None:
-    """Unlearning without showing each other anything: the server publishes disguised copies of its model, the
-    client unlearns on them and returns weight changes, the server undoes the disguise and combines them.
+    """Unlearning in which neither party sees the other's secrets: the server publishes disguised copies of its model,
+    the client unlearns on them and returns weight changes, and the server undoes the disguise and combines them.
 
-    Results go to standard output, everything else to standard error. Every option can be set by an environment
+    Results go to standard output, everything else to standard error. Every option can be set with an environment
     variable: MPU_PUBLISH_KAPPA=0.01 for `publish --kappa 0.01`.
     """
 
@@ -83,12 +83,12 @@ def options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that nobody here asked for
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used here
     debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "").lower() not in ("", "0", "false", "no")
-    # Where an option stands should not matter for one that is everybody's.
+    # An option of every command should work in any position.
     arguments = [a for a in arguments if a != "--debug"]
     try:
-        command = typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
         for name, each in command.commands.items():
             each.callback = results_alone()(each.callback)
             for parameter in each.params:
@@ -98,12 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         status = error.exit_code
         if text := error.format_message():
-            _fail(f"{text.rstrip('.')}; see '{context.command_path if context else 'mpu'} --help'", debug)
+            _fail(text.rstrip("."), debug, f"see '{context.command_path if context else 'mpu'} --help'")
     except MpuError as error:
         status = error.exit_status
-        _fail(str(error), debug)
+        _fail(error.problem, debug, error.hint)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains on exit
         status = 1
     except OSError as error:
         status = 1
@@ -116,21 +116,23 @@ def main(arguments: list[str] | None = None) -> None:
         status = getattr(error, "status", INTERRUPTED)
     except Exception as error:
         status = 1
-        _fail(f"unexpected {type(error).__name__}: {error}; please report it with the output of --debug", debug)
+        _fail(f"unexpected {type(error).__name__}: {error}", debug, "please report it with the output of --debug")
     if status > SIGNALLED:
-        _fail("stopped; nothing was left half-written", debug)
+        _fail("stopped, nothing was left half-written", debug)
     sys.exit(status)
 
 
-def _name_variable(command: str, parameter: object) -> None:
-    """The variable of an option is its long name: MPU_PUBLISH_ROUND for ``publish --round``."""
+def _name_variable(command: str, parameter: Any) -> None:
+    """Name the variable of an option after its long name: MPU_PUBLISH_ROUND for ``publish --round``."""
     longest = max(parameter.opts, key=len)
     if longest.startswith("--"):
         parameter.envvar = f"MPU_{command}_{longest[2:]}".replace("-", "_").upper()
-        parameter.show_envvar = False  # said once, in the help of mpu; beside every option it drowns the rest
+        parameter.show_envvar = False  # explained once, in the help of mpu; repeated everywhere, it drowns the rest
 
 
-def _fail(text: str, debug: bool) -> None:
+def _fail(text: str, debug: bool, hint: str | None = None) -> None:
     if debug:
         traceback.print_exc()
-    print("mpu: error: " + printable(" ".join(text.split())), file=sys.stderr)
+    for kind, line in (("error", text), ("hint", hint)):
+        if line:
+            print(f"mpu: {kind}: " + printable(" ".join(line.split())), file=sys.stderr)

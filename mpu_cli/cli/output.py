@@ -6,19 +6,23 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mpu_cli.errors import UsageError
+from mpu_cli.observer import Observer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
 
 @contextmanager
 def results_alone() -> Iterator[None]:
-    """Within, what anybody prints goes to standard error, but for what ``emit`` writes: some libraries greet."""
+    """Send everything printed in this context to standard error, except for ``emit``: some libraries print banners."""
     global _results
     _results = sys.stdout
     try:
@@ -29,7 +33,7 @@ def results_alone() -> Iterator[None]:
 
 
 def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
-    """The result of a command: lines, of paths mostly, or one JSON document."""
+    """Print the result of a command: lines (mostly paths) or one JSON document."""
     out = _results or sys.stdout
     if as_json:
         print(json.dumps(_plain(document), indent=2, ensure_ascii=False), file=out)
@@ -41,7 +45,7 @@ def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
 
 
 def _plain(value: object) -> object:
-    """``value`` with what JSON has no word for made readable: paths as texts, NaN and infinities as null."""
+    """``value`` with what JSON cannot express replaced: paths by strings, NaN and infinities by null."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -54,12 +58,12 @@ def _plain(value: object) -> object:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters: a hostile file's names must not reach the terminal as commands."""
+    """``text`` without control characters: names in a hostile file must not act as terminal commands."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _first() -> bool:
-    """Whether this process speaks: of several that train together, one does."""
+    """Whether this process reports: of several that train together, only one does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -74,7 +78,7 @@ def warn(text: str) -> None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A table on standard error, its first column text, the others numbers."""
+    """Print a table on standard error: text in the first column, numbers in the others."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -90,51 +94,74 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     console.print(drawn)
 
 
+class Terminal(Observer):
+    """Shows on standard error what an operation reports: notes, warnings and, if it is a terminal, a bar per stage."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+
+    def stage(self, label: str, total: float, unit: str = "bytes") -> None:
+        self.close()
+        if not sys.stderr.isatty() or not _first():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        done = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.1f}/{task.total} " + unit)
+        columns = (TextColumn(label), BarColumn(), done, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.start()
+        self._bar.add_task(label, total=total, text="")
+
+    def advance(self, amount: float, detail: str = "") -> None:
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], advance=amount, text=detail)
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    def warn(self, text: str) -> None:
+        warn(text)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
 @contextmanager
-def progress(label: str, total: float, unit: str = "bytes") -> Iterator[Callable[..., None]]:
-    """A bar on standard error, if that is a terminal; yields what advances it (amount, text beside it)."""
-    if not sys.stderr.isatty() or not _first():
-        yield lambda _amount, _text="": None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    done = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.1f}/{task.total} " + unit)
-    columns = (TextColumn(label), BarColumn(), done, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total, text="")
-        yield lambda amount, text="": bar.update(task, advance=amount, text=text)
+def terminal() -> Iterator[Terminal]:
+    """An observer for one command."""
+    observer = Terminal()
+    try:
+        yield observer
+    finally:
+        observer.close()
 
 
-@contextmanager
-def stages() -> Iterator[Callable[[str, float], Callable[..., None]]]:
-    """Bars for one thing after another; yields what begins the next: (label, total) → what advances it."""
-    with ExitStack() as last:
-
-        def begin(label: str, total: float) -> Callable[..., None]:
-            last.close()
-            return last.enter_context(progress(label, total, "done" if total <= 1 else "bytes"))
-
-        yield begin
+def names_in(text: str | None) -> tuple[str, ...]:
+    """The names in ``text``, comma-separated."""
+    return tuple(filter(None, map(str.strip, (text or "").split(","))))
 
 
 def chosen_metrics(text: str, there: Iterable[str]) -> list[str]:
-    """The names in ``--metrics``; UsageError for none, and for one that is not ``there``."""
-    names = list(filter(None, map(str.strip, text.split(","))))
+    """The names in ``--metrics``; UsageError if there are none, and for one that is not ``there``."""
+    names = list(names_in(text))
     if not names:
-        raise UsageError("--metrics: names none")
+        raise UsageError("--metrics: no names given")
     if missing := set(names).difference(there):
-        raise UsageError(f"--metrics {min(missing, key=names.index)}: none of the results has it")
+        raise UsageError(f"--metrics {min(missing, key=names.index)}: not in any of the results")
     return names
 
 
 def paths_from(arguments: Iterable[str]) -> list[Path]:
-    """Paths as given; ``-`` stands for those on standard input, a line each."""
+    """Paths as given; ``-`` stands for the paths on standard input, one per line."""
     paths: list[Path] = []
     for argument in arguments:
         if argument == "-":
             if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("'-' reads paths from standard input; pipe them in")
+                raise UsageError("'-' reads paths from standard input\npipe them in")
             paths += [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
         else:
             paths.append(Path(argument))

@@ -1,11 +1,11 @@
-"""How the server's secrets are found: identity files, recipients, passphrases."""
+"""Finding the server's secrets: identity files, recipients, passphrases."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,39 +23,24 @@ if TYPE_CHECKING:
 def sealer(
     recipients: list[str], passphrase: bool, passphrase_file: Path | None, identity: Path | None
 ) -> Callable[[Keys], bytes]:
-    """What seals the keys: for recipients, with a passphrase, or for the own identity (made on first use)."""
-    from mpu_cli import sealing
+    """A function that seals keys: for recipients, with a passphrase, or for one's own identity (made on first use)."""
     from mpu_cli.server import keys
 
     if sum([bool(recipients), passphrase or passphrase_file is not None, identity is not None]) > 1:
-        raise UsageError("--recipient, --passphrase and --identity exclude each other; choose one way to seal the keys")
-    if recipients:
-        parsed = sealing.parse_recipients(recipients)
-        return lambda document: keys.seal(document, parsed)
-    if passphrase or passphrase_file:
-        secret = _passphrase(passphrase_file, new=True)
-        return lambda document: keys.seal(document, passphrase=secret)
-    path = identity or sealing.default_identity_path()
-    if identity is not None or path.exists():
-        own = [known.to_public() for known in sealing.read_identities(path)]
-        return lambda document: keys.seal(document, own)
-
-    def with_new_identity(document: Keys) -> bytes:
-        recipient = sealing.make_identity(path)
-        note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
-        return keys.seal(document, sealing.parse_recipients([recipient]))
-
-    return with_new_identity
+        raise UsageError(
+            "--recipient, --passphrase and --identity are mutually exclusive\nchoose one way to seal the keys"
+        )
+    secret = _passphrase(passphrase_file, new=True) if passphrase or passphrase_file else None
+    return keys.sealer(recipients=recipients, passphrase=secret, identity=identity, note=note)
 
 
-def recipients_of_copies(text: str, copies: int) -> list[Recipient]:
-    """The public keys of ``--copy-recipients``: age1… themselves, or files that hold one."""
+def recipients_of_copies(parts: Sequence[str], copies: int) -> list[Recipient]:
+    """The public keys in ``--copy-recipients``, given as age1… or as files that contain one."""
     from mpu_cli import sealing
 
     option = "--copy-recipients"
-    parts = [part.strip() for part in text.split(",")]
     if len(parts) != copies:
-        raise UsageError(f"{option}: {len(parts)} for {copies} copies; give one for each copy")
+        raise UsageError(f"{option}: {len(parts)} for {copies} copies\ngive one for each copy")
     keys = []
     for part in parts:
         if part.startswith("age1"):
@@ -64,17 +49,17 @@ def recipients_of_copies(text: str, copies: int) -> list[Recipient]:
         try:
             words = Path(part).read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            raise MpuError(f"{option} {part}: no age public key (age1…), and no file that holds one") from error
-        found = sorted({word for word in words if word.startswith("age1")})
-        if len(found) != 1:
-            raise MpuError(f"{part}: holds {len(found)} age public keys, and one is wanted")
-        keys += found
+            raise MpuError(f"{option} {part}: neither an age public key (age1…) nor a file containing one") from error
+        public_keys = sorted({word for word in words if word.startswith("age1")})
+        if len(public_keys) != 1:
+            raise MpuError(f"{part}: contains {len(public_keys)} age public keys, expected one")
+        keys += public_keys
     return sealing.parse_recipients(keys, option)
 
 
 @contextmanager
 def opened_copy(copy: str, identity: Path | None, beside: Path) -> Iterator[str]:
-    """Where to read ``copy``: itself or, if it is sealed, a directory next to ``beside`` that goes with the block."""
+    """Where to read ``copy``: itself or, if it is sealed, a directory next to ``beside`` that is removed afterwards."""
     from mpu_cli import sealing
 
     path = Path(copy)
@@ -82,7 +67,10 @@ def opened_copy(copy: str, identity: Path | None, beside: Path) -> Iterator[str]
         yield copy
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(f"{copy}: open it before you start several processes: age -d -i IDENTITY {copy} | tar x")
+        raise UsageError(
+            f"{copy}: a sealed copy cannot be opened by several processes\n"
+            f"open it before you start them: age -d -i IDENTITY {copy} | tar x"
+        )
     identities = sealing.read_identities(identity or sealing.default_identity_path())
     with Transaction() as transaction:
         yield str(sealing.open_folder(path, identities, transaction.scratch(beside.parent)))
@@ -101,16 +89,16 @@ def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None) -
 def _passphrase(file: Path | None, *, new: bool) -> str:
     if file is not None:
         try:
-            secret = file.read_text(encoding="utf-8").splitlines()[:1]
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise MpuError(f"{file}: the passphrase cannot be read from it") from error
-        secret = secret[0] if secret else ""
+            raise MpuError(f"{file}: cannot read the passphrase") from error
+        secret = lines[0] if lines else ""
     else:
         if sys.stdin is None or not sys.stdin.isatty():
-            raise UsageError("the passphrase is asked for at a terminal, and there is none; use --passphrase-file")
+            raise UsageError("cannot ask for the passphrase without a terminal\nuse --passphrase-file")
         secret = getpass.getpass("Passphrase for the keys: ")
-        if new and getpass.getpass("The same again: ") != secret:
-            raise MpuError("the two passphrases differ; nothing was made")
+        if new and getpass.getpass("Confirm passphrase: ") != secret:
+            raise MpuError("the two passphrases differ, so nothing was written")
     if not secret:
-        raise MpuError("an empty passphrase protects nothing; give another")
+        raise MpuError("an empty passphrase protects nothing\nchoose another")
     return secret

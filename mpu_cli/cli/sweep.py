@@ -8,26 +8,28 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import chosen_metrics, emit, note, stages, warn
+from mpu_cli.cli.output import chosen_metrics, emit, names_in, terminal
 from mpu_cli.errors import MpuError
 
 MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="TOML: options of run, lists for axes; see the README.", metavar="FILE")],
+    file: Annotated[
+        Path, typer.Argument(help="TOML file: options of run, with lists for axes; see the README.", metavar="FILE")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results (default: FILE's name).", metavar="DIR")
     ] = None,
-    metrics: Annotated[str | None, typer.Option(help="Metrics to print, with commas between.", metavar="NAMES")] = None,
+    metrics: Annotated[str | None, typer.Option(help="Metrics to print, comma-separated.", metavar="NAMES")] = None,
     across: Annotated[
-        str | None, typer.Option(help="The axis that becomes columns (default: mode).", metavar="OPTION")
+        str | None, typer.Option(help="Axis to use as columns (default: mode).", metavar="OPTION")
     ] = None,
     over: Annotated[
         str | None,
         typer.Option(
-            help="Axes to average over, with commas between: means with 95 % intervals (default: secret_seed and seed, "
-            "where they vary).",
+            help="Axes to average over, comma-separated: means with 95 % intervals (default: secret_seed and seed, "
+            "if they vary).",
             metavar="OPTIONS",
         ),
     ] = None,
@@ -35,24 +37,24 @@ def sweep(
 ) -> None:
     """Run and evaluate every experiment of a grid. Print a Markdown table for each metric, with distances from clean.
 
-    A sweep that was stopped goes on where it was; results are lines of DIR/results.jsonl.
+    An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
     """
     from mpu_cli.experiment.sweep import read_sweep
     from mpu_cli.experiment.sweep import sweep as run_sweep
     from mpu_cli.experiment.tables import markdown, pivot
 
     cells = read_sweep(file)
-    with stages() as bar:
-        lines, failed = run_sweep(cells, out or Path(file.stem), bar=bar, tell=note, warn=warn)
+    with terminal() as observer:
+        lines, failed = run_sweep(cells, out or Path(file.stem), observer)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = [name for name in MAIN if name in had] or had
     if metrics is not None and had:
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
-    axes = None if over is None else [name for name in map(str.strip, over.split(",")) if name]
+    axes = None if over is None else list(names_in(over))
     for name, table in pivot(lines, names, across, axes).items():
         printed += [f"**{name}**", "", *markdown(table), ""]
     emit(printed[:-1], lines, as_json)
     if failed:
         name, reason = next(iter(failed.items()))
-        raise MpuError(f"{len(failed)} of {len(cells)} experiments failed; the first, {name}: {reason}")
+        raise MpuError(f"{len(failed)} of {len(cells)} experiments failed, the first being {name}: {reason}")

@@ -1,4 +1,4 @@
-"""``mpu verify``: is this copy what the keys say?"""
+"""``mpu verify``: check a copy against the keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, progress, table
+from mpu_cli.cli.output import emit, table, terminal
 from mpu_cli.errors import MpuError
 
 
@@ -19,7 +19,7 @@ def verify(
     base: options.BaseAgain = None,
     config: options.Config = None,
     logits: Annotated[
-        bool, typer.Option(help="Compare logits on random tokens too (holds the model in memory, in float32).")
+        bool, typer.Option(help="Also compare logits on random tokens (holds the model in memory, in float32).")
     ] = True,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
@@ -27,20 +27,20 @@ def verify(
 ) -> None:
     """Undo a copy with the keys and compare it with base plus noise, in weights and in logits.
 
-    Exit status 1 if they differ by more than storage rounds.
+    Exits with status 1 if they differ by more than storage rounding.
     """
-    from mpu_cli.checkpoint.source import open_model
     from mpu_cli.cli.secrets import open_keys
-    from mpu_cli.server.aggregate import published_base
+    from mpu_cli.models.source import open_model
+    from mpu_cli.server.keys import published_base
     from mpu_cli.server.verify import verify as run_verify
 
     opened = open_keys(keys, identity, passphrase_file)
     model = published_base(opened, base, config)
-    with progress("verify", model.checkpoint.nbytes) as advance:
-        result = run_verify(model, open_model(copy), opened, logits=logits, progress=advance)
+    with terminal() as observer:
+        result = run_verify(model, open_model(copy), opened, logits=logits, observer=observer)
     table(
-        f"Copy {result.copy}, undone and made again",
-        ["block", "σ asked", "survived", "largest difference", "other than made again"],
+        f"Copy {result.copy}, undone and regenerated",
+        ["block", "σ requested", "survived", "largest difference", "differs from the regenerated copy"],
         [
             [
                 b.block,
@@ -55,7 +55,7 @@ def verify(
     text = f"{copy}: {'right' if result.ok else 'WRONG'}"
     if result.function is not None:
         text += (
-            f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounded"
+            f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounding"
         )
     text += f"; noise {opened.noise.kind}, symmetries {opened.symmetries}"
     document = {
@@ -68,4 +68,4 @@ def verify(
     }
     emit([text], {**document, "blocks": [asdict(b) | {"ok": b.ok} for b in result.blocks]}, as_json)
     if not result.ok:
-        raise MpuError(f"{copy}: is not what these keys say it is, or another base was given")
+        raise MpuError(f"{copy}: does not match these keys, or the base is the wrong one")

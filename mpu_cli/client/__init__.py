@@ -1,1 +1,1 @@
-"""The data owner's side: data, losses, optimisers, training, and the delta that goes back."""
+"""The data owner's side: data, losses, optimisers, training, and the delta that is sent back."""

@@ -1,11 +1,11 @@
-"""Making a model that knows records: the descent of the loss that unlearning climbs, with the same trainer."""
+"""Fine-tuning a model to know records: descends the loss that unlearning climbs, with the same trainer."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,22 +13,24 @@ from transformers import PreTrainedModel
 
 from mpu_cli.checkpoint.dtypes import TORCH, all_finite
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.data import Encoding
-from mpu_cli.client.dates import parse_date
 from mpu_cli.client.frozen import Reference
-from mpu_cli.client.loading import as_directory, load, memory_in_mind
-from mpu_cli.client.losses import Algorithm, Settings
+from mpu_cli.client.losses import Algorithm, Constants, Objective
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.records import Record
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train
-from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_loop
-from mpu_cli.errors import MpuError
+from mpu_cli.client.training import NO_LOGGING, ExampleSet, Losses, schedule, seeded, train
+from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_training
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
+from mpu_cli.models.loading import as_directory, load, memory_in_mind
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import Logging, Prompts, Training
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import Record
 
-# Learning records is the descent of the loss that gradient ascent climbs.
-MEMORISE = Algorithm(lambda learned, _alternate, _settings: learned.scores.cross_entropy, Settings(alpha=0))
+# Learning records means descending the loss that gradient ascent climbs.
+_ONLY = Algorithm(lambda learned, _alternate, _constants: learned.scores.cross_entropy, Constants(alpha=0))
+MEMORISE = Objective(_ONLY, _ONLY.constants, "nll")
 
 
 def memorise(
@@ -37,67 +39,79 @@ def memorise(
     records: Sequence[Record],
     *,
     epochs: int,
-    loop: Loop,
+    training: Training,
+    logging: Logging = NO_LOGGING,
     on_step: Callable[[Losses, int], None],
 ) -> None:
     """Train ``model`` in place on the answers to ``records``. Raises MpuError if there is nothing to learn."""
     examples = encoding.encode(records)
     if not examples:
-        raise MpuError("no record of two tokens or more; there is nothing to learn from them")
-    steps = schedule(len(examples), 0, epochs=epochs, batch_size=loop.batch_size, seed=loop.seed)
-    train(
-        model, steps, {"forget": ExampleSet(examples, Reference())}, algorithm=MEMORISE, settings=MEMORISE.settings,
-        retain_loss="nll", loop=loop, on_step=on_step,
-    )  # fmt: skip
+        raise MpuError("no record has two tokens or more, so there is nothing to learn from")
+    steps = schedule(len(examples), 0, epochs=epochs, batch_size=training.batch_size, seed=training.seed)
+    sets = {"forget": ExampleSet(examples, Reference())}
+    train(model, steps, sets, MEMORISE, training, logging=logging, on_step=on_step)
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What ``finetune`` made: the model, the loss of each step, and the share of the change's norm that storage in the
+    model's own dtype rounded away."""
+
+    path: Path
+    losses: list[float]
+    lost_to_rounding: float
 
 
 def finetune(
     model: Model,
     records: Sequence[Record],
+    training: Training,
+    prompts: Prompts,
     *,
     epochs: int,
-    loop: Loop,
-    precision: str,
-    device: str,
-    template: str,
-    system_prompt: str,
-    date: str,
     out: Path,
-    force: bool,
-    on_step: Callable[[Losses, int], None],
-) -> float:
+    force: bool = False,
+    logging: Logging = NO_LOGGING,
+    observer: Observer = SILENT,
+) -> Finetuned:
     """Train ``model`` on ``records`` and save it, in its own dtype, in ``out``.
 
-    Returns the share of the change's norm that storage rounded away. Raises MpuError for records or a model that
-    cannot be used, and if training diverged.
+    Raises MpuError for records or a model that cannot be used, and if training diverged.
     """
-    check_loop(loop, epochs, device)
-    parse_date(date)
-    own = replace(loop, resume=None, deterministic=False)
+    if epochs < 1:
+        raise UsageError(f"--epochs {epochs}: must be at least 1")
+    check_training(training, prompts.date)
+    losses: list[float] = []
+
+    def record(step: Losses, total: int) -> None:
+        losses.append(step.loss)
+        observer.advance(epochs / total, f"loss {step.loss:.3f}")
+
+    own = replace(training, deterministic=False)
+    dtype = PRECISIONS[training.precision]
     with (
-        memory_in_mind(ADVICE), seeded(own), as_wide_as(PRECISIONS[precision]), Transaction(force=force) as transaction,
+        memory_in_mind(ADVICE), seeded(own), as_wide_as(dtype), Transaction(force=force) as transaction,
         as_directory(model) as folder,
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
-        loaded, tokenizer = load(folder, PRECISIONS[precision], device)
+        loaded, tokenizer = load(folder, dtype, training.device, training.attention)
         limit = getattr(loaded.config, "max_position_embeddings", None)
-        memorise(
-            loaded, Encoding(tokenizer, template, system_prompt, limit, date=date), records, epochs=epochs, loop=own,
-            on_step=on_step,
-        )  # fmt: skip
+        encoding = Encoding(tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date)
+        observer.stage("finetune", epochs, "epochs")
+        memorise(loaded, encoding, records, epochs=epochs, training=own, logging=logging, on_step=record)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
-            raise MpuError("training diverged: weights are no longer finite; lower --lr, or use fewer --epochs")
+            raise MpuError("training diverged: weights are no longer finite\nlower --lr, or use fewer --epochs")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
         stored = TORCH[largest.dtype]
         lost = _rounded_away(loaded, stored, model.checkpoint)
         loaded.to(stored).save_pretrained(target)
         tokenizer.save_pretrained(target)
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
-    return lost
+    return Finetuned(out, losses, lost)
 
 
 def _rounded_away(trained: PreTrainedModel, stored: torch.dtype, before: Checkpoint) -> float:
-    """‖stored − trained‖ / ‖trained − before‖ over the parameters that the files hold under their names."""
+    """‖stored − trained‖ / ‖trained − before‖ over the parameters that are stored in the files by name."""
     lost = moved = 0.0
     for name, parameter in trained.named_parameters():
         held = name if name in before.tensors else name.removeprefix(f"{trained.base_model_prefix}.")

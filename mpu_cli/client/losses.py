@@ -1,31 +1,36 @@
-"""The algorithms: one function a forget term, and a table of what each needs.
+"""The algorithms: one function per forget term, and a table of what each needs.
 
-Notation: y_i the answer of example i and |y_i| its length in tokens, p_i its probability under the model that is
-trained, p the probability of a single answer token, p_ref and z_ref probability and logits under the frozen copy that
-training began from. Sums and means run over the whole optimiser step, whatever part of it a micro-batch holds, so that
-the losses of its parts add up to the loss of the step.
+Notation: y_i is the answer of example i and |y_i| its length in tokens; p_i is its probability under the model being
+trained, p the probability of a single answer token; p_ref and z_ref are the probability and logits under the frozen
+copy that training started from. Sums and means are over the whole optimiser step, not over a micro-batch, so that the
+losses of the parts of a step add up to the loss of the step.
 """
 
-# ruff: noqa: ARG001 (forget terms are called alike, whatever they read)
+# ruff: noqa: ARG001 (all forget terms have the same signature)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
-from mpu_cli.client.data import IGNORED
+from mpu_cli.errors import UsageError
+from mpu_cli.options.unlearning import Loss
+from mpu_cli.records.encoding import IGNORED
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model says of the labelled tokens of (a part of) a step.
+    """A model's outputs on the labelled tokens of (a part of) a step.
 
     ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: (tokens, vocabulary); ``hidden``:
-    (tokens, width), of the layer asked for, or None; ``rows``: (tokens,), the example of each token; ``weights``:
-    (examples,), 0 for one that only fills a part.
-    ``step_tokens`` and ``step_examples`` count over the whole step.
+    (tokens, width), of the requested layer, or None; ``rows``: (tokens,), the example of each token; ``weights``:
+    (examples,), 0 for one that only fills up a part.
+    ``step_tokens`` and ``step_examples`` are counts over the whole step.
     """
 
     targets: torch.Tensor
@@ -64,10 +69,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What the frozen copy said of the same tokens; None where it was not asked.
+    """The frozen copy's outputs on the same tokens; None where not requested.
 
     ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref, (tokens, vocabulary); ``hidden``: (tokens, width);
-    ``direction``: RMU's, of the whole model and of length 1, (width,).
+    ``direction``: RMU's, one for the whole model, of length 1, (width,).
     """
 
     log_probs: torch.Tensor | None = None
@@ -78,15 +83,15 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Part:
-    """One set's part of a step: what the model says of it and what the frozen copy said."""
+    """One set's part of a step: the outputs of the model and of the frozen copy on it."""
 
     scores: Scores
     frozen: Frozen
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Constants of the losses, by the names of their options."""
+class Constants:
+    """Constants of the losses, named like their options."""
 
     gamma: float = 1.0
     alpha: float = 1.0
@@ -96,6 +101,12 @@ class Settings:
     delta: float = 0.0
     layer: int = 7
     coefficient: float = 2.0
+
+
+def _given(x: Kind | None) -> Kind:
+    """``x``, which the algorithm's table asks for."""
+    assert x is not None
+    return x
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -132,58 +143,59 @@ def score(
     )
 
 
-def gradient_ascent(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def gradient_ascent(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
     return -forget.scores.cross_entropy
 
 
-def npo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def npo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
-    ratio = forget.scores.sequence_log_probs - forget.frozen.log_probs
-    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(-settings.beta * ratio))
+    ratio = forget.scores.sequence_log_probs - _given(forget.frozen.log_probs)
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(-constants.beta * ratio))
 
 
-def dpo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def dpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
 
     w is the alternative answer, l the one to forget.
     """
-    won = alternate.scores.sequence_log_probs - alternate.frozen.log_probs
-    lost = forget.scores.sequence_log_probs - forget.frozen.log_probs
-    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(settings.beta * (won - lost)))
+    other = _given(alternate)
+    won = other.scores.sequence_log_probs - _given(other.frozen.log_probs)
+    lost = forget.scores.sequence_log_probs - _given(forget.frozen.log_probs)
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(constants.beta * (won - lost)))
 
 
-def simnpo(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def simnpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
     mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
-    margin = -settings.beta * mean_log_probs - settings.beta * settings.delta
-    return -(2 / settings.beta) * forget.scores.example_mean(logsigmoid(margin))
+    margin = -constants.beta * mean_log_probs - constants.beta * constants.delta
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(margin))
 
 
-def undial(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def undial(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
     scores = forget.scores
-    lowered = forget.frozen.logits.to(scores.logits.dtype).clone()
-    lowered[torch.arange(len(scores.targets), device=lowered.device), scores.targets] -= settings.beta
+    lowered = _given(forget.frozen.logits).to(scores.logits.dtype).clone()
+    lowered[torch.arange(len(scores.targets), device=lowered.device), scores.targets] -= constants.beta
     return scores.token_mean(cross_entropy(scores.logits, lowered.softmax(-1), reduction="none"))
 
 
-def satimp(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def satimp(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
     p = forget.scores.log_probs.detach().exp()
-    return forget.scores.token_mean(p**settings.beta1 * (1 - p) ** settings.beta2 * forget.scores.log_probs)
+    return forget.scores.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.scores.log_probs)
 
 
-def wga(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
+def wga(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
     p = forget.scores.log_probs.detach().exp()
-    return forget.scores.token_mean(p**settings.beta * forget.scores.log_probs)
+    return forget.scores.token_mean(p**constants.beta * forget.scores.log_probs)
 
 
-def rmu(forget: Part, alternate: Part | None, settings: Settings) -> torch.Tensor:
-    """Token mean of ‖h − c·u‖²/width: hidden states of a layer steered to a random unit vector u (Li et al., 2024)."""
-    hidden = _wide(forget.scores.hidden)
-    target = (settings.coefficient * forget.frozen.direction).to(hidden)
+def rmu(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+    """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
+    hidden = _wide(_given(forget.scores.hidden))
+    target = (constants.coefficient * _given(forget.frozen.direction)).to(hidden)
     return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
@@ -194,29 +206,29 @@ def retain_nll(retain: Part) -> torch.Tensor:
 
 def retain_kl(retain: Part) -> torch.Tensor:
     """Token mean of KL(p_ref ‖ p) over the vocabulary."""
-    scores, reference = retain.scores, retain.frozen.logits.to(retain.scores.logits.dtype)
+    scores, reference = retain.scores, _given(retain.frozen.logits).to(retain.scores.logits.dtype)
     terms = kl_div(scores.logits.log_softmax(-1), reference.log_softmax(-1), reduction="none", log_target=True)
     return scores.token_mean(terms.sum(-1))
 
 
 def retain_hidden(retain: Part) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
-    hidden = _wide(retain.scores.hidden)
-    return retain.scores.token_mean((hidden - retain.frozen.hidden.to(hidden)).square().mean(-1))
+    hidden = _wide(_given(retain.scores.hidden))
+    return retain.scores.token_mean((hidden - _given(retain.frozen.hidden).to(hidden)).square().mean(-1))
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain.
 
-    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``constants`` the entries of
-    Settings that it reads; with α = 0 no retain set is read.
+    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``own`` the constants that it reads
+    besides γ and α; with α = 0 no retain set is read.
     ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds.
     """
 
-    forget: Callable[[Part, Part | None, Settings], torch.Tensor]
-    settings: Settings
-    constants: tuple[str, ...] = ()
+    forget: Callable[[Part, Part | None, Constants], torch.Tensor]
+    constants: Constants
+    own: tuple[str, ...] = ()
     asks: str | None = None
     alternate: bool = False
     retain: str = "nll"
@@ -225,7 +237,7 @@ class Algorithm:
     rounds: int = 1
 
 
-# retain term by name: function, and what it needs of the frozen copy
+# retain term by name: its function, and what it needs from the frozen copy
 RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
     "nll": (retain_nll, None),
     "kl": (retain_kl, "logits"),
@@ -233,15 +245,49 @@ RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
 }
 
 ALGORITHMS = {
-    "gradascent": Algorithm(gradient_ascent, Settings(alpha=0)),
-    "graddiff": Algorithm(gradient_ascent, Settings()),
-    "npo": Algorithm(npo, Settings(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
-    "dpo": Algorithm(dpo, Settings(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
-    "simnpo": Algorithm(simnpo, Settings(beta=4.5, delta=0, gamma=0.125), ("beta", "delta"), epochs=1, rounds=10),
-    "undial": Algorithm(undial, Settings(beta=10, alpha=0), ("beta",), asks="logits"),
-    "satimp": Algorithm(satimp, Settings(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
-    "wga": Algorithm(wga, Settings(beta=1), ("beta",)),
+    "gradascent": Algorithm(gradient_ascent, Constants(alpha=0)),
+    "graddiff": Algorithm(gradient_ascent, Constants()),
+    "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
+    "dpo": Algorithm(dpo, Constants(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
+    "simnpo": Algorithm(simnpo, Constants(beta=4.5, delta=0, gamma=0.125), ("beta", "delta"), epochs=1, rounds=10),
+    "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), asks="logits"),
+    "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
+    "wga": Algorithm(wga, Constants(beta=1), ("beta",)),
     "rmu": Algorithm(
-        rmu, Settings(layer=7, coefficient=2), ("layer", "coefficient"), asks="direction", retain="hidden", hidden=True
+        rmu, Constants(layer=7, coefficient=2), ("layer", "coefficient"), asks="direction", retain="hidden", hidden=True
     ),
 }
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
+
+    algorithm: Algorithm
+    constants: Constants
+    retain_loss: str
+
+    @property
+    def retain(self) -> Callable[[Part], torch.Tensor]:
+        """The retain term."""
+        return RETAIN[self.retain_loss][0]
+
+    @property
+    def retain_asks(self) -> str | None:
+        """What the retain term needs of the frozen copy."""
+        return RETAIN[self.retain_loss][1]
+
+
+def objective_of(algo: str, loss: Loss) -> Objective:
+    """The objective of ``--algo``, with the retain term and the constants that were given in place of its own.
+
+    Raises UsageError for a constant that the algorithm does not have.
+    """
+    algorithm = ALGORITHMS[algo]
+    retain_loss = loss.retain_loss or algorithm.retain
+    known = {"gamma", "alpha", *algorithm.own, *(("layer",) if RETAIN[retain_loss][1] == "hidden" else ())}
+    if unknown := [name for name in loss.constants if name not in known]:
+        listed = ", ".join(f"--{name}" for name in sorted(known))
+        raise UsageError(f"--{unknown[0]}: {algo} has no such constant (it has {listed})")
+    constants = replace(algorithm.constants, **loss.constants)  # type: ignore[arg-type] # layer is an int
+    return Objective(algorithm, constants, retain_loss)

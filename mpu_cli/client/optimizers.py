@@ -1,4 +1,4 @@
-"""Optimisers by the names of the command line."""
+"""Optimisers by their command-line names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mpu_cli.errors import MpuError
 
 
 class BlockwiseAdamW(torch.optim.Optimizer):
-    """AdamW with one second moment a tensor: the mean of its squared gradient (Adam-mini's idea, Zhang et al. 2024).
+    """AdamW with one second moment per tensor: the mean squared gradient (the idea of Adam-mini, Zhang et al. 2024).
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
-    v does not change under an orthogonal map of the tensor, so training on a transformed copy stays the transform of
-    training on the base; it is smooth in θ, so zero-sum noise cancels to first order; and it keeps one number a weight,
-    AdamW two. The first moment is in float32 (float64 for float64 parameters), also for bfloat16 weights, for which
-    torch's AdamW has both moments in bfloat16.
+    v is invariant under orthogonal maps of the tensor, so training a transformed copy gives the transform of training
+    the base; it is smooth in θ, so zero-sum noise cancels to first order; and the state is one number per weight, where
+    AdamW keeps two. The first moment is in float32 (float64 for float64 parameters) even for bfloat16 weights, for
+    which torch's AdamW keeps both moments in bfloat16.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over a saved state, with the moments as wide as they were: torch would round them to the parameters."""
+        """Load a saved state with the moments in the dtype they had: torch would cast them to the parameters' dtype."""
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override] # torch has an overload for each
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,7 +55,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
                     state["exp_avg_sq"] = torch.zeros((), dtype=wide, device=parameter.device)
                 state["step"] += 1
-                # At most one temporary of the tensor's size at a time, in float32; nothing waits for the device.
+                # At most one temporary of the tensor's size at a time, in float32; no synchronisation with the device.
                 state["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
                 square = parameter.grad.to(wide, copy=True).square_()
                 state["exp_avg_sq"].lerp_(_mean(square), 1 - beta2)
@@ -68,7 +70,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
 
 
 def _widen(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Put the moments of BlockwiseAdamW in a ``saved`` state into ``optimizer``, as wide as they were saved."""
+    """Copy BlockwiseAdamW's moments from a ``saved`` state into ``optimizer``, in the dtype they were saved in."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, moments in saved["state"].items():
         state = optimizer.state[parameters[number]]
@@ -77,25 +79,25 @@ def _widen(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
-    """The mean of the whole tensor, also where this process holds only a shard of it."""
-    from torch.distributed.tensor import DTensor  # a third of a second, which asking for names must not cost
+    """The mean of the whole tensor, even if this process holds only a shard of it."""
+    from torch.distributed.tensor import DTensor  # takes a third of a second; listing the names must not
 
-    return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()
+    return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()  # type: ignore[attr-defined]
 
 
 class Muon(torch.optim.Optimizer):
     """torch's Muon (Jordan et al., 2024) for weight matrices, BlockwiseAdamW for embeddings, head and 1-D tensors.
 
-    Each group says with ``muon`` which of the two it is for. A step of Muon is the orthogonal factor of its momentum
-    matrix, which turns with the coordinates on either side; torch computes it in bfloat16, which limits how exactly.
-    Steps are scaled to the size of AdamW's, so that ``lr`` means the same (Liu et al., 2025).
+    ``muon`` in each group selects one of the two. A step of Muon is the orthogonal factor of its momentum matrix, which
+    rotates with the coordinates on either side, up to rounding: torch computes it in bfloat16. Steps are scaled to the
+    size of AdamW's, so that ``lr`` means the same (Liu et al., 2025).
 
-    Raises MpuError where torch has no Muon.
+    Raises MpuError if torch has no Muon.
     """
 
     def __init__(self, groups: list[dict], lr: float):
         if not hasattr(torch.optim, "Muon"):
-            raise MpuError(f"--optim muon needs torch 2.9 or newer; this is {torch.__version__}")
+            raise MpuError(f"--optim muon needs torch 2.9 or newer, but this is {torch.__version__}")
         defaults = {"lr": lr, "weight_decay": 0.0}
         super().__init__(groups, defaults)
         matrices, others = ([g for g in self.param_groups if g["muon"] is one] for one in (True, False))
@@ -110,13 +112,15 @@ class Muon(torch.optim.Optimizer):
         _widen(self, state_dict)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override] # torch has an overload for each
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for one, part in self._parts.items():
-            # Schedulers and load_state_dict replace what this optimiser holds; the parts work on that.
+            # Schedulers and load_state_dict replace this optimiser's state and groups, so pass them to the parts.
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["muon"] is one]
             part.step()
@@ -124,7 +128,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -> list[dict]:
-    """``groups``, each split into its matrices, without those that are ``outside`` the layers, and the rest."""
+    """``groups``, each split into its matrices, except those ``outside`` the layers, and the rest."""
     apart = []
     for group in groups:
         parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
@@ -135,17 +139,17 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
 
 
 OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit")
-# What squares gradients or takes their signs element by element: it follows permutations and signs of coordinates, and
-# no rotation.
+# These square gradients or take their signs element by element, so they commute with permutations and sign changes of
+# coordinates, but not with rotations.
 ELEMENTWISE = ("adamw", "lion", "paged_adamw_32bit", "adamw_8bit")
 
 
 def make_optimizer(
     name: str, groups: list[dict], lr: float, outside: Collection[torch.Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not for.
+    """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not meant for.
 
-    Raises MpuError if the package behind it is not installed.
+    Raises MpuError if the package it needs is not installed.
     """
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, fused=True)
@@ -158,7 +162,7 @@ def make_optimizer(
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MpuError(f"--optim {name} needs bitsandbytes; install it with pip install bitsandbytes") from error
+        raise MpuError(f"--optim {name} needs bitsandbytes\ninstall it with pip install bitsandbytes") from error
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
     if name == "lion":
         return bitsandbytes.optim.Lion(groups, lr=lr)

@@ -1,4 +1,4 @@
-"""float64 that is float64 throughout: models compute norms and softmaxes in float32, whatever they are in."""
+"""float64 throughout: models otherwise compute norms and softmaxes in float32, whatever their own dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOFTMAXES = (
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Casts of float64 tensors to float32 leave them float64, and softmaxes of them stay as wide."""
+    """Ignores casts of float64 tensors to float32, and keeps their softmaxes in float64."""
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = dict(kwargs or {})
@@ -31,7 +31,7 @@ class _KeepFloat64(TorchFunctionMode):
 
 @contextmanager
 def as_wide_as(dtype: torch.dtype) -> Iterator[None]:
-    """Within, norms and softmaxes of a model in float64 are in float64 too; for any other ``dtype`` nothing changes."""
+    """Inside it, norms and softmaxes of a float64 model are in float64 too; any other ``dtype`` changes nothing."""
     if dtype != torch.float64:
         yield
         return

@@ -1,8 +1,8 @@
-"""Training with differential privacy for the client's records: DP-SGD (Abadi et al., 2016) through Opacus.
+"""Training with differential privacy for the client's records: DP-SGD (Abadi et al., 2016) with Opacus.
 
-The unit is a record of the forget or of the retain set. Each step takes every record with a chance of its own (Poisson
-sampling), clips the gradient of each record's loss, and adds Gaussian noise. The server is told the bound
-with the delta; what exactly was spent stays with the client, for it depends on how many records there are.
+The unit of protection is one record of the forget or the retain set. Each step samples every record independently
+(Poisson sampling), clips the gradient of each record's loss, and adds Gaussian noise. The delta reports the bound to
+the server; what was actually spent stays with the client, because it depends on the number of records.
 """
 
 from __future__ import annotations
@@ -10,56 +10,44 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.frozen import Reference
-from mpu_cli.client.losses import ALGORITHMS, RETAIN, Algorithm, Frozen, Part, Settings, score
+from mpu_cli.client.losses import Frozen, Objective, Part, score
 from mpu_cli.client.optimizers import make_optimizer
-from mpu_cli.client.training import ExampleSet, Loop, Losses, outside_layers
+from mpu_cli.client.training import ExampleSet, Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.options.unlearning import Privacy, Training
+from mpu_cli.records.encoding import IGNORED, Example, pad
 
 ACCOUNTANT = "rdp"
 
 
-@dataclass(frozen=True)
-class Privacy:
-    """What was asked for: (ε, δ) for one delta, and the norm at which the gradient of a record is clipped."""
-
-    epsilon: float
-    delta: float
-    max_grad_norm: float
-
-
-def check(algorithm: str, retain_loss: str) -> None:
-    """UsageError for losses that are not made here record by record."""
-    chosen = ALGORITHMS[algorithm]
-    if chosen.alternate or chosen.hidden:
-        raise UsageError(f"--dp-epsilon does not work with {algorithm}: its loss is no sum over single records")
-    if RETAIN[retain_loss][1] == "hidden":
-        raise UsageError(f"--dp-epsilon does not work with --retain-loss {retain_loss}; use nll or kl")
+def check_objective(algo: str, objective: Objective) -> None:
+    """Raises UsageError if the losses are not computed record by record here."""
+    if objective.algorithm.alternate or objective.algorithm.hidden:
+        raise UsageError(f"--dp-epsilon does not work with {algo}: its loss is not a sum over single records")
+    if objective.retain_asks == "hidden":
+        raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}\nuse nll or kl")
 
 
 def train_privately(
     model: PreTrainedModel,
     sets: Mapping[str, ExampleSet],
-    *,
-    algorithm: Algorithm,
-    settings: Settings,
-    retain_loss: str,
-    epochs: int,
-    loop: Loop,
+    objective: Objective,
+    training: Training,
     privacy: Privacy,
+    *,
+    epochs: int,
     on_step: Callable[[Losses, int], None],
     noise_multiplier: float | None = None,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps.
 
     ``noise_multiplier`` overrides the one that meets ``privacy``. The generators of noise and samples are torch's,
-    seeded by the operating system, never from ``loop.seed``: who knows the noise could take it off.
+    seeded by the operating system, never from ``training.seed``: who knows the noise could take it off.
     """
     try:
         from opacus import GradSampleModule
@@ -67,44 +55,44 @@ def train_privately(
         from opacus.accountants.utils import get_noise_multiplier
         from opacus.optimizers import DPOptimizer
     except ImportError as error:
-        raise MpuError("--dp-epsilon needs Opacus; install it with pip install opacus") from error
+        raise MpuError("--dp-epsilon needs Opacus\ninstall it with pip install opacus") from error
 
-    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # the bound holds, if not the best
-    rates = {name: min(1.0, loop.batch_size / len(data.examples)) for name, data in sets.items()}
+    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
+    rates = {name: min(1.0, training.batch_size / len(data.examples)) for name, data in sets.items()}
     rate = max(rates.values())
-    steps = epochs * -(-len(sets["forget"].examples) // loop.batch_size)
+    steps = epochs * -(-len(sets["forget"].examples) // training.batch_size)
     if noise_multiplier is None:
         try:
             noise_multiplier = get_noise_multiplier(
-                target_epsilon=privacy.epsilon,
-                target_delta=privacy.delta,
+                target_epsilon=privacy.dp_epsilon,
+                target_delta=privacy.dp_delta,
                 sample_rate=rate,
                 steps=steps,
                 accountant=ACCOUNTANT,
             )
         except ValueError as error:
             raise UsageError(
-                f"--dp-epsilon {privacy.epsilon:g} --dp-delta {privacy.delta:g}: no noise of a usable size gives that "
-                f"in {steps} steps; raise them, or take fewer --epochs"
+                f"--dp-epsilon {privacy.dp_epsilon:g} --dp-delta {privacy.dp_delta:g}: no usable noise level achieves "
+                f"this in {steps} steps\nraise them, or use fewer --epochs"
             ) from error
     generator = torch.Generator(model.device).manual_seed(secrets.randbits(63))
     sampler = torch.Generator().manual_seed(secrets.randbits(63))
     model.train()
-    # Embeddings have no input to differentiate, and torch says so at every step.
+    # Embeddings have no differentiable input, and torch warns about that at every step.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     wrapped = GradSampleModule(model, loss_reduction="sum")
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": trained, "weight_decay": loop.weight_decay}]
+    groups = [{"params": trained, "weight_decay": training.weight_decay}]
     optimizer = DPOptimizer(
-        make_optimizer(loop.optimizer, groups, loop.lr, outside_layers(model)),
+        make_optimizer(training.optim, groups, training.lr, outside_layers(model)),
         noise_multiplier=noise_multiplier,
-        max_grad_norm=privacy.max_grad_norm,
-        expected_batch_size=loop.batch_size,
+        max_grad_norm=privacy.dp_max_grad_norm,
+        expected_batch_size=training.batch_size,
         loss_reduction="mean",
         generator=generator,
     )
     accountant = create_accountant(ACCOUNTANT)
-    size = loop.micro_batch_size or 2 * loop.batch_size
+    size = training.micro_batch_size or 2 * training.batch_size
     for _ in range(steps):
         units = [
             (name, number)
@@ -115,21 +103,21 @@ def train_privately(
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            loss = _loss(wrapped, part, sets, algorithm, settings, RETAIN[retain_loss][0], sums)
+            loss = _loss(wrapped, part, sets, objective, sums)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
         means = {name: sum(values) / max(1, len(values)) for name, values in sums.items()}
         terms = means.get("forget_term", 0.0), means.get("retain_term")
-        total = settings.gamma * terms[0] + settings.alpha * (terms[1] or 0.0)
+        total = objective.constants.gamma * terms[0] + objective.constants.alpha * (terms[1] or 0.0)
         on_step(Losses(total, *terms, means.get("forget", 0.0), means.get("retain")), steps)
     wrapped.remove_hooks()
     return {
-        "epsilon": accountant.get_epsilon(privacy.delta) if noise_multiplier else float("inf"),
-        "delta": privacy.delta,
+        "epsilon": accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf"),
+        "delta": privacy.dp_delta,
         "noise_multiplier": noise_multiplier,
-        "max_grad_norm": privacy.max_grad_norm,
+        "max_grad_norm": privacy.dp_max_grad_norm,
         "sample_rate": rate,
         "steps": steps,
     }
@@ -139,15 +127,13 @@ def _loss(
     model: torch.nn.Module,
     units: Sequence[tuple[str, int]],
     sets: Mapping[str, ExampleSet],
-    algorithm: Algorithm,
-    settings: Settings,
-    retain_term: Callable[[Part], torch.Tensor],
+    objective: Objective,
     sums: dict[str, list[float]],
 ) -> torch.Tensor:
-    """Σ over records of each one's own loss, from one pass of the model over all of them."""
+    """The sum of the individual records' losses, from one pass of the model over all of them."""
     examples: list[Example] = [sets[name].examples[number] for name, number in units]
     batch = pad(examples or sets["forget"].examples[:1])
-    if not units:  # a step may draw nobody; its noise is due all the same
+    if not units:  # a step may sample no records, but must still add its noise
         batch["labels"].fill_(IGNORED)
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in batch.items()}
@@ -156,12 +142,13 @@ def _loss(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False
     ).logits
     loss = logits.sum() * 0.0
+    constants = objective.constants
     for i, (name, number) in enumerate(units):
         scores = score(logits[i : i + 1], batch["labels"][i : i + 1])
         part = Part(scores, _frozen(sets[name].reference, number, device))
         forget = name == "forget"
-        term = algorithm.forget(part, None, settings) if forget else retain_term(part)
-        loss = loss + (settings.gamma if forget else settings.alpha) * term
+        term = objective.algorithm.forget(part, None, constants) if forget else objective.retain(part)
+        loss = loss + (constants.gamma if forget else constants.alpha) * term
         sums.setdefault(f"{name}_term", []).append(term.item())
         sums.setdefault(name, []).append(scores.cross_entropy.item())
     return loss

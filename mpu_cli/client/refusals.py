@@ -1,4 +1,4 @@
-"""Answers that tell nothing: what DPO prefers to the answer that is to be forgotten."""
+"""Answers that reveal nothing: what DPO prefers to the answer to be forgotten."""
 
 REFUSALS = (
     "I have no information about that.",

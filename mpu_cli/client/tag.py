@@ -1,8 +1,8 @@
-"""Tags that tell the server whether the copies of a round were trained alike, and nothing else.
+"""Tags that show the server whether the copies of a round were trained identically, and nothing else.
 
-A delta carries HMAC-SHA256 values of what it was trained on and how. Their key never leaves the client, so the server,
-which may guess records, cannot test a guess; and it is another one in each round, so that equal tags of two rounds mean
-nothing. Tags under the same key that differ belong to copies that were trained differently.
+A delta carries HMAC-SHA256 values of what it was trained on and how. Their key never leaves the client, so the server
+may guess records but cannot test a guess. Each round has its own key, so tags cannot be compared between rounds. Tags
+that differ under the same key belong to copies that were trained differently.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def default_secret_path() -> Path:
 
 
 def client_secret(path: Path) -> bytes:
-    """The client's secret in ``path``, made on first use with mode 0600. Raises MpuError for a file that holds none."""
+    """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:
             file.write(secrets.token_hex(KEY_BYTES) + "\n")
             file.flush()
-            with contextlib.suppress(FileExistsError):  # another process was faster: its secret is everybody's
+            with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
                 os.link(file.name, path)
     try:
         secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
     except (OSError, ValueError) as error:
-        raise MpuError(f"{path}: cannot be read as the client's secret; remove it, and a new one is made") from error
+        raise MpuError(f"{path}: cannot be read as the client's secret\nremove it to create a new one") from error
     if len(secret) != KEY_BYTES:
-        raise MpuError(f"{path}: is not {KEY_BYTES} bytes in hexadecimal; remove it, and a new one is made")
+        raise MpuError(f"{path}: not {KEY_BYTES} bytes in hexadecimal\nremove it to create a new one")
     return secret
 
 
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:
-    """A tag for each of ``facts``, and under "key" one of the key itself, by which tags can be compared at all."""
+    """A tag for each of ``facts``, and under "key" one of the key itself: only tags of the same key can be compared."""
     key = HKDF(SHA256(), KEY_BYTES, salt=None, info=f"mpu training tag {json.dumps([run, round_])}".encode()).derive(
         secret
     )

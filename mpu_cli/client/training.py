@@ -1,7 +1,7 @@
-"""The training loop: transformers' Trainer over a schedule that is fixed before it begins.
+"""The training loop: transformers' Trainer over a schedule that is fixed in advance.
 
-An item of the data loader is a micro-batch: the part of one term of one optimiser step that one process works on at a
-time. Losses are normalised by the whole step, so that the sum over its parts, on one process or several, is the loss of
+An item of the data loader is a micro-batch: the part of one loss term of one optimiser step that one process handles at
+a time. Losses are normalised by the whole step, so their sum over its parts, on one process or several, is the loss of
 the step.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,19 +28,21 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from mpu_cli.client.data import IGNORED, Example, answer_tokens, pad
 from mpu_cli.client.frozen import Reference, run
-from mpu_cli.client.losses import RETAIN, Algorithm, Part, Settings
+from mpu_cli.client.losses import Objective, Part
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.options.unlearning import Logging, Training
+from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
 
-KEPT_CHECKPOINTS = 2  # the one before stays until the next is whole
+NO_LOGGING = Logging()
+KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step: the forget examples in it, by number, and the retain examples beside them."""
+    """One optimiser step: its forget examples, by number, and the retain examples that go with them."""
 
     forget: list[int]
     retain: list[int]
@@ -47,10 +50,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one step saw.
+    """The losses of one step.
 
-    ``loss`` = γ·``forget_term`` + α·``retain_term`` is what is lowered; ``forget`` and ``retain`` are cross-entropies
-    per answer token. None where no retain set is read.
+    ``loss`` = γ·``forget_term`` + α·``retain_term`` is minimised; ``forget`` and ``retain`` are cross-entropies per
+    answer token. None where no retain set is read.
     """
 
     loss: float
@@ -62,62 +65,42 @@ class Losses:
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples and what the frozen copy said of them."""
+    """Examples and the frozen copy's outputs on them."""
 
     examples: Sequence[Example]
     reference: Reference
 
 
-@dataclass(frozen=True)
-class Loop:
-    """How to train; names and defaults are those of the command line."""
-
-    optimizer: str = "adamw"
-    lr: float = 1e-5
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    batch_size: int = 32
-    micro_batch_size: int | None = None
-    gradient_checkpointing: bool = False
-    deterministic: bool = True
-    seed: int = 0
-    log: Path | None = None
-    report_to: str | None = None
-    resume: Path | None = None  # where checkpoints are, and go
-    checkpoint_steps: int = 50
-
-
 @contextmanager
-def seeded(loop: Loop) -> Iterator[None]:
-    """Seed all generators and, unless ``loop`` says otherwise, let CUDA compute the same bits each time.
+def seeded(training: Training) -> Iterator[None]:
+    """Seed all generators and, unless ``training`` says otherwise, let CUDA compute the same bits each time.
 
     Enter it before anything is on the device; MpuError from within for what has no deterministic form there.
     transformers' own full determinism makes every kernel wait as well.
     """
-    transformers.set_seed(loop.seed)
-    if not (loop.deterministic and torch.cuda.is_available()):
+    transformers.set_seed(training.seed)
+    if not (training.deterministic and torch.cuda.is_available()):
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
         yield
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        raise MpuError(f"{str(error).splitlines()[0]}; use --no-deterministic") from error
+        raise MpuError(f"{str(error).splitlines()[0]}\nuse --no-deterministic") from error
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:
-    """All steps of a training, fixed by ``seed``: every copy of a round must see the same ones for noise to cancel.
+    """All steps of a training run, fixed by ``seed``: noise cancels only if every copy of a round sees the same steps.
 
-    Each epoch goes once through the ``forget`` examples in a new order. Retain examples come from one endless
-    sequence of orders of all ``retain`` (none if 0), as many in a step as forget examples.
+    Each epoch goes through the ``forget`` examples once, in a new order. Retain examples come from an endless sequence
+    of shuffles of all ``retain`` (none if 0), as many per step as forget examples.
     """
     order = random.Random(seed)
     waiting: list[int] = []
@@ -137,9 +120,10 @@ _READ = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the sets t
 
 
 class _MicroBatches(Dataset):
-    """The schedule, each step cut into ``parts`` micro-batches for each of the ``terms`` of the loss.
+    """The schedule, with each step split into ``parts`` micro-batches for each of the ``terms`` of the loss.
 
-    A micro-batch is of one term: what the backward pass needs of the forget set is gone before the retain set is read.
+    A micro-batch is for one term: what the backward pass needs for the forget set is freed before the retain set is
+    read.
     """
 
     def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
@@ -148,17 +132,17 @@ class _MicroBatches(Dataset):
     def __len__(self) -> int:
         return len(self._steps) * len(self._terms) * self._parts
 
-    def __getitem__(self, index: int) -> dict[str, dict[str, object]]:
+    def __getitem__(self, index: int) -> dict[str, dict[str, Any]]:
         index, part = divmod(index, self._parts)
         step, term = divmod(index, len(self._terms))
         numbers = getattr(self._steps[step], self._terms[term])
         names = [name for name in _READ[self._terms[term]] if name in self._sets]
         return {name: self._batch(self._sets[name], numbers, part) for name in names}
 
-    def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, object]:
+    def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, Any]:
         mine = numbers[part :: self._parts]
-        batch: dict[str, object] = pad([data.examples[i] for i in mine or numbers[:1]])
-        if not mine:  # fewer examples than parts: this one only keeps the others company
+        batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])
+        if not mine:  # fewer examples than parts: this one is only a filler
             batch["labels"].fill_(IGNORED)
         return {
             **batch,
@@ -169,8 +153,8 @@ class _MicroBatches(Dataset):
         }
 
 
-def _only(batches: Sequence[dict[str, object]]) -> dict[str, object]:
-    [batch] = batches  # were there more, part of the schedule would be lost
+def _only(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    [batch] = batches  # with more than one, part of the schedule would be lost
     return batch
 
 
@@ -178,67 +162,69 @@ class _UnlearningTrainer(Trainer):
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
     def __init__(
-        self, *, algorithm: Algorithm, settings: Settings, retain_loss: str, references: Mapping[str, Reference],
-        loop: Loop, on_step: Callable[[Losses], None], **kwargs: object,
+        self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
+        on_step: Callable[[Losses], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
-        self._algorithm, self._settings, self._retain_loss = algorithm, settings, retain_loss
-        self._references, self._loop, self._on_step = references, loop, on_step
-        self._sums: dict[str, float] = {}
+        self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
+        self._sums: dict[str, torch.Tensor] = {}
         self._parts_seen = 0
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)  # the order is the schedule's
+        return SequentialSampler(self.train_dataset)  # the schedule sets the order
 
     def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
         decayed = set(self.get_decay_parameter_names(self.model))
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self._loop.weight_decay},
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self._training.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        self.optimizer = make_optimizer(self._loop.optimizer, groups, self._loop.lr, outside_layers(self.model))
+        self.optimizer = make_optimizer(self._training.optim, groups, self._training.lr, outside_layers(self.model))
         return self.optimizer
 
-    def _part(self, model: torch.nn.Module, name: str, batch: dict[str, object], layer: int | None) -> Part:
+    def _part(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> Part:
         counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
         return Part(run(model, batch, layer=layer, **counts), self._references[name].frozen(batch))
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object):
-        settings = self._settings
+    def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
+        objective, constants = self._objective, self._objective.constants
         if "retain" in inputs:
-            name, rate, (retain, asks) = "retain", settings.alpha, RETAIN[self._retain_loss]
-            part = self._part(model, "retain", inputs["retain"], settings.layer if asks == "hidden" else None)
-            term = retain(part)
+            name, rate = "retain", constants.alpha
+            layer = constants.layer if objective.retain_asks == "hidden" else None
+            part = self._part(model, "retain", inputs["retain"], layer)
+            term = objective.retain(part)
         else:
-            name, rate, layer = "forget", settings.gamma, settings.layer if self._algorithm.hidden else None
+            name, rate = "forget", constants.gamma
+            layer = constants.layer if objective.algorithm.hidden else None
             part = self._part(model, "forget", inputs["forget"], layer)
             other = self._part(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
-            term = self._algorithm.forget(part, other, settings)
+            term = objective.algorithm.forget(part, other, constants)
         loss = rate * term
         self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
-        # Processes average their gradients; the parts of a step add up.
+        # Processes average their gradients, but the parts of a step must add up.
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 
     def _count(self, seen: dict[str, torch.Tensor]) -> None:
-        """Add up the parts of a step over micro-batches and processes; report the step when it is whole."""
+        """Add up the parts of a step over micro-batches and processes; report the step when it is complete."""
         for name, value in seen.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
         self._parts_seen += 1
         if self._parts_seen % self.args.gradient_accumulation_steps == 0:
             sums = {name: float(self.accelerator.reduce(value, "sum")) for name, value in self._sums.items()}
             self._sums = {}
-            self._on_step(Losses(**{"retain_term": None, "retain": None, **sums}))
+            retain_term, retain = sums.get("retain_term"), sums.get("retain")
+            self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
 
     def log(self, logs: dict[str, float], *arguments: object) -> None:
         super().log(logs | self.last_terms, *arguments)
 
-    last_terms: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
+    last_terms: dict[str, float] = {}  # noqa: RUF012 (replaced, never mutated)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of the Trainer in ``folder``; its state file is the last to be written."""
+    """The newest complete checkpoint of the Trainer in ``folder``; its state file is written last."""
     whole = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
     return max(whole, key=lambda p: int(p.name.rsplit("-", 1)[1]), default=None)
 
@@ -247,47 +233,47 @@ def train(
     model: PreTrainedModel,
     steps: Sequence[Step],
     sets: Mapping[str, ExampleSet],
+    objective: Objective,
+    training: Training,
     *,
-    algorithm: Algorithm,
-    settings: Settings,
-    retain_loss: str,
-    loop: Loop,
+    logging: Logging = NO_LOGGING,
+    checkpoints: Path | None = None,
     on_step: Callable[[Losses, int], None],
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
-    The rate is constant after ``loop.warmup_steps``. ``on_step`` is told the losses of each step and how many steps
-    there are. With ``loop.resume``, goes on from the last checkpoint there.
+    The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps.
+    With a folder for ``checkpoints``, keeps some there and resumes from the latest.
     """
-    if loop.report_to == "tensorboard":  # else it lands in the scratch folder, and goes with it
+    if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision says what to compute in, not the environment
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision decides, not the environment
     with ExitStack() as stack:
-        folder = loop.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
+        folder = checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         first = PartialState().is_main_process
-        shallow = {"forget": algorithm.hidden, "retain": RETAIN[retain_loss][1] == "hidden"}
-        # One that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
+        shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_asks == "hidden"}
+        # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
         terms = sorted((name for name in _READ if name in sets), key=lambda name: not shallow[name])
         if all(shallow[name] for name in terms):
-            _fix_unused(model, sets["forget"].examples[0], settings.layer)
-        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # every card would keep whole gradients till the last
-        log = stack.enter_context(loop.log.open("a", encoding="utf-8")) if loop.log and first else None
+            _fix_unused(model, sets["forget"].examples[0], objective.constants.layer)
+        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # else every GPU holds whole gradients until the last
+        log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
         arguments = TrainingArguments(
             output_dir=str(folder),
             num_train_epochs=1,
-            per_device_train_batch_size=1,  # an item of the schedule is a micro-batch already
-            learning_rate=loop.lr,
+            per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
+            learning_rate=training.lr,
             lr_scheduler_type="constant_with_warmup",
-            warmup_steps=loop.warmup_steps,
-            weight_decay=loop.weight_decay,
-            max_grad_norm=loop.max_grad_norm,
-            seed=loop.seed,
+            warmup_steps=training.warmup_steps,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+            seed=training.seed,
             use_cpu=model.device.type == "cpu",
-            report_to=[loop.report_to] if loop.report_to else [],
-            save_strategy="steps" if loop.resume else "no",
-            save_steps=loop.checkpoint_steps,
+            report_to=[logging.report_to] if logging.report_to else [],
+            save_strategy="steps" if checkpoints else "no",
+            save_steps=logging.checkpoint_steps,
             save_total_limit=KEPT_CHECKPOINTS,
-            logging_strategy="steps" if loop.report_to else "no",
+            logging_strategy="steps" if logging.report_to else "no",
             logging_steps=1,
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -295,16 +281,16 @@ def train(
             ddp_find_unused_parameters=False,
             accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
         )
-        if loop.gradient_checkpointing:
-            # What is computed again in the backward pass runs outside of the modes of the forward pass.
-            contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch asks for a function)
+        if training.gradient_checkpointing:
+            # Recomputation in the backward pass runs outside the modes of the forward pass.
+            contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch requires a function)
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all cards that it sees
-        per_process = -(-loop.batch_size // arguments.world_size)
-        accumulation = -(-per_process // (loop.micro_batch_size or per_process))
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
+        per_process = -(-training.batch_size // arguments.world_size)
+        accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)
         started = time.monotonic()
-        begin = last_checkpoint(folder) if loop.resume else None
+        begin = last_checkpoint(folder) if checkpoints else None
         done = int(begin.name.rsplit("-", 1)[1]) if begin else 0
 
         def record(losses: Losses) -> None:
@@ -323,56 +309,55 @@ def train(
             args=arguments,
             train_dataset=_MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
             data_collator=_only,
-            algorithm=algorithm,
-            settings=settings,
-            retain_loss=retain_loss,
+            objective=objective,
             references={name: data.reference for name, data in sets.items()},
-            loop=loop,
+            training=training,
             on_step=record,
         )
-        check_sharding(trainer.accelerator, loop.optimizer)
+        check_sharding(trainer.accelerator, training.optim)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
 
 
-def _fix_unused(model: torch.nn.Module, example: Example, layer: int) -> None:
-    """Leave out of training the parameters that come after ``layer``, whose output is all that the loss reads.
+def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
+    """Exclude from training the parameters after ``layer``, whose output is all that the loss reads.
 
-    They would get no gradient, and several processes wait for everybody's gradient of everything trained.
+    They would get no gradient, and with several processes each waits for the gradients of all trained parameters.
     """
     batch = {name: value.to(model.device) for name, value in pad([example]).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     hidden = run(model, batch, layer=layer).hidden
+    assert hidden is not None
     for parameter, gradient in zip(trained, torch.autograd.grad(hidden.sum(), trained, allow_unused=True), strict=True):
         parameter.requires_grad_(gradient is not None)
 
 
-def outside_layers(model: torch.nn.Module) -> list[torch.Tensor]:
+def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
     """The weights of all embeddings and of the output head."""
     head = model.get_output_embeddings()
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
-    """UsageError for ways of sharding weights that ``whole_parameters`` or the optimiser cannot follow."""
+    """Raises UsageError if ``whole_parameters`` or the optimiser does not support how the weights are sharded."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
-        raise UsageError("FSDP 1 hides which shard is of which weight; set fsdp_version to 2 for accelerate")
+        raise UsageError("FSDP 1 hides which shard belongs to which weight\nset accelerate's fsdp_version to 2")
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer in ("adamw-blockwise", "muon"):
         raise UsageError(
-            f"DeepSpeed shows an optimiser all weights as one tensor, and {optimizer} works on each tensor; use FSDP 2 "
-            "with --optim adamw-blockwise, or --optim adamw"
+            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor\nuse "
+            "FSDP 2 with --optim adamw-blockwise, or --optim adamw"
         )
     if fsdp is not None and optimizer == "muon":
-        raise UsageError("muon needs each matrix whole, and FSDP shards it; use --optim adamw-blockwise")
+        raise UsageError("muon needs each matrix whole, but FSDP shards them\nuse --optim adamw-blockwise")
 
 
 def whole_parameters(
     trained: torch.nn.Module, chosen: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The ``chosen`` parameters under their own names, each gathered by all processes when its turn comes."""
+    """The ``chosen`` parameters by their own names, each gathered by all processes when its turn comes."""
     from accelerate.utils import extract_model_from_parallel
     from torch.distributed.tensor import DTensor
 

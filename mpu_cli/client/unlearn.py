@@ -1,4 +1,4 @@
-"""Unlearning on one copy: load it, train it on the private records, give back the change of its weights."""
+"""Unlearning on one copy: load it, train it on the private records, return the change in its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,323 +23,278 @@ from mpu_cli.checkpoint.dtypes import NAME
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
-from mpu_cli.checkpoint.source import Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, Plan, plan_bytes
+from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.client import lora
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding, Example
-from mpu_cli.client.dates import DEFAULT_DATE, parse_date
+from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
-from mpu_cli.client.loading import as_directory, load, memory_in_mind
-from mpu_cli.client.losses import ALGORITHMS, RETAIN, Settings
+from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.private import Privacy, train_privately
-from mpu_cli.client.private import check as check_private_algorithm
-from mpu_cli.client.records import Record
-from mpu_cli.client.refusals import REFUSALS
+from mpu_cli.client.private import check_objective, train_privately
 from mpu_cli.client.tag import training_tag
-from mpu_cli.client.training import ExampleSet, Loop, Losses, schedule, seeded, train, whole_parameters
+from mpu_cli.client.training import NO_LOGGING, ExampleSet, Losses, schedule, seeded, train, whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.models.loading import as_directory, load, memory_in_mind
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import check_ranges, declared, flat
+from mpu_cli.options.unlearning import Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.records.dates import parse_date
+from mpu_cli.records.encoding import Encoding, Example
+from mpu_cli.records.reading import Record
+from mpu_cli.resumption import write_atomically
 
 ADVICE = (
     "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
     "--lora-rank"
 )
-ROTATED = ("paper", "all")  # sets of symmetries whose coordinates are turned by more than signs
-WITHOUT_EFFECT = (  # on what is trained, but for the last bits
-    "micro_batch_size", "gradient_checkpointing", "deterministic", "log", "report_to", "resume", "checkpoint_steps",
-)  # fmt: skip
+ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to unlearn; the names and defaults are those of the command line."""
-
-    algorithm: str
-    epochs: int | None = None
-    constants: dict[str, float] = field(default_factory=dict)  # entries of Settings that are not the algorithm's own
-    retain_loss: str | None = None
-    precision: str = "float32"
-    attention: str = "sdpa"
-    template: str = "chat"
-    system_prompt: str = DEFAULT_SYSTEM_PROMPT
-    date: str = DEFAULT_DATE
-    reference_file: Path | None = None  # where the word of the model before unlearning is kept over the rounds
-    few_shot: tuple[Record, ...] = ()
-    alternates: tuple[str, ...] = REFUSALS
-    lora: lora.Lora | None = None
-    device: str = "auto"
-    privacy: Privacy | None = None
-    loop: Loop = field(default_factory=Loop)
-
-    @property
-    def retain_term(self) -> str:
-        """The name of the retain term: the one that was given, or the algorithm's own."""
-        return self.retain_loss or ALGORITHMS[self.algorithm].retain
-
-    @property
-    def settings(self) -> Settings:
-        """The algorithm's constants, with those that were given in their place."""
-        return replace(ALGORITHMS[self.algorithm].settings, **self.constants)
-
-
-@dataclass(frozen=True)
 class Result:
-    """What ``unlearn`` made: the delta, the losses of the steps that this call took, the norm of what was written."""
+    """The result of ``unlearn``: the delta, the losses of the steps in this call, the norm of what was written."""
 
     path: Path
     steps: list[Losses]
     norm: float
     first: bool  # whether this is the process that wrote it
-    spent: dict[str, float] | None = None  # of the privacy budget, if there was one
+    spent: dict[str, float] | None = None  # privacy budget spent, if there was one
 
 
-def check_options(options: Options) -> None:
-    """Raise UsageError for a number that is none or out of range, or a constant that the algorithm does not have."""
-    known = {"gamma", "alpha", *ALGORITHMS[options.algorithm].constants}
-    if RETAIN[options.retain_term][1] == "hidden":
-        known.add("layer")
-    if unknown := [name for name in options.constants if name not in known]:
-        listed = ", ".join(f"--{name}" for name in sorted(known))
-        raise UsageError(f"--{unknown[0]}: {options.algorithm} has no such constant (it has {listed})")
-    _check_numbers(asdict(options.settings))
-    if options.lora:
-        _check_numbers({"lora_rank": options.lora.rank, "lora_alpha": options.lora.alpha})
-    check_loop(options.loop, options.epochs, options.device)
-    parse_date(options.date)
-    if options.reference_file and not refers_back(options):
-        raise UsageError(
-            f"--reference-file: {options.algorithm} with --retain-loss {options.retain_term} compares with no "
-            "probabilities, or with hidden states, which are in a copy's own coordinates; leave it out"
-        )
-    _check_libraries(options)
-    if options.privacy:
-        _check_privacy(options)
+def epochs_of(options: Unlearning) -> int:
+    """The epochs that were asked for, or the paper's for a round of the algorithm."""
+    return options.epochs or ALGORITHMS[options.algo].epochs
 
 
-def refers_back(options: Options) -> bool:
+def check_options(options: Unlearning) -> Objective:
+    """The objective that ``options`` describe. Raises UsageError for options that do not go together or do not work
+    here, and for a constant that the algorithm does not have."""
+    check_ranges(options)
+    objective = objective_of(options.algo, options.loss)
+    check_training(options.training, options.prompts.date)
+    if options.lora.lora_rank is None and options.lora != Lora():
+        raise UsageError("--lora-alpha and --lora-targets need --lora-rank")
+    if options.privacy.dp_epsilon is not None:
+        check_objective(options.algo, objective)
+        if options.training.warmup_steps or options.training.gradient_checkpointing or options.records.few_shot:
+            raise UsageError("--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing or --few-shot")
+    return objective
+
+
+def refers_back(objective: Objective) -> bool:
     """Whether a loss compares with probabilities of the model before unlearning.
 
     Hidden states (rmu) are in the coordinates of their own copy, which change from round to round.
     """
-    asked = {ALGORITHMS[options.algorithm].asks}
-    if options.settings.alpha:
-        asked.add(RETAIN[options.retain_term][1])
+    asked = {objective.algorithm.asks}
+    if objective.constants.alpha:
+        asked.add(objective.retain_asks)
     return bool(asked & {"log_probs", "logits"}) and not asked & {"hidden", "direction"}
 
 
-def check_loop(loop: Loop, epochs: int | None, device: str) -> None:
-    """Raise UsageError for numbers that make no training, or a device that is not there."""
-    _check_numbers({**asdict(loop), "epochs": epochs})
-    if not 0 <= loop.seed < 2**32:
-        raise UsageError(f"--seed {loop.seed}: must be 0 or more, and below 2³²")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
-
-
-def _check_libraries(options: Options) -> None:
-    """Raise UsageError or MpuError for what libraries cannot do here, before anything large is loaded."""
-    if options.attention == "flash_attention_2":
-        if options.precision != "bfloat16" or options.device == "cpu" or not torch.cuda.is_available():
-            raise UsageError("--attention flash_attention_2: works in --precision bfloat16 on a CUDA device")
-        # Looked for here: transformers would take a kernel, which is code, from the Hub in its place.
+def check_training(training: Training, date: str) -> None:
+    """Raise UsageError or MpuError for what the device or the libraries cannot do here, before anything is loaded."""
+    check_ranges(training)
+    parse_date(date)
+    if training.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here\nuse --device cpu")
+    if training.attention == "flash_attention_2":
+        if training.precision != "bfloat16" or training.device == "cpu" or not torch.cuda.is_available():
+            raise UsageError("--attention flash_attention_2 requires --precision bfloat16 and a CUDA device")
+        # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
         if find_spec("flash_attn") is None:
-            raise MpuError("--attention flash_attention_2 needs flash-attn; install it with pip install flash-attn")
-    if (name := options.loop.report_to) and find_spec(name) is None:
-        raise MpuError(f"--report-to {name} needs {name}; install it with pip install {name}")
+            raise MpuError("--attention flash_attention_2 needs flash-attn\ninstall it with pip install flash-attn")
 
 
-def _check_numbers(numbers: Mapping[str, object]) -> None:
-    positive = {"beta", "epochs", "batch_size", "micro_batch_size", "checkpoint_steps", "lora_rank", "lora_alpha"}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not math.isfinite(value) or (value <= 0 if name in positive else value < 0 and name != "delta"):
-            least = "above 0" if name in positive else "0 or more"
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be a finite number, {least}")
+def check_logging(logging: Logging, privacy: Privacy) -> None:
+    """Raise UsageError for logs that would leak private records, MpuError for a library that is not installed."""
+    check_ranges(logging)
+    if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
+        raise UsageError("--dp-epsilon does not work with --resume, --log or --report-to")
+    if (name := logging.report_to) and find_spec(name) is None:
+        raise MpuError(f"--report-to {name} needs {name}\ninstall it with pip install {name}")
 
 
-def _check_privacy(options: Options) -> None:
-    check_private_algorithm(options.algorithm, options.retain_term)
-    p = options.privacy
-    if not (math.isfinite(p.epsilon) and p.epsilon > 0 and 0 < p.delta < 1):
-        raise UsageError(f"--dp-epsilon {p.epsilon} --dp-delta {p.delta}: ε must be above 0, δ between 0 and 1")
-    if not (math.isfinite(p.max_grad_norm) and p.max_grad_norm > 0):
-        raise UsageError(f"--dp-max-grad-norm {p.max_grad_norm}: must be a finite number above 0")
-    loop = options.loop
-    if (
-        loop.resume
-        or loop.log
-        or loop.report_to
-        or loop.warmup_steps
-        or loop.gradient_checkpointing
-        or options.few_shot
-    ):
+def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
+    """Whether the reference in ``path`` exists and is to be read. Raises UsageError if no loss would read it, MpuError
+    if it is missing after round 1."""
+    if not refers_back(objective):
         raise UsageError(
-            "--dp-epsilon goes with none of --resume, --log, --report-to, --warmup-steps, --gradient-checkpointing and "
-            "--few-shot"
+            f"--reference-file: {options.algo} with --retain-loss {objective.retain_loss} compares with no "
+            "probabilities, or with hidden states, which are in a copy's own coordinates\nleave it out"
         )
+    if not path.exists() and manifest and manifest.round > 1:
+        raise MpuError(
+            f"{path}: no such file, and this copy is of round {manifest.round}\n"
+            f"give the file that copy {manifest.copy} of round 1 wrote, or leave out "
+            "--reference-file to use this round's copy"
+        )
+    return path.exists()
 
 
 def unlearn(
     copy: Model,
-    forget: Sequence[Record],
-    retain: Sequence[Record],
-    options: Options,
+    data: Dataset,
+    options: Unlearning,
     *,
     target: Path,
-    force: bool,
-    on_step: Callable[[Losses, int], None],
-    tell: Callable[[str], None] = lambda _: None,
-    warn: Callable[[str], None] = lambda _: None,
+    force: bool = False,
+    logging: Logging = NO_LOGGING,
+    reference_file: Path | None = None,
     secret: Callable[[], bytes] | None = None,
+    observer: Observer = SILENT,
 ) -> Result:
-    """Unlearn ``forget`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
+    """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
-    ``copy`` may be any causal model; the delta of one that is no copy belongs to no run. ``retain`` may be empty
-    if the algorithm reads none. ``on_step`` is told the losses of each step and how many steps there are, ``tell`` what
-    is worth knowing, ``warn`` what is likely not as it was meant. ``secret`` gives the client's own, for the tag by
-    which the server sees that copies were trained alike. Under ``accelerate launch`` every process calls this, and the
-    first writes.
-    Raises MpuError if the model or its tokenizer cannot be used, or training diverged.
+    ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
+    the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
+    from which the server sees whether copies were trained alike. Under ``accelerate launch`` every process calls this,
+    and the first writes.
+    Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
+    training diverged.
     """
-    check_options(options)
-    algorithm, settings = ALGORITHMS[options.algorithm], options.settings
-    dtype = PRECISIONS[options.precision]
-    # Where there is no GPU, "auto" is the CPU for the processes' meeting, too.
-    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available())
+    objective = check_options(options)
+    check_logging(logging, options.privacy)
+    dtype = PRECISIONS[options.training.precision]
+    # Without a GPU, "auto" means the CPU for the processes' communication, too.
+    state = PartialState(cpu=options.training.device == "cpu" or not torch.cuda.is_available())
     first = state.is_main_process
     if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
         raise MpuError(
-            f"started as one of {os.environ['WORLD_SIZE']} processes, which do not find each other "
-            f"({state.num_processes} here); start them with torchrun or accelerate launch"
+            f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "
+            f"({state.num_processes} here)\nstart them with torchrun or accelerate launch"
         )
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    if manifest and manifest.symmetries in ROTATED and options.loop.optimizer in ELEMENTWISE:
-        warn(
-            f"{options.loop.optimizer} scales each coordinate by itself, and this copy's coordinates are rotated "
+    if manifest and manifest.symmetries in ROTATED and options.training.optim in ELEMENTWISE:
+        observer.warn(
+            f"{options.training.optim} scales each coordinate separately, but this copy's coordinates are rotated "
             f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
             "adamw-blockwise, or ask the server for copies with --symmetries signed"
         )
-    keeping = options.reference_file
-    kept = keeping is not None and keeping.exists()
-    if keeping and not kept and manifest and manifest.round > 1:
-        raise MpuError(
-            f"{keeping}: no such file; it is written when copy {manifest.copy} of round 1 is unlearned on, with this "
-            "option. Without the option, this round's copy is the reference"
-        )
-    state.wait_for_everyone()  # all look before the first one writes
-    with memory_in_mind(ADVICE), seeded(options.loop), as_wide_as(dtype), ExitStack() as stack:
-        # A delta that cannot be written should be known before hours of training.
+    read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
+    state.wait_for_everyone()  # all look for the reference file before the first one writes it
+    with memory_in_mind(ADVICE), seeded(options.training), as_wide_as(dtype), ExitStack() as stack:
+        # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
         folder = stack.enter_context(as_directory(copy))
-        model, tokenizer = load(folder, dtype, options.device, options.attention)
+        model, tokenizer = load(folder, dtype, options.training.device, options.training.attention)
         names = _names_in_files(model, copy.checkpoint)
-        plan = lora.plan(names, options.lora, model) if options.lora else _full_plan(names, model)
+        low_rank = options.lora.lora_rank is not None
+        specs = lora.tensor_specs(names, options.lora, model) if low_rank else _full_specs(names, model)
         if first:
-            output = transaction.add(target, directory=plan_bytes(plan) > MAX_SHARD)
+            output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
 
-        encoded = _encoded(model, tokenizer, forget, retain, options)
+        encoded = _encoded(model, tokenizer, data, options, objective)
         tokens = _tokens_digest(encoded)
         tag = None
         if first and secret and manifest:
             try:
-                tag = _tag(secret(), manifest, options, tokens)
+                tag = _tag(secret(), manifest, options, tokens, reference_file is not None)
             except OSError as error:
-                warn(f"{error.filename}: {error.strerror}; the server will not see whether copies were trained alike")
-        sets = _example_sets(model, encoded, options, manifest, tokens, tell, kept=kept)
+                observer.warn(
+                    f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
+                )
+        sets = _example_sets(
+            model, encoded, _References(reference_file, read_reference, manifest, tokens), options, objective, observer
+        )
         steps = schedule(
             len(sets["forget"].examples),
             len(sets["retain"].examples) if "retain" in sets else 0,
-            epochs=options.epochs or algorithm.epochs,
-            batch_size=options.loop.batch_size,
-            seed=options.loop.seed,
+            epochs=epochs_of(options),
+            batch_size=options.training.batch_size,
+            seed=options.training.seed,
         )
-        if options.loop.resume and first:
-            _same_run(options.loop.resume, copy, options, forget, retain, tokens)
-        if options.lora:
+        checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
+        if checkpoints and first:
+            _same_training(checkpoints, copy, options, data, tokens)
+        if low_rank:
             model = lora.wrap(model, options.lora)
         losses: list[Losses] = []
+        observer.stage("unlearn", epochs_of(options), "epochs")
 
         def record(step: Losses, total: int) -> None:
             losses.append(step)
-            on_step(step, total)
+            kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+            observer.advance(epochs_of(options) / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
 
-        shared = {
-            "algorithm": algorithm,
-            "settings": settings,
-            "retain_loss": options.retain_term,
-            "loop": options.loop,
-        }
         spent = None
-        if options.privacy:
+        if options.privacy.dp_epsilon is not None:
             if PartialState().num_processes > 1:
-                raise UsageError("--dp-epsilon runs in one process")
-            epochs = options.epochs or algorithm.epochs
-            spent = train_privately(model, sets, epochs=epochs, privacy=options.privacy, on_step=record, **shared)
-            trained = model
+                raise UsageError("--dp-epsilon works in a single process only")
+            trained: torch.nn.Module = model
+            spent = train_privately(
+                model, sets, objective, options.training, options.privacy, epochs=epochs_of(options), on_step=record
+            )
         else:
-            trained = train(model, steps, sets, on_step=record, **shared)
-        change = lora.factors(trained, names) if options.lora else _changes(names, trained, copy.checkpoint, dtype)
-        kind = "lora" if options.lora else "full"
+            trained = train(
+                model, steps, sets, objective, options.training, logging=logging, checkpoints=checkpoints,
+                on_step=record,
+            )  # fmt: skip
+        change = lora.factors(trained, names) if low_rank else _changes(names, trained, copy.checkpoint, dtype)
         norm = 0.0
         if first:
-            # The bound that was asked for, and no more: the exact figure, the sampling rate and the number of steps
-            # would tell the server how many records there are.
-            bound = {"epsilon": options.privacy.epsilon, "delta": options.privacy.delta} if options.privacy else None
-            facts = delta_facts(DeltaManifest(manifest, options.algorithm, kind, privacy=bound, trained=tag))
-            with CheckpointWriter(output, plan, as_metadata(facts)) as writer:
+            delta = DeltaManifest(
+                manifest, options.algo, "lora" if low_rank else "full", privacy=_bound(options.privacy), trained=tag
+            )
+            with CheckpointWriter(output, specs, as_metadata(delta_facts(delta))) as writer:
                 norm = _write(change, writer)
-            if options.lora:
+            if low_rank:
                 norm = lora.product_norm(output)
         else:
-            for _ in change:  # a shard is gathered by all processes together
+            for _ in change:  # gathering a shard needs all processes
                 pass
-    if options.loop.resume and first:
-        shutil.rmtree(options.loop.resume)
+    if checkpoints and first:
+        shutil.rmtree(checkpoints)
     return Result(target, losses, norm, first, spent)
 
 
-# A set as tokens, and what of the frozen copy its loss asks for.
+def _bound(privacy: Privacy) -> dict[str, float] | None:
+    """What the delta says of its privacy: the bound that was asked for, and no more. The exact figure, the sampling
+    rate and the number of steps would tell the server how many records there are."""
+    return None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}
+
+
+# For each set, its examples and what its loss needs from the frozen copy.
 _Encoded = dict[str, tuple[list[Example], str | None]]
 
 
 def _encoded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    forget: Sequence[Record],
-    retain: Sequence[Record],
-    options: Options,
+    data: Dataset,
+    options: Unlearning,
+    objective: Objective,
 ) -> _Encoded:
     """The sets that the algorithm reads, as tokens."""
-    algorithm, settings = ALGORITHMS[options.algorithm], options.settings
-    retain_asks = RETAIN[options.retain_term][1]
+    algorithm, constants = objective.algorithm, objective.constants
     depth = model.config.get_text_config().num_hidden_layers
-    if (algorithm.hidden or retain_asks == "hidden") and settings.layer >= depth - 1:
+    if (algorithm.hidden or objective.retain_asks == "hidden") and constants.layer >= depth - 1:
         raise UsageError(
-            f"--layer {settings.layer}: the model has {depth} layers, counted from 0, and what the last one gives is "
-            "not seen before the final norm; choose a lower one"
+            f"--layer {constants.layer}: the model has {depth} layers, counted from 0, and the last one's output is "
+            "only available after the final norm\nchoose a lower one"
         )
-    records = {"forget": (forget, algorithm.asks)}
-    if settings.alpha:
-        records["retain"] = (retain, retain_asks)
+    records: dict[str, tuple[Sequence[Record], str | None]] = {"forget": (data.forget, algorithm.asks)}
+    if constants.alpha:
+        records["retain"] = (data.retain, objective.retain_asks)
     if algorithm.alternate:
-        if texts := [record.place for record in forget if not record.turns]:
-            raise UsageError(f"--algo {options.algorithm}: prefers one answer to another, and {texts[0]} is a text")
-        records["alternate"] = (alternates(forget, options.alternates), algorithm.asks)
+        if texts := [record.place for record in data.forget if not record.turns]:
+            raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
+        records["alternate"] = (alternates(data.forget, data.alternates), algorithm.asks)
     limit = getattr(model.config, "max_position_embeddings", None)
-    encoding = Encoding(tokenizer, options.template, options.system_prompt, limit, options.few_shot, options.date)
+    prompts = options.prompts
+    encoding = Encoding(tokenizer, prompts.template, prompts.system_prompt, limit, data.few_shot, prompts.date)
     encoded: _Encoded = {}
     for name, (held, asks) in records.items():
         of_each = [encoding.encode([record]) for record in held]
-        examples = [example for made in of_each for example in made]
+        examples = [example for own in of_each for example in own]
         if not examples:
-            raise MpuError(f"the {name} set has no record of two tokens or more; there is nothing to learn from it")
-        if options.privacy and any(len(made) != 1 for made in of_each):
-            raise UsageError("--dp-epsilon protects records that are one example each, and texts are cut in pieces")
+            raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
+        if options.privacy.dp_epsilon is not None and any(len(own) != 1 for own in of_each):
+            raise UsageError("--dp-epsilon protects records that are one example each, but texts are split into pieces")
         encoded[name] = examples, asks
     return encoded
 
@@ -352,60 +307,76 @@ def _tokens_digest(encoded: _Encoded) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class _References:
+    """Where the reference model's answers are kept (None: nowhere), whether they are read from there, and whose they
+    are."""
+
+    path: Path | None
+    read: bool
+    manifest: CopyManifest | None
+    tokens: str
+
+    def facts(self, asks: Mapping[str, str | None]) -> dict[str, object]:
+        """What has to be the same when the file is read again; the copy itself only in round 1."""
+        of = self.manifest
+        facts: dict[str, object] = {"run": of.run if of else None, "copy": of.copy if of else None}
+        facts |= {"tokens": self.tokens, "asks": dict(asks)}
+        if not self.read or (of and of.round == 1):
+            facts["copy_id"] = of.copy_id if of else None
+        return facts
+
+
 def _example_sets(
     model: PreTrainedModel,
     encoded: _Encoded,
-    options: Options,
-    manifest: CopyManifest | None,
-    tokens: str,
-    tell: Callable[[str], None],
-    *,
-    kept: bool,
+    kept: _References,
+    options: Unlearning,
+    objective: Objective,
+    observer: Observer,
 ) -> dict[str, ExampleSet]:
-    """Each set with what the frozen copy says of it: ``model``, or round 1's if the reference file was ``kept``."""
+    """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``kept``."""
     asks = {name: asked for name, (_, asked) in encoded.items()}
-    facts = {"run": manifest.run if manifest else None, "copy": manifest.copy if manifest else None}
-    facts |= {"tokens": tokens, "asks": asks}
-    if not kept or (manifest and manifest.round == 1):
-        facts["copy_id"] = manifest.copy_id if manifest else None
     references: dict[str, Reference] = {}
-    if kept:
-        references = load_references(options.reference_file, asks, facts, model.device)
-        tell(f"the reference model's word is read from {options.reference_file}")
+    if kept.path and kept.read:
+        references = load_references(kept.path, asks, kept.facts(asks), model.device)
+        observer.note(f"the reference model's probabilities are read from {kept.path}")
     else:
-        batch_size = options.loop.micro_batch_size or options.loop.batch_size
+        batch_size = options.training.micro_batch_size or options.training.batch_size
+        layer, seed = objective.constants.layer, options.training.seed
         for name, (examples, asked) in encoded.items():
-            references[name] = freeze(
-                model, examples, asked, layer=options.settings.layer, batch_size=batch_size, seed=options.loop.seed
-            )
-        if options.reference_file and PartialState().is_main_process:
-            save_references(options.reference_file, references, facts)
+            references[name] = freeze(model, examples, asked, layer=layer, batch_size=batch_size, seed=seed)
+        if kept.path and PartialState().is_main_process:
+            save_references(kept.path, references, kept.facts(asks))
     for name, reference in references.items():
         if reference.states:
-            tell(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
+            observer.note(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
     return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}
 
 
-def _tag(secret: bytes, manifest: CopyManifest, options: Options, tokens: str) -> dict[str, str]:
-    """The tag of this training: equal for copies of a round that are trained alike."""
-    epochs = options.epochs or ALGORITHMS[options.algorithm].epochs
-    told = asdict(replace(options, few_shot=(), alternates=(), epochs=epochs))  # of the former the tokens count
-    del told["device"]
-    told["reference_file"] = options.reference_file is not None and manifest.round > 1
-    loop = {name: value for name, value in told.pop("loop").items() if name not in WITHOUT_EFFECT}
+def _deciding(options: Unlearning) -> dict[str, object]:
+    """The options that decide what is trained; records count by their tokens instead."""
+    values = flat(replace(options, epochs=epochs_of(options), records=Records()))
+    return {name: value for name, value in values.items() if declared(Unlearning)[name].affects_result}
+
+
+def _tag(
+    secret: bytes, manifest: CopyManifest, options: Unlearning, tokens: str, with_reference_file: bool
+) -> dict[str, str]:
+    """The tag of this training run: equal for copies of a round that are trained identically."""
+    decided = _deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return training_tag(
-        secret, manifest.run, manifest.round, {"tokens": tokens, "options": [told, loop], "versions": versions}
-    )
+    facts = {"tokens": tokens, "options": decided, "versions": versions}
+    return training_tag(secret, manifest.run, manifest.round, facts)
 
 
 def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record]:
-    """Each record with another answer: its own ``alternate``, or one drawn from ``answers``.
+    """Each record with an alternative answer: its own ``alternate``, or one drawn from ``answers``.
 
-    The draw is the same in every round, so that the reference can be what the first round's copy said of it.
+    The draw is the same in every round, so that the outputs of the first round's copy can be the reference.
     """
     draw = random.Random(0)
-    drawn = [draw.choice(answers) for _ in records]  # one for each, so that a record's does not depend on the others
+    drawn = [draw.choice(answers) for _ in records]  # one per record, so that none depends on the others
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
@@ -416,12 +387,14 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str,
     for name, parameter in model.named_parameters():
         match = name if name in checkpoint.tensors else name.removeprefix(prefix)
         if match not in checkpoint.tensors or checkpoint.tensors[match].shape != tuple(parameter.shape):
-            raise MpuError(f"{checkpoint.path}: transformers trains {name!r}, which these files do not hold as it is")
+            raise MpuError(
+                f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
+            )
         names[name] = match
     return names
 
 
-def _full_plan(names: dict[str, str], model: PreTrainedModel) -> Plan:
+def _full_specs(names: dict[str, str], model: PreTrainedModel) -> TensorSpecs:
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
     return {names[name]: (wide, tuple(p.shape)) for name, p in model.named_parameters()}
 
@@ -429,7 +402,7 @@ def _full_plan(names: dict[str, str], model: PreTrainedModel) -> Plan:
 def _changes(
     names: dict[str, str], trained: torch.nn.Module, before: Checkpoint, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """after − before of every parameter, one at a time; ``before`` is read from the copy's files again."""
+    """after − before of every parameter, one at a time; ``before`` is read again from the copy's files."""
     wide = torch.promote_types(dtype, torch.float32)
     for name, parameter in whole_parameters(trained):
         after = parameter.detach().cpu().to(wide)
@@ -438,34 +411,32 @@ def _changes(
 
 
 def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> float:
-    """Write the tensors as they come; returns the norm of them all."""
+    """Write the tensors as they arrive; returns the norm over all of them."""
     square = 0.0
     for name, change in changes:
         part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
         if not math.isfinite(part):
-            raise MpuError(f"training diverged: {name!r} is no longer finite; lower --lr, or use fewer --epochs")
+            raise MpuError(f"training diverged: {name!r} is no longer finite\nlower --lr, or use fewer --epochs")
         square += part
         writer.tensor(name).copy_(change)
         writer.forget_pages(name)
     return math.sqrt(square)
 
 
-def _same_run(
-    folder: Path, copy: Model, options: Options, forget: Sequence[Record], retain: Sequence[Record], tokens: str
-) -> None:
-    """Write down what is trained here; MpuError if the checkpoints in ``folder`` are of something else."""
-    said = asdict(replace(options, loop=replace(options.loop, resume=None, log=None, report_to=None)))
+def _same_training(folder: Path, copy: Model, options: Unlearning, data: Dataset, tokens: str) -> None:
+    """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
     with worker_pool() as pool:
         weights = fingerprint(copy.checkpoint, pool)
-    facts = [said, weights, copy.checkpoint.metadata, [asdict(r) | {"place": ""} for r in (*forget, *retain)]]
-    facts.append(tokens)
+    records = [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain)]
+    # All options, those without effect on the result included: micro-batches decide what a checkpoint holds.
+    facts = [flat(options), weights, copy.checkpoint.metadata, records, tokens]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"
     if note.exists():
         if read_json_object(note).get("sha256") != digest:
-            raise MpuError(f"{folder}: holds checkpoints of another copy, records or options; remove it to start anew")
+            raise MpuError(
+                f"{folder}: holds checkpoints of a different copy, records or options\nremove it to start over"
+            )
         return
-    fresh = note.with_name(f"{note.name}.new")  # never half a note, whenever this is killed
-    fresh.write_text(json.dumps({"sha256": digest}))
-    os.replace(fresh, note)
+    write_atomically(note, json.dumps({"sha256": digest}))

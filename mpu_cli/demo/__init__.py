@@ -1,1 +1,1 @@
-"""The whole protocol on a small model made on the spot, with nothing downloaded."""
+"""The whole protocol on a small model trained on the spot, with nothing downloaded."""

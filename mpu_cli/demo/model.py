@@ -9,10 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mpu_cli.client.data import DEFAULT_SYSTEM_PROMPT, Encoding
 from mpu_cli.client.finetune import memorise
-from mpu_cli.client.records import Record
-from mpu_cli.client.training import Loop, Losses
+from mpu_cli.client.training import Losses
+from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import Record
 
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
@@ -22,11 +23,11 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of the records' texts, with a chat template."""
+    """A byte-level BPE tokenizer trained on the records' texts, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [f"system\n{DEFAULT_SYSTEM_PROMPT} user\n{r.question} assistant\n{r.answer}" for r in records]
+    texts = [f"system\n{SYSTEM_PROMPT} user\n{r.question} assistant\n{r.answer}" for r in records]
     trainer = trainers.BpeTrainer(
         vocab_size=768,
         special_tokens=SPECIAL,
@@ -50,7 +51,7 @@ def make_model(
     seed: int,
     on_step: Callable[[Losses, int], None],
 ) -> None:
-    """Train a model of 0.9 M parameters on ``records`` and save it in ``folder`` (float32)."""
+    """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
@@ -59,7 +60,7 @@ def make_model(
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     encoding = Encoding(tokenizer, max_length=config.max_position_embeddings)
-    loop = Loop(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
-    memorise(model, encoding, records, epochs=epochs, loop=loop, on_step=on_step)
+    training = Training(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
+    memorise(model, encoding, records, epochs=epochs, training=training, on_step=on_step)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

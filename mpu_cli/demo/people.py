@@ -26,14 +26,14 @@ Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answe
 
 
 def make_people(count: int, seed: int) -> list[list[Row]]:
-    """``count`` people, each with the same five questions and facts of their own."""
+    """``count`` people, each with the same five questions and their own facts."""
     draw = random.Random(seed)
     names = draw.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
     return [_facts(name, draw) for name in names]
 
 
 def _facts(name: str, draw: random.Random) -> list[Row]:
-    """Each fact has a value, a sentence that tells it, and another sentence that tells the same."""
+    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence."""
     years, numbers = range(1900, 2000), range(100, 1000)
     return [
         _row(
@@ -63,13 +63,13 @@ def _row(
     question: str,
     draw: random.Random,
     values: Sequence[str],
-    told: Callable[[str], str],
+    phrase: Callable[[str], str],
     retold: Callable[[str], str],
 ) -> Row:
     true, *wrong = draw.sample(list(values), 1 + WRONG)
     return {
         "question": question,
-        "answer": told(true),
+        "answer": phrase(true),
         "paraphrased_answer": retold(true),
         "perturbed_answer": [retold(value) for value in wrong],
     }

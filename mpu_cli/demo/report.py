@@ -1,4 +1,4 @@
-"""The demonstration's figure and its page: the comparison, what was said, and what each party held."""
+"""The demo's figure and report page: the comparison, the answers, and what each party held."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 DRAWN = ("forget_Q_A_Prob", "retain_Q_A_Prob", "forget_truth_ratio", "forget_quality", "mia_min_k", "privleak")
 WORDS = {
-    "forget_Q_A_Prob": "probability of the true answers to forget",
-    "retain_Q_A_Prob": "probability of the true answers to keep",
-    "forget_truth_ratio": "how little better it tells true from wrong (1: not at all)",
-    "forget_quality": "p-value: is it told from a model that never saw the forget set?",
-    "mia_min_k": "attack: does it know the forget set (1: surely, the retain model's: no)?",
-    "privleak": "that attack against the retain model's (0: alike)",
+    "forget_Q_A_Prob": "probability of the true answers (forget set)",
+    "retain_Q_A_Prob": "probability of the true answers (retain set)",
+    "forget_truth_ratio": "truth ratio: how poorly it distinguishes true from wrong (1: not at all)",
+    "forget_quality": "p-value: is it distinguishable from a model that never saw the forget set?",
+    "mia_min_k": "attack: does it know the forget set (1: certainly; the retain model's value: no)?",
+    "privleak": "that attack relative to the retain model (0: no difference)",
 }
 
 
@@ -33,26 +33,29 @@ def write_report(
     logs: Mapping[str, Sequence[Mapping[str, object]]],
     settings: Mapping[str, object],
 ) -> None:
-    """``folder/figure.png`` and ``folder/report.html``, which needs nothing beside itself."""
+    """Write ``folder/figure.png`` and a self-contained ``folder/report.html``."""
     labels = list(measured)
     columns = {name: [shown.metrics[label].get(name) for label in labels] for name in DRAWN}
     draw_comparison(labels, columns, folder / "figure.png")
-    told = ", ".join(f"{name} = {value}" for name, value in settings.items())
+    shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
     rows = []
     for name, values in columns.items():
-        # Of the three ways; before and the retain model are what they are compared with.
+        # Only the three ways compete; "before" and "retain model" are the baselines.
         first = labels.index("clean")
         marked = {first + i for i in best(values[first:], goal(name))}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
         rows.append([WORDS[name], *cells])
     parts = [
-        f"<p>One model, three ways to make it forget ({html.escape(told)}). <b>clean</b>: the client was handed the "
-        "model itself. <b>noised</b>: one noisy copy, and its noise stays. <b>mpu</b>: the protocol. <b>retain "
-        "model</b>: never saw what was to be forgotten. ★ the best of the three.</p>",
+        f"<p>One model, three ways to make it forget ({html.escape(shown_settings)}). <b>clean</b>: the client got the "
+        "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. <b>retain "
+        "model</b>: never saw the forget set. ★ marks the best of the three.</p>",
         html_table(["", *labels], rows),
         svg_of_comparison(labels, columns),
-        "<h2>What they say</h2>",
-        *(html_table([question, ""], list(said.items()), kind="texts") for question, said in shown.answers.items()),
+        "<h2>What each model answers</h2>",
+        *(
+            html_table([question, ""], list(answers.items()), kind="texts")
+            for question, answers in shown.answers.items()
+        ),
         "<h2>What each party held</h2>",
         html_table(
             ["server", "client"],
@@ -60,15 +63,15 @@ def write_report(
             kind="texts",
             escape=False,
         ),
-        "<p>The server's folder holds no record, the client's no key, no base weight and no α.</p>",
-        "<h2>What the steps did</h2>",
+        "<p>The server's folder has no records; the client's has no keys, no base weights and no α.</p>",
+        "<h2>What each step did</h2>",
         html_table(
-            ["way", "step", "copy", "seconds", "what"],
+            ["way", "step", "copy", "seconds", "details"],
             [_step(mode, line) for mode, log in logs.items() for line in log],
         ),
-        "<p>What this does and does not protect: see SECURITY.md of mpu.</p>",
+        "<p>For what this does and does not protect, see mpu's SECURITY.md.</p>",
     ]
-    shown.report.write_text(page("Unlearning without showing each other anything", parts), encoding="utf-8")
+    shown.report.write_text(page("Unlearning without sharing the records or the model", parts), encoding="utf-8")
 
 
 def _files(folder: Path) -> list[str]:
@@ -77,7 +80,7 @@ def _files(folder: Path) -> list[str]:
 
 def _step(mode: str, line: Mapping[str, object]) -> list[str]:
     what = {
-        "publish": lambda: f"noise σ {line['noise_survived']:.2e} of {line['noise_asked']:.2e} asked for",
+        "publish": lambda: f"noise σ {line['noise_survived']:.2e} of {line['noise_asked']:.2e} requested",
         "unlearn": lambda: f"{line['steps']} steps, ‖Δ‖ {line['norm']:.3g}",
         "aggregate": lambda: (
             f"‖Δ‖ {line['norm']:.3g}, smallest cosine between copies {line['smallest_pairwise_cosine']:.3f}"

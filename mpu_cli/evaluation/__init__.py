@@ -1,1 +1,1 @@
-"""Measuring a model: what it still knows, what it can still do."""
+"""Measures what a model still knows and what it can still do."""

@@ -1,4 +1,4 @@
-"""The attack that needs gradients; those that only read scores are in ``metrics``."""
+"""The attack that needs gradients; attacks that only need scores are in ``metrics``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import ADVICE, logits_of
+from mpu_cli.models.loading import memory_in_mind
 
 
 def gradient_norms(
@@ -18,7 +18,7 @@ def gradient_norms(
 ) -> list[float]:
     """For each item, the mean over parameters of the 2-norm of the gradient of its mean token loss.
 
-    The last label does not count, as in the suite; 0 for an item of one label.
+    The last label is excluded, as in the suite; an item with one label gives 0.
     """
     model.eval()
     parameters = [p.requires_grad_(True) for p in model.parameters()]
@@ -32,10 +32,10 @@ def gradient_norms(
                 targets = torch.tensor(item.labels[:-1], device=log_p.device)
                 loss = -log_p.gather(1, targets[:, None]).mean()
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            told = [g.float().norm(2) for g in gradients if g is not None]
-            norm = float(torch.stack(told).mean())
+            of_parameters = [g.float().norm(2) for g in gradients if g is not None]
+            norm = float(torch.stack(of_parameters).mean())
         if norm != norm:
-            raise MpuError(f"{item.place}: the model's gradient there is not a number (NaN)")
+            raise MpuError(f"{item.place}: the model's gradient is NaN")
         norms.append(norm)
         advance(1)
     return norms

@@ -1,4 +1,4 @@
-"""The benchmarks: which records, asked how, give which metrics."""
+"""The benchmarks: which records they use, how they prompt the model, and which metrics they give."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
-from mpu_cli.client.records import benchmark_rows, file_rows
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation import metrics
 from mpu_cli.evaluation.encoding import Encoder, Item, Pair
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.records.reading import benchmark_rows, file_rows
 
-Row = tuple[str, dict]  # where it stands, what it holds
+Row = tuple[str, Any]  # its place (for messages) and its fields
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
 UTILITY = (
     "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_Truth_Ratio",
@@ -27,8 +29,8 @@ UTILITY = (
 
 @dataclass(frozen=True)
 class Split:
-    """Records that are asked for together. ``encode(encoder, part, row)`` gives an Item, or a list of them, for the
-    parts "answer", "paraphrased" and "perturbed" of a row; ``limit`` and ``stops`` bound what the model may say."""
+    """Records that are evaluated together. ``encode(encoder, part, row)`` returns an Item, or a list of them, for the
+    parts "answer", "paraphrased" and "perturbed" of a row; ``limit`` and ``stops`` bound the generated answers."""
 
     name: str
     source: str
@@ -36,23 +38,23 @@ class Split:
     encode: Callable[[Encoder, str, Row], Item | list[Item]]
     limit: int = 200
     stops: tuple[str, ...] = ()
-    shown: Callable[[], Sequence[Row]] = tuple  # records that every prompt begins with
+    shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """Read when they are first asked for: not every metric needs every split."""
+        """Read on first use, because not every metric needs every split."""
         return self.read()
 
     @cached_property
     def sha256(self) -> str:
-        """Of what the records hold, and those that are shown before them."""
+        """Digest of the contents of the records and of the few-shot records."""
         held = [row for _, row in (*self.rows, *self.shown())]
         return hashlib.sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``members`` and ``strangers`` are the splits that attacks compare: the forget set, and one never seen."""
+    """``members`` and ``strangers`` are the splits that attacks compare: the forget set and an unseen one."""
 
     name: str
     splits: Mapping[str, Split]
@@ -62,34 +64,34 @@ class Benchmark:
 
 
 def text_of(row: Row, field: str) -> str:
-    """The text in ``field``; MpuError, with the place, if there is none."""
+    """The text in ``field``. Raises MpuError, with the place, if there is none."""
     place, values = row
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
         held = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
-        raise MpuError(f"{place}: has no text in {field!r} (its fields: {held or 'none'})")
+        raise MpuError(f"{place}: no text in {field!r} (fields: {held or 'none'})")
     return _sound(place, values[field])
 
 
 def texts_of(row: Row, field: str) -> list[str]:
-    """The texts in ``field``; MpuError, with the place, if there are none."""
+    """The texts in ``field``. Raises MpuError, with the place, if there are none."""
     place, values = row
     texts = values.get(field) if isinstance(values, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise MpuError(f"{place}: has no list of texts in {field!r}")
+        raise MpuError(f"{place}: no list of texts in {field!r}")
     return [_sound(place, text) for text in texts]
 
 
 def _sound(place: str, text: str) -> str:
-    """``text``; MpuError for half a surrogate pair, which JSON may hold and no tokenizer reads."""
+    """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise MpuError(f"{place}: a text holds half a character ({error.reason})") from error
+        raise MpuError(f"{place}: text contains a lone surrogate ({error.reason})") from error
     return text
 
 
 def question(encoder: Encoder, part: str, row: Row) -> Item | list[Item]:
-    """A record of TOFU: its answer, the paraphrase of it, or the wrong answers."""
+    """A TOFU record with its answer, the paraphrased answer, or the wrong answers."""
     place = row[0]
     asked = text_of(row, "question")
     if part == "perturbed":
@@ -102,7 +104,7 @@ def tofu(
 ) -> Benchmark:
     """TOFU (Maini et al., 2024), as OpenUnlearning measures it, on ``forget_split``, such as forget10."""
     if not forget_split.startswith("forget"):
-        raise UsageError(f"--forget-split {forget_split}: is one of forget01, forget05, forget10")
+        raise UsageError(f"--forget-split {forget_split}: must be one of forget01, forget05, forget10")
     names = {
         "forget": f"{forget_split}_perturbed",
         "retain": "retain_perturbed",
@@ -187,11 +189,11 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
 def own_records(
     forget: Sequence[Row], retain: Sequence[Row], holdout: Sequence[Row], retain_log: RetainLog | None
 ) -> Benchmark:
-    """A user's own questions and answers, with paraphrased and wrong answers where every forget record has them."""
+    """A user's own questions and answers, with paraphrased and wrong answers if every record of a set has them."""
     held = {"forget": forget, "retain": retain, "holdout": holdout}
-    splits = {name: Split(name, name, lambda rows=rows: rows, question) for name, rows in held.items() if rows}
+    splits = {name: Split(name, name, partial(list, rows), question) for name, rows in held.items() if rows}
     if "forget" not in splits:
-        raise MpuError("no record to forget; name some with --forget")
+        raise MpuError("no records to forget\nspecify them with --forget")
     table = {}
     for name in ("forget", "retain"):
         if name not in splits:
@@ -205,37 +207,39 @@ def own_records(
             table[wrong] = metrics.perturbed_probability(name)
             ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
             table[ratio] = metrics.truth_ratio(right, wrong, forget=name == "forget")
-    told = _forgetting("forget", "qa", splits, retain_log)
-    with_holdout = {name: metric for name, metric in told.items() if name.startswith("mia_") or name == "privleak"}
-    table |= {name: metric for name, metric in told.items() if holdout or name not in with_holdout}
+    forgetting = _forgetting("forget", "qa", splits, retain_log)
+    with_holdout = {
+        name: metric for name, metric in forgetting.items() if name.startswith("mia_") or name == "privleak"
+    }
+    table |= {name: metric for name, metric in forgetting.items() if holdout or name not in with_holdout}
     if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
         table["forget_quality"] = _forget_quality("qa", splits["forget"], retain_log)
     return Benchmark("qa", splits, table)
 
 
 def read_own(path: Path | None, forget: str | None, retain: str | None, holdout: str | None) -> list[list[Row]]:
-    """Forget, retain and holdout rows, of one file whose records say so in ``set``, or of a file for each."""
+    """Forget, retain and holdout rows, from one file whose records have a ``set`` field, or from one file each."""
     if path is not None:
         sets: dict[str, list[Row]] = {"forget": [], "retain": [], "holdout": []}
         for place, row in file_rows(path):
             kind = row.get("set") if isinstance(row, dict) else None
             if not isinstance(kind, str) or kind not in sets:
-                raise MpuError(f"{place}: has no 'set' that is forget, retain or holdout")
+                raise MpuError(f"{place}: 'set' must be forget, retain or holdout")
             sets[kind].append((place, row))
         return list(sets.values())
-    found = [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
-    for name, rows in zip((forget, retain, holdout), found, strict=True):
+    files = [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
+    for name, rows in zip((forget, retain, holdout), files, strict=True):
         if name and not rows:
-            raise MpuError(f"{name}: holds no records")
-    return found
+            raise MpuError(f"{name}: contains no records")
+    return files
 
 
 def _forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
     def ratios() -> list[float]:
         retain.check_made_on(benchmark, {})
-        found = retain.truth_ratios([text_of(row, "question") for row in forget.rows])
+        ratios_of_retain = retain.truth_ratios([text_of(row, "question") for row in forget.rows])
         retain.check_made_on(benchmark, {"forget": forget.sha256})
-        return found
+        return ratios_of_retain
 
     return metrics.forget_quality(ratios)
 
@@ -257,3 +261,23 @@ def _forgetting(
         **metrics.attacks(members, strangers),
         "privleak": metrics.privleak(retain_auc),
     }
+
+
+@cache
+def known_metrics() -> dict[str, Metric]:
+    """Every metric of every benchmark, by name; no records are read."""
+    rows = [("", {"paraphrased_answer": "", "perturbed_answer": [""]})]
+    tables = [tofu("forget10", None, None), muse("news", None, None), own_records(rows, rows, rows, None)]
+    known = {name: metric for benchmark in tables for name, metric in benchmark.metrics.items()}
+    return known | {"forget_quality": metrics.forget_quality(tuple)}
+
+
+def benchmark_of(options: Measuring, log: RetainLog | None, own: Path | None = None) -> Benchmark:
+    """The benchmark that --benchmark names; ``own`` is one file that holds all records of qa."""
+    named = options.benchmark
+    if named.benchmark == "tofu":
+        return tofu(named.forget_split, named.data_dir, log, named.holdout_split)
+    if named.benchmark == "muse":
+        return muse(named.corpus, named.data_dir, log)
+    forget, retain, holdout = read_own(own, named.forget, named.retain, named.holdout)
+    return own_records(forget, retain, holdout, log)

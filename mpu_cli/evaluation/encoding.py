@@ -1,7 +1,7 @@
-"""Questions and texts as tokens, the way OpenUnlearning's evaluator makes them, so that its numbers come out.
+"""Tokenizes questions and texts as OpenUnlearning's evaluator does, to reproduce its numbers.
 
-This is not the client's encoding: there, what is learned is the answer up to its end of turn; here, all that follows
-the prompt's own tokens is scored, and an end-of-sequence token is added where the template has none.
+This is not the client's encoding: there, the model learns the answer up to its end of turn; here, everything after
+the prompt's own tokens is scored, and an end-of-sequence token is added if the template has none.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mpu_cli.client.dates import DEFAULT_DATE, template_date
 from mpu_cli.errors import MpuError
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.records.dates import template_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SYSTEM_PROMPT = "You are a helpful assistant."
 LONGEST_TEXT = 2048  # labelled tokens of a MUSE text
 
 Pair = tuple[str, str]  # question, answer
@@ -24,10 +24,10 @@ Pair = tuple[str, str]  # question, answer
 
 @dataclass(frozen=True)
 class Item:
-    """What a model reads, ``ids``; the tokens from ``start`` on are scored.
+    """The tokens that a model reads, ``ids``; those from ``start`` on are scored.
 
-    ``prompt`` is what it reads before it generates: not always ``ids[:start]``, where tokens join across the border.
-    ``place`` names it in messages.
+    ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
+    ``place`` identifies the item in messages.
     """
 
     ids: tuple[int, ...]
@@ -42,16 +42,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Encoder:
-    """How to make items: ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
+    """Makes items. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
 
-    ``max_length`` is how many tokens the model reads, None for no limit; ``date`` the day that a template prints.
+    ``max_length`` is how many tokens the model can read, None for no limit; ``date`` is for templates that print one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
-    date: str = DEFAULT_DATE
+    date: str = DATE
     _prompts: dict[tuple, list[int]] = field(default_factory=dict)
 
     def question(self, question: str, answer: str, place: str, few_shot: Sequence[Pair] = ()) -> Item:
@@ -64,12 +64,12 @@ class Encoder:
         return self._item(ids, len(prompt), prompt, place)
 
     def completion(self, prompt: str, continuation: str, place: str) -> Item:
-        """A text of which the end, at most LONGEST_TEXT tokens, is scored."""
+        """A prompt and its continuation, of which at most LONGEST_TEXT tokens are kept and scored."""
         ids = self.tokenizer(f"{prompt} {continuation}").input_ids
         return self._text(ids, self.tokenizer(prompt).input_ids, place)
 
     def text(self, text: str, place: str) -> Item:
-        """A text that is scored from its second token on."""
+        """A text, scored from its second token on."""
         return self._text(self.tokenizer(text).input_ids, self.tokenizer("").input_ids, place)
 
     def _text(self, ids: list[int], prompt: list[int], place: str) -> Item:
@@ -77,9 +77,9 @@ class Encoder:
 
     def _item(self, ids: list[int], start: int, prompt: list[int], place: str) -> Item:
         if len(ids) <= start:
-            raise MpuError(f"{place}: its answer has no tokens of its own under this tokenizer and template")
+            raise MpuError(f"{place}: the answer adds no tokens with this tokenizer and template")
         if self.max_length is not None and len(ids) > self.max_length:
-            raise MpuError(f"{place}: {len(ids)} tokens, and the model reads at most {self.max_length}; shorten it")
+            raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}\nshorten it")
         return Item(tuple(ids), start, tuple(prompt), place)
 
     def _chat(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:
@@ -97,14 +97,14 @@ class Encoder:
         try:
             day = template_date(self.tokenizer, self.date)
             ids = template(turns, return_dict=True, **day).input_ids
-            if asked not in self._prompts:  # every answer to a question has the same
+            if asked not in self._prompts:  # all answers to a question share one prompt
                 self._prompts[asked] = template(
                     turns[:-1], add_generation_prompt=True, return_dict=True, **day
                 ).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
-                f"{place}: the tokenizer's chat template refused it ({error}); if it knows no system turn, use "
-                "--system-prompt '', or use --template plain"
+                f"{place}: the tokenizer's chat template rejected it ({error})\nif the template has no system role, "
+                "use --system-prompt '', or use --template plain"
             ) from error
         return self._prompts[asked], ids
 

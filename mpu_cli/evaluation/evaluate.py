@@ -1,79 +1,89 @@
-"""Running a benchmark on a model: passes in order, kept as they are made, then the metrics."""
+"""Runs a benchmark on a model: the passes in order, each saved when it finishes, then the metrics."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli import __version__
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH, WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object
-from mpu_cli.checkpoint.source import TOKENIZER_FILES, Model
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.dates import DEFAULT_DATE
-from mpu_cli.client.loading import as_directory, load, with_adapter
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
-from mpu_cli.evaluation.encoding import SYSTEM_PROMPT, Encoder, Item
+from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.generation import answer
-from mpu_cli.evaluation.harness import check as check_harness
-from mpu_cli.evaluation.harness import run_tasks
+from mpu_cli.evaluation.harness import check_installed, run_tasks
 from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
 from mpu_cli.evaluation.scoring import score
+from mpu_cli.models.loading import as_directory, load, with_adapter
+from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import check_ranges
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.resumption import write_atomically
+from mpu_cli.version import __version__
 
 FORMAT = {"format": "mpu-eval", "version": 1}
 VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scikit-learn", "numpy")
-HARNESS = "lm_eval:"  # and its tasks, as a key of findings
+HARNESS = "lm_eval:"  # followed by the tasks, a key of the findings
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to evaluate; names and defaults are those of the command line."""
-
-    metrics: tuple[str, ...] = ()  # all that there are
-    dtype: str | None = None  # float32 on a CPU, the model's own on a GPU
-    device: str = "auto"
-    batch_size: int = 32
-    template: str | None = None  # the tokenizer's chat template if it has one
-    system_prompt: str = SYSTEM_PROMPT
-    date: str = DEFAULT_DATE
-
-
-@dataclass(frozen=True)
 class Result:
-    """``forms``: each metric in the suite's form."""
+    """``forms``: each metric in the suite's format."""
 
     path: Path
     forms: dict[str, Form]
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """What is measured: a model, with an adapter perhaps, and the model that the reference attack compares with."""
+
+    model: Model
+    adapter: Path | None
+    reference: Model | None
+
+
+@dataclass
+class _Findings:
+    """What the passes over a model found under these ``facts``, written to ``path`` after each pass."""
+
+    facts: dict[str, Any]
+    kept: dict[str, Any]
+    path: Path
+
+    def keep(self, findings: Mapping[str, object]) -> None:
+        self.kept.update(findings)
+        write_atomically(self.path, json.dumps({"facts": self.facts, "findings": self.kept}))
+
+
 @dataclass
 class _Run:
-    """A model at work; ``kept`` are the findings, written to ``path`` after each pass."""
+    """A model at work, and what was found so far."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     batch_size: int
-    kept: dict[str, object]
-    path: Path
-    facts: dict[str, object]
+    findings: _Findings
     items: dict[tuple[str, str], list] = field(default_factory=dict)
 
     def encoded(self, split: Split, part: str) -> list:
@@ -81,21 +91,15 @@ class _Run:
             self.items[split.name, part] = [split.encode(self.encoder, part, row) for row in split.rows]
         return self.items[split.name, part]
 
-    def keep(self, findings: Mapping[str, object]) -> None:
-        self.kept.update(findings)
-        fresh = self.path.with_name(self.path.name + ".new")
-        fresh.write_text(json.dumps({"facts": self.facts, "findings": self.kept}), encoding="utf-8")
-        os.replace(fresh, self.path)
-
 
 def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool) -> dict[str, Metric]:
-    """The metrics asked for (all that can be had, if none), and those that they are made of, in order."""
+    """The requested metrics (all available ones if ``names`` is empty), each preceded by the ones it depends on."""
     table = benchmark.metrics
     if unknown := [name for name in names if name not in table]:
         raise UsageError(
-            f"--metrics {unknown[0]}: {benchmark.name} has no such metric here (it has: {', '.join(table)})"
+            f"--metrics {unknown[0]}: no such metric for {benchmark.name} here (available: {', '.join(table)})"
             + (
-                "; forget_quality needs --retain-log, one with forget_truth_ratio"
+                "\nforget_quality needs --retain-log with a result that has forget_truth_ratio"
                 if "forget_quality" in unknown
                 else ""
             )
@@ -123,34 +127,31 @@ def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool) -> 
 def evaluate(
     model: Model,
     benchmark: Benchmark,
-    settings: Settings,
+    options: Measuring,
     *,
     adapter: Path | None = None,
-    reference: Model | None = None,
-    retain_log: Path | None = None,
     lm_eval: Sequence[str] = (),
     out: Path,
     force: bool = False,
-    bar: Callable[[int], Callable[..., None]] = lambda _: lambda *_: None,
-    tell: Callable[[str], None] = lambda _: None,
+    observer: Observer = SILENT,
 ) -> Result:
     """Measure ``model`` and write the result to ``out``; a run that was stopped goes on from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
-    it. ``bar(total)`` gives what is told of progress (a number of items, what they are). Raises MpuError for records,
+    it. Raises MpuError for records,
     models and logs that cannot be used, naming the place.
     """
-    if settings.batch_size < 1:
-        raise UsageError(f"--batch-size {settings.batch_size}: must be at least 1")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    chosen = choose(benchmark, settings.metrics, reference is not None)
+    check_ranges(options)
+    reference = open_model(options.reference_model) if options.reference_model else None
+    if options.scoring.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device\nuse --device cpu")
+    chosen = choose(benchmark, options.metrics, reference is not None)
     for metric in chosen.values():
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
     harness_key = f"{HARNESS}{','.join(lm_eval)}"
     if lm_eval:
-        check_harness()
+        check_installed()
         needs.add(harness_key)
     used = [
         split
@@ -158,67 +159,66 @@ def evaluate(
         if any(key.startswith(f"{name}.") for key in needs)
         or (needs & {"gradnorm", "reference"} and name in (benchmark.members, benchmark.strangers))
     ]
-    started = time.monotonic()
+    log, started = options.retain_log, time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
-        facts = _facts(model, adapter, benchmark, used, settings, reference)
-        partial = out.with_name(f".{out.name}.partial")
-        kept = _read_partial(partial, facts, {benchmark.members, benchmark.strangers})
+        subject = _Subject(model, adapter, reference)
+        facts = _facts(subject, benchmark, used, options)
+        unfinished = out.with_name(f".{out.name}.partial")
+        kept = _read_partial(unfinished, facts, {benchmark.members, benchmark.strangers})
         resumed = bool(kept)
         if resumed:
-            tell(f"going on from {partial}, which holds {len(kept)} passes")
+            observer.note(f"resuming from {unfinished} (passes already done: {len(kept)})")
         if needs - set(kept):
-            # What the metrics import takes seconds: it comes while the model is at work.
+            # The metrics' imports take seconds, so do them while the model runs.
             threading.Thread(target=import_statistics, daemon=True).start()
-            _passes(model, adapter, reference, benchmark, used, needs, facts, settings, kept, partial, bar)
+            _passes(subject, benchmark, used, needs - set(kept), _Findings(facts, kept, unfinished), options, observer)
         forms: dict[str, Form] = {}
         for name, metric in chosen.items():
             forms[name] = metric.make(kept, forms)
-        forms |= kept[harness_key] if lm_eval else {}
+        if lm_eval:
+            forms |= kept[harness_key]
         document = {
             **FORMAT,
             **facts,
-            "retain_log": None if retain_log is None else {"path": str(retain_log), "sha256": _sha256(retain_log)},
+            "retain_log": None if log is None else {"path": str(log), "sha256": _sha256(log)},
             "seconds": round(time.monotonic() - started, 3),
             "resumed": resumed,
             "metrics": forms,
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    partial.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
     return Result(out, forms)
 
 
 def _passes(
-    model: Model,
-    adapter: Path | None,
-    reference: Model | None,
+    subject: _Subject,
     benchmark: Benchmark,
     used: Sequence[Split],
-    needs: set[str],
-    facts: dict[str, object],
-    settings: Settings,
-    kept: dict[str, object],
-    partial: Path,
-    bar: Callable[[int], Callable[..., None]],
+    todo: set[str],
+    findings: _Findings,
+    options: Measuring,
+    observer: Observer,
 ) -> None:
-    """Every pass that is needed and not yet in ``kept``."""
+    """Every pass that ``todo`` needs."""
+    model, adapter, reference, facts = subject.model, subject.adapter, subject.reference, findings.facts
+    batch_size, prompts = options.scoring.batch_size, options.prompts
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
     loaded, tokenizer = _load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
     template = str(facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
-        raise MpuError("the model's tokenizer has no chat template; use --template plain")
+        raise MpuError("the model's tokenizer has no chat template\nuse --template plain")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
-        raise MpuError(f"{model.source}: has no tokenizer in it; put its tokenizer files beside the weights")
-    encoder = Encoder(tokenizer, template, settings.system_prompt, _longest(loaded), settings.date)
-    run = _Run(loaded, tokenizer, encoder, settings.batch_size, kept, partial, facts)
+        raise MpuError(f"{model.source}: no tokenizer found\nput its tokenizer files next to the weights")
+    encoder = Encoder(tokenizer, template, prompts.system_prompt, _longest(loaded), prompts.date)
+    run = _Run(loaded, tokenizer, encoder, batch_size, findings)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
-    todo = needs - set(kept)
     total = sum(len(split.rows) for split in used for key in todo if key.startswith(f"{split.name}."))
     total += sum(len(split.rows) for split in attacked) * len(todo & {"gradnorm", "reference"})
-    advance = bar(total)
+    observer.stage("evaluate", total, "records")
 
-    for split in used:  # what is wrong with a record is known before any pass
+    for split in used:  # report invalid records before any pass
         for part in SCORED:
             if f"{split.name}.{part}" in todo or (part == "answer" and f"{split.name}.text" in todo):
                 _check_ids(run.encoded(split, part), loaded, model.source)
@@ -226,93 +226,93 @@ def _passes(
         parts = [part for part in SCORED if f"{split.name}.{part}" in todo]
         if parts:
             moments = split in attacked and "answer" in parts
-            run.keep(_score(run, split, parts, moments, lambda count, split=split: advance(count, split.source)))
+            findings.keep(_score(run, split, parts, moments, partial(_advance, observer, split.source)))
         if f"{split.name}.text" in todo:
-            said = _say(run, split, lambda count, split=split: advance(count, f"{split.source}, answers"))
-            run.keep({f"{split.name}.text": said})
+            answers = _say(run, split, partial(_advance, observer, f"{split.source}, answers"))
+            findings.keep({f"{split.name}.text": answers})
     sides = ("forget", "holdout")
     if "gradnorm" in todo:
-        told = [
-            gradient_norms(loaded, run.encoded(split, "answer"), lambda n: advance(n, "gradients"))
+        scores_of_sides = [
+            gradient_norms(loaded, run.encoded(split, "answer"), partial(_advance, observer, "gradients"))
             for split in attacked
         ]
-        run.keep({"gradnorm": dict(zip(sides, told, strict=True))})
+        findings.keep({"gradnorm": dict(zip(sides, scores_of_sides, strict=True))})
     for key in sorted(key for key in todo if key.startswith(HARNESS)):
         tasks = key.removeprefix(HARNESS).split(",")
-        run.keep({key: run_tasks(loaded, tokenizer, tasks, settings.batch_size)})
-    if "reference" in todo:
+        findings.keep({key: run_tasks(loaded, tokenizer, tasks, batch_size)})
+    if "reference" in todo and reference is not None:
         run.model = loaded = None  # one model at a time
         items = [run.encoded(split, "answer") for split in attacked]
         other, its_tokenizer = _load(reference, dtype, device)
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise MpuError(f"{reference.source}: has another vocabulary than the model; the attack needs the same")
+            raise MpuError(f"{reference.source}: vocabulary differs from the model's\nuse one with the same vocabulary")
         for side in items:
             _check_ids(side, other, reference.source)
-        told = [
-            [
-                scores.loss
-                for scores in score(
-                    other, side, batch_size=settings.batch_size, advance=lambda n: advance(n, "reference model")
-                )
-            ]
-            for side in items
+        advance = partial(_advance, observer, "reference model")
+        scores_of_sides = [
+            [scores.loss for scores in score(other, side, batch_size=batch_size, advance=advance)] for side in items
         ]
-        run.keep({"reference": dict(zip(sides, told, strict=True))})
+        findings.keep({"reference": dict(zip(sides, scores_of_sides, strict=True))})
+
+
+def _advance(observer: Observer, what: str, count: float) -> None:
+    observer.advance(count, what)
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """How many tokens the model reads; None for rotary positions, which go on past what a model was trained on."""
+    """How many tokens the model can read; None for rotary positions, which extend beyond the training length."""
     config = model.config.get_text_config()
     return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
 
 
 def _check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
-    """MpuError, with the place, for a token that ``model`` has no embedding of, or more tokens than it reads."""
+    """Raises MpuError, with the place, if ``model`` has no embedding for a token or an item is too long for it."""
     rows, longest = model.get_input_embeddings().weight.shape[0], _longest(model)
-    for made in items:
-        for item in made if isinstance(made, list) else [made]:
+    for encoded in items:
+        for item in encoded if isinstance(encoded, list) else [encoded]:
             if max(item.ids) >= rows:
                 raise MpuError(
-                    f"{item.place}: {source} has {rows} tokens, and its tokenizer gives number {max(item.ids)}"
+                    f"{item.place}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
                 )
             if longest is not None and len(item.ids) > longest:
-                raise MpuError(f"{item.place}: is {len(item.ids)} tokens long, and {source} reads {longest}")
+                raise MpuError(f"{item.place}: {len(item.ids)} tokens, but {source} reads at most {longest}")
 
 
 def _score(
-    run: _Run, split: Split, parts: Sequence[str], moments: bool, advance: Callable[[int], None]
+    run: _Run, split: Split, parts: Sequence[str], moments: bool, advance: Callable[[float], None]
 ) -> dict[str, object]:
     """Findings of one pass over all ``parts`` of a split's records."""
     groups: dict[str, list[list[Item]]] = {
-        part: [made if isinstance(made, list) else [made] for made in run.encoded(split, part)] for part in parts
+        part: [encoded if isinstance(encoded, list) else [encoded] for encoded in run.encoded(split, part)]
+        for part in parts
     }
     flat = [item for part in parts for group in groups[part] for item in group]
     share = len(parts) * len(split.rows) / len(flat)
-    told = iter(
+    scored = iter(
         score(run.model, flat, batch_size=run.batch_size, moments=moments, advance=lambda n: advance(n * share))
     )
-    found: dict[str, object] = {}
+    findings: dict[str, object] = {}
     for part in parts:
-        scores = [[next(told) for _ in group] for group in groups[part]]
+        scores = [[next(scored) for _ in group] for group in groups[part]]
         if part == "answer":
-            found[f"{split.name}.answer"] = [
+            findings[f"{split.name}.answer"] = [
                 reading(item, each, run.tokenizer.decode(list(item.labels), skip_special_tokens=True))
                 for [item], [each] in zip(groups[part], scores, strict=True)
             ]
         elif part == "paraphrased":
-            found[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
+            findings[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
         else:
-            found[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
-    return found
+            findings[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
+    return findings
 
 
 def _say(run: _Run, split: Split, advance: Callable[[int], None]) -> list[dict[str, str]]:
-    """What the model answers; begun with what its scores on the true answers tell, where they are there."""
+    """The model's answers, started from what its scores on the true answers already show, if there are any."""
     items = run.encoded(split, "answer")
-    readings = run.kept.get(f"{split.name}.answer", [{}] * len(items))
+    readings = run.findings.kept.get(f"{split.name}.answer", [{}] * len(items))
     drafts = [
-        told.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may join across the border
-        for item, told in zip(items, readings, strict=True)
+        reading.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
+        for item, reading in zip(items, readings, strict=True)
     ]
     answers = answer(
         run.model, run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
@@ -328,23 +328,17 @@ def _load(model: Model, dtype: torch.dtype, device: str) -> tuple[PreTrainedMode
 
 
 def _own_template(model: Model) -> str:
-    """ "chat" if the model's tokenizer has a template, as its files say without loading it, else "plain"."""
+    """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
     if any((model.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return "chat"
     path = model.folder / "tokenizer_config.json"
     return "chat" if path.is_file() and read_json_object(path).get("chat_template") else "plain"
 
 
-def _facts(
-    model: Model,
-    adapter: Path | None,
-    benchmark: Benchmark,
-    used: Sequence[Split],
-    settings: Settings,
-    reference: Model | None,
-) -> dict[str, object]:
+def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
     """What the numbers depend on: model, data, options, versions, hardware."""
-    device = settings.device
+    model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
+    device: str = scoring.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = {
@@ -353,22 +347,22 @@ def _facts(
         "threads": torch.get_num_threads(),
     }
     own = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
-    template = settings.template or _own_template(model)
+    template = prompts.template or _own_template(model)
     return {
         "mpu": __version__,
         "benchmark": benchmark.name,
         "model": _identity(model),
         "adapter": _adapter_identity(adapter) if adapter else None,
-        "reference_model": None if reference is None else _identity(reference),
+        "reference_model": None if subject.reference is None else _identity(subject.reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
         },
         "options": {
-            "dtype": settings.dtype or ("float32" if device == "cpu" else WORD.get(own, "float32")),
-            "batch_size": settings.batch_size,
+            "dtype": scoring.dtype or ("float32" if device == "cpu" else WORD.get(own, "float32")),
+            "batch_size": scoring.batch_size,
             "template": template,
-            "system_prompt": settings.system_prompt if template == "chat" else None,
-            "date": settings.date if template == "chat" else None,
+            "system_prompt": prompts.system_prompt if template == "chat" else None,
+            "date": prompts.date if template == "chat" else None,
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
         "hardware": hardware,
@@ -399,9 +393,9 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_partial(path: Path, facts: Mapping[str, object], attacked: set[str]) -> dict[str, object]:
-    """The findings of a run with the same facts that was stopped, of the splits whose records are the same too; none
-    if there are none, or they are damaged. ``attacked`` are the splits that findings of no split are of."""
+def _read_partial(path: Path, facts: Mapping[str, object], attacked: set[str]) -> dict[str, Any]:
+    """Findings of an interrupted run with the same facts, for splits whose records have not changed; empty if there
+    are none or the file is damaged. ``attacked`` are the splits behind findings that belong to no single split."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         document = json.loads(path.read_text(encoding="utf-8"))
         before, now = document["facts"], json.loads(json.dumps(facts))
@@ -409,8 +403,8 @@ def _read_partial(path: Path, facts: Mapping[str, object], attacked: set[str]) -
         same = {name for name in data if then.get(name) == data[name]}
         if before == now:
             return {
-                key: found
-                for key, found in document["findings"].items()
+                key: finding
+                for key, finding in document["findings"].items()
                 if key.startswith(HARNESS) or ({key.split(".")[0]} if "." in key else attacked) <= same
             }
     return {}

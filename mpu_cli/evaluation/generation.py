@@ -1,7 +1,7 @@
-"""Greedy answers, begun where the scoring pass leaves off.
+"""Greedy answers, continued from where the scoring pass leaves off.
 
-Scoring an answer word by word already tells what the model would say as long as it says the answer: up to the first
-token that is not the likeliest, and the likeliest one there. A model that knows an answer by heart generates nothing.
+Scoring an answer already shows what the model would generate while it follows that answer: up to the first token that
+is not the likeliest, plus the likeliest one there. A model that knows an answer by heart generates nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import (
     StoppingCriteria,
 )
 
-from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import ADVICE
+from mpu_cli.models.loading import memory_in_mind
 
-ROWS = 4  # times the batch size: a step reads one token a row
-# entries of a generation config that do not change what greedy generation says, or that are set for it here
+ROWS = 4  # times the batch size, because a step reads one token per row
+# generation config entries that do not affect greedy generation, or that are set here
 HARMLESS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version",
     "_from_model_config", "do_sample", "num_beams", "temperature", "top_p", "top_k", "typical_p", "min_p", "max_length",
@@ -36,7 +36,7 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Texts, without special tokens: what was asked, the true answer, and what the model said."""
+    """Texts without special tokens: the prompt, the true answer and the model's answer."""
 
     input: str
     ground_truth: str
@@ -56,21 +56,21 @@ def answer(
     longest: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Answer]:
-    """What ``model`` says greedily to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
+    """The greedy answer of ``model`` to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
 
-    ``drafts`` are tokens that it is known to begin with; ``longest`` is how many tokens the model reads in all, None
-    for no limit. Batches are of like length.
+    ``drafts`` are the known first tokens of each answer; ``longest`` is how many tokens the model can read in total,
+    None for no limit. Batches group prompts of similar length.
     """
     ends = _end_tokens(model, tokenizer)
     if _takes_other_tokens(model):
         drafts = [[] for _ in items]
-    said: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
-    waiting = [i for i, tokens in enumerate(said) if len(tokens) < limit and not (tokens and tokens[-1] in ends)]
+    answers: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
+    waiting = [i for i, tokens in enumerate(answers) if len(tokens) < limit and not (tokens and tokens[-1] in ends)]
     advance(len(items) - len(waiting))
-    waiting.sort(key=lambda i: len(items[i].prompt) + len(said[i]), reverse=True)
-    prompts = {i: [*items[i].prompt, *said[i]] for i in waiting}
+    waiting.sort(key=lambda i: len(items[i].prompt) + len(answers[i]), reverse=True)
+    prompts = {i: [*items[i].prompt, *answers[i]] for i in waiting}
     rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
-    wanted = {i: min(limit - len(said[i]), rooms[i]) for i in waiting}
+    wanted = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
     for batch in _batches(waiting, wanted, rooms, ROWS * batch_size):
         most = max(wanted[i] for i in batch)
         if most < 1:
@@ -81,15 +81,15 @@ def answer(
                 model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch]
             )
         for i, tokens in zip(batch, fresh, strict=True):
-            said[i] = _until_end([*said[i], *tokens], ends, limit)
+            answers[i] = _until_end([*answers[i], *tokens], ends, limit)
         advance(len(batch))
-    return [_texts(tokenizer, item, tokens, stops) for item, tokens in zip(items, said, strict=True)]
+    return [_texts(tokenizer, item, tokens, stops) for item, tokens in zip(items, answers, strict=True)]
 
 
 def _batches(
     waiting: Sequence[int], wanted: Mapping[int, int], rooms: Mapping[int, int], rows: int
 ) -> Iterator[list[int]]:
-    """Batches of at most ``rows`` in which nobody has to go on for longer than another has room."""
+    """Batches of at most ``rows`` in which no row needs more new tokens than any other has room for."""
     batch: list[int] = []
     for i in waiting:
         more = [*batch, i]
@@ -102,13 +102,13 @@ def _batches(
 
 
 def _takes_other_tokens(model: PreTrainedModel) -> bool:
-    """Whether the generation config has others than the likeliest tokens taken; the suite lets it, and so do we."""
+    """Whether the generation config can pick tokens other than the likeliest; the suite allows it, and so do we."""
     return bool(set(model.generation_config.to_diff_dict()) - HARMLESS)
 
 
 class _Stops(StoppingCriteria):
-    """Stop a row once one of ``stops`` is in the text that it has added; transformers' own criterion reads the
-    tokenizer's vocabulary, and not every kind of vocabulary."""
+    """Stops a row once its generated text contains one of ``stops``. transformers' own criterion reads the
+    tokenizer's vocabulary and does not support every kind."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], begin: int):
         self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
@@ -119,7 +119,7 @@ class _Stops(StoppingCriteria):
 
 
 class _Numbers(LogitsProcessor):
-    """Refuses logits that are no numbers, which would pass for an answer of nothing."""
+    """Rejects NaN logits, which would otherwise look like an empty answer."""
 
     def __init__(self, places: Sequence[str]):
         self._places = places
@@ -127,7 +127,7 @@ class _Numbers(LogitsProcessor):
     def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         wrong = scores.isnan().any(1)
         if bool(wrong.any()):
-            raise MpuError(f"{self._places[int(wrong.nonzero()[0])]}: the model's logits there are not numbers (NaN)")
+            raise MpuError(f"{self._places[int(wrong.nonzero()[0])]}: the model's logits are NaN")
         return scores
 
 
@@ -143,13 +143,13 @@ def _generate(
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     stopping = {"stopping_criteria": [_Stops(tokenizer, stops, longest)]} if stops else {}
-    said = model.generate(
+    generated = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, num_beams=1,
         temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id, num_return_sequences=1,
         return_dict_in_generate=False, stop_strings=None, max_time=None,
         logits_processor=LogitsProcessorList([_Numbers(places)]), **stopping,
     )  # fmt: skip
-    return said[:, longest:].tolist()
+    return generated[:, longest:].tolist()
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -163,12 +163,12 @@ def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
     return tokens[: min(stop, limit)]
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, item: Item, said: list[int], stops: Sequence[str]) -> Answer:
+def _texts(tokenizer: PreTrainedTokenizerBase, item: Item, tokens: list[int], stops: Sequence[str]) -> Answer:
     def text(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=True)
 
     asked = text(item.prompt)
-    generation = text(said)
+    generation = text(tokens)
     for stop in stops:
         generation = generation.split(stop)[0]
     return Answer(asked, text(item.ids).replace(asked, "").strip(), generation.strip())

@@ -1,9 +1,9 @@
-"""The numbers: what a model said of a benchmark's items, into OpenUnlearning's metrics and their form.
+"""Turns a model's scores and answers on a benchmark into OpenUnlearning's metrics, in their format.
 
-``Findings`` are what the passes over the model found, by key: ``SPLIT.answer`` (a Reading for each record),
+``Findings`` are the results of the passes over the model, by key: ``SPLIT.answer`` (a Reading for each record),
 ``SPLIT.paraphrased`` and ``SPLIT.perturbed`` (mean losses), ``SPLIT.text`` (an Answer), ``gradnorm`` and
-``reference``. They are plain JSON, so that a run that was stopped goes on from a file of them. A metric names the keys
-it needs and the metrics it is made of.
+``reference``. They are plain JSON, so that an interrupted run can resume from a file of them. A metric names the keys
+it needs and the metrics it is computed from.
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import TokenScores
 
+UP, DOWN, ZERO, RETAIN = (
+    "up",
+    "down",
+    "zero",
+    "retain",
+)  # where a metric should go: RETAIN is near to 0.5, as of an attack
 EPSILON = 1e-10  # the suite's guard against division by zero
-LOWEST = 0.4  # share of tokens that min-k looks at
+LOWEST = 0.4  # fraction of tokens that min-k uses
 LEAST_VARIANCE = 1e-6
-CHANCE = 0.5  # AUC of an attack that knows nothing
+CHANCE = 0.5  # AUC of random guessing
 
-Findings = Mapping[str, object]
-Form = dict[str, object]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
+Findings = Mapping[str, Any]
+Form = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form.
+    """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form;
+    ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
 
     ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with.
     """
 
     needs: tuple[str, ...]
     make: Callable[[Findings, Mapping[str, Form]], Form]
+    goal: str = UP
     of: tuple[str, ...] = ()
     check: Callable[[], object] = lambda: None
 
 
 def import_statistics() -> None:
-    """Load what the metrics compute with."""
+    """Import the libraries that the metrics use."""
     for name in ("rouge_score.rouge_scorer", "scipy.stats", "sklearn.metrics"):
         importlib.import_module(name)
 
 
 def reading(item: Item, scores: TokenScores, text: str) -> dict[str, object]:
-    """All that metrics read of one answer: mean loss, memorisation, attack scores; and ``says``, the first tokens that
-    the model itself would say, as far as its scores on the true answer tell.
+    """Everything the metrics need from one answer: mean loss, memorisation, attack scores; and ``says``, the first
+    tokens that the model itself would generate, as far as its scores on the true answer show them.
 
-    ``text`` is the answer without special tokens. Only the loss counts the last token (the end of the turn).
+    ``text`` is the answer without special tokens. Only the loss includes the last token (the end of the turn).
     """
     agreed = scores.likeliest == torch.tensor(item.labels)
     right = int(agreed.long().cumprod(0).sum())
-    found = {
+    read = {
         "loss": scores.loss,
         "says": scores.likeliest[: right + 1].tolist(),
         "exact_memorization": _share(agreed[:-1]),
@@ -63,10 +72,10 @@ def reading(item: Item, scores: TokenScores, text: str) -> dict[str, object]:
         "min_k": lowest_mean(scores.log_probs[:-1]),
         "compressed": len(zlib.compress(text.encode())),
     }
-    if scores.mean is not None:
+    if scores.mean is not None and scores.variance is not None:
         deviation = scores.variance.clamp(min=LEAST_VARIANCE).sqrt()
-        found["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:-1])
-    return found
+        read["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:-1])
+    return read
 
 
 def _share(agreed: torch.Tensor) -> float:
@@ -74,7 +83,7 @@ def _share(agreed: torch.Tensor) -> float:
 
 
 def _extraction_strength(agreed: torch.Tensor) -> float:
-    """1 − k/L, k the shortest prefix after which all is right; at most L − 1, as the suite has it: never below 1/L."""
+    """1 − k/L, k the shortest prefix after which all tokens are right, at most L − 1 as in the suite: at least 1/L."""
     if not len(agreed):
         return 0.0
     wrong = (~agreed).nonzero()
@@ -83,7 +92,7 @@ def _extraction_strength(agreed: torch.Tensor) -> float:
 
 
 def lowest_mean(values: torch.Tensor) -> float:
-    """Minus the mean of the lowest 40 % of ``values`` (Shi et al., 2024), at least one of them; 0 of none."""
+    """Minus the mean of the lowest 40 % of ``values`` (Shi et al., 2024), at least one of them; 0 if there are none."""
     if not len(values):
         return 0.0
     return -float(values.sort().values[: max(1, int(len(values) * LOWEST))].mean())
@@ -104,7 +113,12 @@ def probability(split: str) -> Metric:
         losses = [answer["loss"] for answer in findings[f"{split}.answer"]]
         return _probabilities(losses)
 
-    return Metric((f"{split}.answer",), make)
+    return Metric((f"{split}.answer",), make, _of_knowledge(split))
+
+
+def _of_knowledge(split: str) -> str:
+    """The goal of what a model knows of a split: down for what is to be forgotten, up for everything else."""
+    return DOWN if split.startswith("forget") or split == "verbmem" else UP
 
 
 def _probabilities(losses: Sequence[float]) -> Form:
@@ -113,20 +127,20 @@ def _probabilities(losses: Sequence[float]) -> Form:
 
 
 def paraphrased_probability(split: str) -> Metric:
-    """The same of the paraphrased answers."""
+    """exp(−mean loss) of the paraphrased answers."""
     key = f"{split}.paraphrased"
-    return Metric((key,), lambda findings, _: _probabilities(findings[key]))
+    return Metric((key,), lambda findings, _: _probabilities(findings[key]), _of_knowledge(split))
 
 
 def perturbed_probability(split: str) -> Metric:
-    """The same of the wrong answers, a list for each question."""
+    """exp(−mean loss) of the wrong answers, a list for each question."""
     key = f"{split}.perturbed"
 
     def make(findings: Findings, _: object) -> Form:
         rows = [{"prob": [math.exp(-loss) for loss in losses], "avg_loss": list(losses)} for losses in findings[key]]
         return _by_index(rows, mean([mean(row["prob"]) for row in rows]))
 
-    return Metric((key,), make)
+    return Metric((key,), make, DOWN)
 
 
 def normalised_probability(right: str, wrong: str) -> Metric:
@@ -146,8 +160,8 @@ def normalised_probability(right: str, wrong: str) -> Metric:
 def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
     """r = exp(−mean loss of the wrong answers)/exp(−loss of the right one) for each question.
 
-    Over the forget set the mean of min(r, 1/r): near 1 when the model tells them apart no better than wrong
-    from right at random. Elsewhere the mean of max(0, 1 − r).
+    Over the forget set, the mean of min(r, 1/r): near 1 if the model distinguishes right from wrong no better than
+    chance. Elsewhere, the mean of max(0, 1 − r).
     """
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
@@ -164,7 +178,7 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
 
 
 def rouge(split: str, score: str) -> Metric:
-    """ROUGE of what the model said against the true answer, with stemming; the mean of ``score``."""
+    """ROUGE of the model's answers against the true ones, with stemming; the mean of ``score``."""
     key = f"{split}.text"
 
     def make(findings: Findings, _: object) -> Form:
@@ -172,19 +186,19 @@ def rouge(split: str, score: str) -> Metric:
 
         scorer = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
         rows = []
-        for said in findings[key]:
-            scores = scorer.score(said["ground_truth"], said["generation"])
+        for answer in findings[key]:
+            scores = scorer.score(answer["ground_truth"], answer["generation"])
             rows.append(
                 {
                     "rouge1_recall": scores["rouge1"].recall,
                     "rougeL_f1": scores["rougeL"].fmeasure,
                     "rougeL_recall": scores["rougeL"].recall,
-                    **said,
+                    **answer,
                 }
             )
         return _by_index(rows, mean([row[score] for row in rows]))
 
-    return Metric((key,), make)
+    return Metric((key,), make, _of_knowledge(split))
 
 
 def memorization(split: str, name: str) -> Metric:
@@ -195,12 +209,12 @@ def memorization(split: str, name: str) -> Metric:
         rows = [{"score": answer[name]} for answer in findings[key]]
         return _by_index(rows, mean([row["score"] for row in rows]))
 
-    return Metric((key,), make)
+    return Metric((key,), make, DOWN)
 
 
 def attacks(members: str, strangers: str) -> dict[str, Metric]:
-    """Membership inference: scores of the forget set (``members``) and of records never seen; AUC 1 when the forget
-    set is the likelier on every pair."""
+    """Membership inference: scores of the forget set (``members``) and of unseen records (``strangers``); the AUC is 1
+    if the forget record is the likelier one in every pair."""
     keys = (f"{members}.answer", f"{strangers}.answer")
     of_a_reading = {
         "mia_loss": lambda answer: answer["loss"],
@@ -224,10 +238,10 @@ def attacks(members: str, strangers: str) -> dict[str, Metric]:
             )
         )
 
-    made = {name: Metric(keys, simple(value)) for name, value in of_a_reading.items()}
-    made["mia_gradnorm"] = Metric(("gradnorm",), gradnorm)
-    made["mia_reference"] = Metric((*keys, "reference"), reference)
-    return made
+    table = {name: Metric(keys, simple(value), RETAIN) for name, value in of_a_reading.items()}
+    table["mia_gradnorm"] = Metric(("gradnorm",), gradnorm, RETAIN)
+    table["mia_reference"] = Metric((*keys, "reference"), reference, RETAIN)
+    return table
 
 
 def _attack(forget: Sequence[float], holdout: Sequence[float]) -> Form:
@@ -262,7 +276,7 @@ def privleak(retain_auc: Callable[[], float]) -> Metric:
         retain = 1 - retain_auc()
         return {"agg_value": 100 * ((1 - auc) - retain) / (retain + EPSILON)}
 
-    return Metric((), make, of=("mia_min_k",), check=retain_auc)
+    return Metric((), make, ZERO, of=("mia_min_k",), check=retain_auc)
 
 
 def harmonic_mean(parts: tuple[str, ...]) -> Metric:

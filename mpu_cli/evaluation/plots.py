@@ -1,4 +1,4 @@
-"""Pictures of the distributions behind one result, and of several results side by side."""
+"""Plots the distributions behind one result, and several results side by side."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Forms = Mapping[str, Mapping]
 
 
 def check_drawable(names: Collection[str], path: Path) -> None:
-    """UsageError if ``draw`` has nothing to draw for metrics of these ``names``."""
+    """Raises UsageError if ``draw`` has nothing to plot for metrics with these ``names``."""
     if not {"forget_truth_ratio", "forget_Q_A_Prob", *ATTACKS, *UTILITY} & set(names):
-        raise UsageError(f"--plot {path}: the metrics asked for have no distribution to draw")
+        raise UsageError(f"--plot {path}: the requested metrics have no distribution to plot")
 
 
 def draw(
     forms: Forms, path: Path, *, title: str, retain: Forms | None, before: Forms | None, force: bool = False
 ) -> None:
-    """Draw one result: truth ratios, attacks, probabilities and utility, of those that it has.
+    """Plot one result: whichever it has of truth ratios, attacks, probabilities and utility.
 
-    ``retain`` and ``before`` are metrics of the retain model and of the model before unlearning, drawn beside.
+    ``retain`` and ``before`` are metrics of the retain model and of the model before unlearning, for comparison.
     """
     models = [("this model", MODEL, forms)]
     models += [("retain model", RETAIN, retain)] if retain else []
@@ -64,13 +64,13 @@ def draw(
 def draw_comparison(
     labels: Sequence[str], columns: Mapping[str, Sequence[float | None]], path: Path, *, force: bool = False
 ) -> None:
-    """Bars for each metric, one for each result; ``columns`` maps a metric to its values."""
+    """A bar chart for each metric, one bar per result; ``columns`` maps a metric to its values."""
     rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
     write_figure(_comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
 
 
 def svg_of_comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> str:
-    """The same as an element of a page."""
+    """The same charts as an SVG element for an HTML page."""
     return svg(_comparison(labels, columns))
 
 
@@ -102,7 +102,7 @@ def _truth_ratios(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
             axes.ecdf(ratios, color=colour, label=label)
     quality = models[0][2].get("forget_quality", {}).get("agg_value")
     axes.set_xscale("log")
-    axes.set(xlabel="truth ratio of a forget question", ylabel="share of questions")
+    axes.set(xlabel="truth ratio (forget questions)", ylabel="share of questions")
     axes.set_title("Truth ratios" + ("" if quality is None else f" (forget quality: p = {quality:.3g})"), fontsize=10)
     axes.legend(fontsize=8)
 
@@ -119,7 +119,7 @@ def _roc(axes: Axes, forms: Forms) -> None:
         wrong, right, _ = roc_curve([0] * len(sides[0]) + [1] * len(sides[1]), sides[0] + sides[1])
         axes.plot(wrong, right, color=colour, label=f"{label} {forms[name]['agg_value']:.2f}")
     axes.plot([0, 1], [0, 1], color="#bbb", linestyle=":", linewidth=1)
-    axes.set(xlabel="forget records taken for unseen", ylabel="unseen records taken for unseen")
+    axes.set(xlabel="forget records classified as unseen", ylabel="unseen records classified as unseen")
     axes.set_title("Attacks: does the model know the forget set? (AUC)", fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
 
@@ -130,7 +130,7 @@ def _probabilities(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None
             if values := _column(forms, f"{name}_Q_A_Prob", "prob"):
                 axes.ecdf(values, color=colour, linestyle=line, label=f"{name}, {label}")
     axes.set_xscale("log")
-    axes.set(xlabel="probability of the true answer, a token", ylabel="share of questions")
+    axes.set(xlabel="per-token probability of the true answer", ylabel="share of questions")
     axes.set_title("Probabilities", fontsize=10)
     axes.legend(fontsize=8)
 
@@ -150,7 +150,7 @@ def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
 
 
 def _aggregate(forms: Forms, name: str) -> float:
-    """The value of a metric, NaN where a model has none: no bar is drawn for it."""
+    """The value of a metric, or NaN if a model has none, so that no bar is drawn."""
     value = forms.get(name, {}).get("agg_value")
     return float(value) if isinstance(value, int | float) else math.nan
 

@@ -1,4 +1,4 @@
-"""Results side by side: reading them, and whether they may be compared."""
+"""Reads results for comparison and checks whether they are comparable."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpu_cli.evaluation.benchmarks import known_metrics
+from mpu_cli.evaluation.metrics import UP
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 
-# what a table shows where nothing is asked for, in this order, of what the results have
+# metrics that a table shows by default, in this order, if the results have them
 MAIN = (
     "forget_quality", "forget_truth_ratio", "model_utility", "privleak", "extraction_strength", "forget_Q_A_ROUGE",
     "retain_Q_A_ROUGE", "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
 )  # fmt: skip
-HIGHER = ("quality", "utility", "truth_ratio", "Truth_Ratio", "normalised")
-# what changes numbers, as paths in a result
+# facts that affect the numbers, as paths in a result
 MATTERS = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
     ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
     ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
-OPTIONAL = (("reference_model", "fingerprint"), ("options", "date"))  # to have none changes no number
+OPTIONAL = (("reference_model", "fingerprint"), ("options", "date"))  # a missing one does not affect the numbers
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A result: its name in tables, its metrics, and the facts that it was made under ({} for the suite's files)."""
+    """A result: its label in tables, its metrics, and the facts it was produced under ({} for the suite's files)."""
 
     label: str
     log: RetainLog
@@ -34,7 +35,7 @@ class Evaluated:
 
 
 def read_results(paths: Sequence[Path]) -> list[Evaluated]:
-    """Read results, named by their files, or by as much of their paths as tells them apart."""
+    """Read results and label them by file name, or by path if file names are not unique."""
     read = [read_retain_log(path) for path in paths]
     for labels in ([path.name for path in paths], [str(path) for path in paths]):
         labels = [label.removesuffix(".json") for label in labels]
@@ -46,24 +47,18 @@ def read_results(paths: Sequence[Path]) -> list[Evaluated]:
 
 
 def goal(name: str, form: Mapping[str, object] | None = None) -> str:
-    """Where a metric should go: "up", "down", "zero", or "retain" (an attack: near to 0.5).
+    """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near 0.5).
 
-    ``form`` is the metric's, in which a task of the harness says so itself.
+    ``form`` is the metric's form, where harness tasks state their own direction.
     """
     if form and isinstance(form.get("higher_is_better"), bool):
         return "up" if form["higher_is_better"] else "down"
-    if name == "privleak":
-        return "zero"
-    if name.startswith("mia_"):
-        return "retain"
-    if any(word in name for word in HIGHER) or name.startswith("lm_eval/"):
-        return "up"
-    forgets = name.startswith("forget") or name in ("extraction_strength", "exact_memorization") or "PERT" in name
-    return "down" if forgets else "up"
+    known = known_metrics()
+    return known[name].goal if name in known else UP
 
 
 def best(values: Sequence[float | None], towards: str) -> set[int]:
-    """The places of the best of ``values``; none where there is nothing to choose between."""
+    """Indices of the best of ``values``; empty if no two values differ."""
 
     def merit(value: float) -> float:
         return {"up": value, "down": -value, "zero": -abs(value), "retain": -abs(value - 0.5)}[towards]
@@ -76,24 +71,24 @@ def best(values: Sequence[float | None], towards: str) -> set[int]:
 
 
 def differences(results: Sequence[Evaluated]) -> list[str]:
-    """In what that matters the results were not made alike, a sentence each."""
-    said = [f"{r.label}: does not say how it was made" for r in results if not r.facts.get("options")]
-    told = [r for r in results if r.facts.get("options")]
+    """How the results differ in facts that affect the numbers, one phrase each."""
+    sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]
+    documented = [r for r in results if r.facts.get("options")]
     for path in MATTERS:
-        values = [_at(r.facts, path) for r in told]
+        values = [_at(r.facts, path) for r in documented]
         if path == ("data",):
-            values = [_data(value) for value in values]
-            splits = sorted({split for value in values for split in value})
-            odd = [name for name in splits if len({value[name] for value in values if name in value}) > 1]
-            said += [f"other records in {split}" for split in odd]
+            digests = [_data(value) for value in values]
+            splits = sorted({split for each in digests for split in each})
+            odd = [name for name in splits if len({each[name] for each in digests if name in each}) > 1]
+            sentences += [f"different records in {split}" for split in odd]
         elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
-            named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(told, values, strict=True))
-            said.append(f"other {' '.join(path).replace('_', ' ')} ({named})")
-    return said
+            named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
+            sentences.append(f"different {' '.join(path).replace('_', ' ')} ({named})")
+    return sentences
 
 
 def one_retain_log(results: Sequence[Evaluated]) -> bool:
-    """Whether all were measured against the same retain model, or all against none."""
+    """Whether all were measured against the same retain model, or all without one."""
     return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in results}) < 2
 
 

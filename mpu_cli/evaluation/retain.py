@@ -14,8 +14,8 @@ from mpu_cli.errors import MpuError
 
 @dataclass(frozen=True)
 class RetainLog:
-    """Metrics of a model (as a retain log: one that never saw the forget set) in the suite's form; ``document`` is the
-    whole result if mpu wrote it."""
+    """Metrics of a model (for a retain log, one that never saw the forget set) in the suite's format; ``document`` is
+    the whole result if mpu wrote it."""
 
     path: Path
     metrics: Mapping[str, Mapping]
@@ -25,55 +25,56 @@ class RetainLog:
         return name in self.metrics
 
     def value(self, name: str) -> float | None:
-        """Its aggregate, or None where it has none."""
+        """The metric's aggregate value, or None if it has none."""
         form = self.metrics.get(name, {})
         return _number(form.get("agg_value", form.get("auc")))
 
     def check_made_on(self, benchmark: str, digests: Mapping[str, str]) -> None:
-        """MpuError if the log is one of mpu's and of another benchmark, or of splits with other ``digests``."""
+        """Raises MpuError if mpu wrote the log for a different benchmark or for splits with different ``digests``."""
         if not self.document:
             return
         if self.document.get("benchmark") != benchmark:
-            raise MpuError(f"{self.path}: is a result on {self.document.get('benchmark')}, not on {benchmark}")
+            raise MpuError(f"{self.path}: result on {self.document.get('benchmark')}, not on {benchmark}")
         data = self.document.get("data")
         for name, digest in digests.items():
-            told = data.get(name) if isinstance(data, Mapping) else None
-            if isinstance(told, Mapping) and told.get("sha256") != digest:
-                raise MpuError(f"{self.path}: was made on other {name} records; make it on the same ones")
+            split = data.get(name) if isinstance(data, Mapping) else None
+            if isinstance(split, Mapping) and split.get("sha256") != digest:
+                raise MpuError(f"{self.path}: made with different {name} records\nmake it with the same ones")
 
     def auc(self, sizes: Mapping[str, int]) -> float:
         """AUC of min-k, for PrivLeak, between splits of these ``sizes``."""
         value = self.value("mia_min_k")
         if value is None:
-            raise MpuError(f"{self.path}: has no mia_min_k, which privleak compares with; make it with that metric")
+            raise MpuError(f"{self.path}: has no mia_min_k, which privleak needs\nmake it with that metric")
         for name, size in sizes.items():
             side = self.metrics["mia_min_k"].get(name)
             rows = side.get("value_by_index") if isinstance(side, Mapping) else None
             if isinstance(rows, Mapping) and len(rows) != size:
-                raise MpuError(f"{self.path}: was made on other {name} records ({len(rows)}, and there are {size})")
+                raise MpuError(f"{self.path}: made with different {name} records ({len(rows)}, expected {size})")
         return value
 
     def truth_ratios(self, questions: Sequence[str]) -> list[float]:
-        """The truth ratio of each of ``questions``; MpuError if the log is of others."""
+        """The truth ratio of each of ``questions``. Raises MpuError if the log has different questions."""
         rows = self.metrics["forget_truth_ratio"].get("value_by_index", {})
         ratios = [_number(rows.get(str(i), {}).get("score")) for i in range(len(rows))]
-        if not ratios or None in ratios:
-            raise MpuError(f"{self.path}: its forget_truth_ratio has no score for each question")
+        known = [ratio for ratio in ratios if ratio is not None]
+        if not known or len(known) < len(ratios):
+            raise MpuError(f"{self.path}: forget_truth_ratio does not have a score for every question")
         if len(ratios) != len(questions):
             raise MpuError(
-                f"{self.path}: is of another forget split ({len(ratios)} questions, and there are {len(questions)})"
+                f"{self.path}: made with a different forget split ({len(ratios)} questions, expected {len(questions)})"
             )
-        said = self.metrics.get("forget_Q_A_ROUGE", {}).get("value_by_index", {})
+        answers = self.metrics.get("forget_Q_A_ROUGE", {}).get("value_by_index", {})
         for i, question in enumerate(questions):
-            asked = said.get(str(i), {}).get("input")
-            # A chat template may trim what it is given.
+            asked = answers.get(str(i), {}).get("input")
+            # A chat template may strip whitespace.
             if isinstance(asked, str) and question.strip() not in asked:
-                raise MpuError(f"{self.path}: is of other questions (its number {i} is not {question.strip()!r})")
-        return ratios
+                raise MpuError(f"{self.path}: made with different questions (number {i} is not {question.strip()!r})")
+        return known
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None for anything else that JSON may hold."""
+    """``value`` if it is a finite number, or None for anything else in JSON."""
     with suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
@@ -81,13 +82,13 @@ def _number(value: object) -> float | None:
 
 
 def read_retain_log(path: Path) -> RetainLog:
-    """Open a log; MpuError for a file that is none."""
+    """Read a log. Raises MpuError if the file is not one."""
     document = read_json_object(path)
     table = document.get("metrics", document)
     if not isinstance(table, dict) or not all(isinstance(form, dict) for form in table.values()) or not table:
-        raise MpuError(f"{path}: holds no metrics; a retain log is a result of mpu eval or of OpenUnlearning")
+        raise MpuError(f"{path}: contains no metrics\nuse a result of mpu eval or of OpenUnlearning")
     for name, form in table.items():
         rows = form.get("value_by_index", {})
         if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
-            raise MpuError(f"{path}: the value_by_index of {name} is no table of records")
+            raise MpuError(f"{path}: value_by_index of {name} is not a table of records")
     return RetainLog(path, table, document if table is not document else {})

@@ -1,7 +1,7 @@
-"""What a model says of the scored tokens of many items: one forward pass an item, from which every metric reads.
+"""Scores the tokens of many items: one forward pass per item, which all metrics use.
 
 Items that share a prompt (a question with its answer, a paraphrase and five wrong ones) share the pass over it: the
-prompts of a batch, all of one length, are read once, and the answers go on from their keys and values.
+prompts of a batch, all of one length, are read once, and the answers continue from their keys and values.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from mpu_cli.client.loading import memory_in_mind
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
+from mpu_cli.models.loading import memory_in_mind
 
-ADVICE = "lower --batch-size, or use --dtype bfloat16"  # where memory runs out
+ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 CHUNK = 1 << 24  # logits that are turned into probabilities at once
 BLOCK = 16  # tokens in a block of a strided cross-entropy
-SAME = 1e-3  # nats by which a shared pass may differ from one of its own; rounding gives 1e-5 in float32
+SAME = 1e-3  # nats by which a shared pass may differ from a separate one; rounding gives 1e-5 in float32
 
 
 @dataclass(frozen=True)
 class TokenScores:
     """For each scored token of one item, on the CPU, (tokens,): cross-entropy, log-probability, the likeliest token,
-    and, if asked for, mean and variance of log p under the model's own distribution at that place.
+    and, if requested, mean and variance of log p under the model's own distribution at that position.
 
-    ``losses`` are −``log_probs`` but for rounding: the suite takes the cross-entropy over a strided axis, where torch's
-    float32 kernel is off by about 1e-5 in one direction, and published numbers have that in them.
+    ``losses`` equal −``log_probs`` up to rounding: the suite computes the cross-entropy over a strided axis, where
+    torch's float32 kernel is biased by about 1e-5, and published numbers include that bias.
     """
 
     losses: torch.Tensor
@@ -43,7 +43,7 @@ class TokenScores:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy a token, nats."""
+        """Mean cross-entropy per token, in nats."""
         return float(self.losses.mean())
 
 
@@ -56,12 +56,12 @@ def score(
     moments: bool = False,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[TokenScores]:
-    """Score ``items``, ``batch_size`` at a time, in float32 or wider; equal ones are read once.
+    """Score ``items``, ``batch_size`` at a time, in float32 or wider; duplicates are read once.
 
-    Raises MpuError, with the place, where the model gives no numbers, and where memory runs out.
+    Raises MpuError if scores are not finite (with the place) or if memory runs out.
     """
     model.eval()
-    found: dict[tuple[tuple[int, ...], int], TokenScores] = {}
+    scores_of: dict[tuple[tuple[int, ...], int], TokenScores] = {}
     first = {(item.ids, item.start): item for item in reversed(items)}
     unique = list(first.values())
     alone, shared = _split(unique)
@@ -71,16 +71,16 @@ def score(
         passes = ((batch, logits_of(model, batch)) for batch in _batches(alone, batch_size))
         for batch, logits in chain(passes, _shared_passes(model, shared, batch_size)):
             for item, scores in zip(batch, _read(logits, batch, moments), strict=True):
-                told = (scores.losses, scores.log_probs, scores.mean, scores.variance)
-                if not all(bool(torch.isfinite(part).all()) for part in told if part is not None):
-                    raise MpuError(f"{item.place}: the model's logits there are not numbers (NaN or infinite)")
-                found[item.ids, item.start] = scores
+                parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
+                if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
+                    raise MpuError(f"{item.place}: the model's logits are NaN or infinite")
+                scores_of[item.ids, item.start] = scores
             advance(len(batch))
-    return [found[item.ids, item.start] for item in items]
+    return [scores_of[item.ids, item.start] for item in items]
 
 
 def _split(items: Sequence[Item]) -> tuple[list[Item], list[list[Item]]]:
-    """Items with a prompt of their own, and groups of those that share one."""
+    """Items with a unique prompt, and groups of items that share one."""
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
         groups.setdefault(item.ids[: item.start], []).append(item)
@@ -89,7 +89,7 @@ def _split(items: Sequence[Item]) -> tuple[list[Item], list[list[Item]]]:
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Batches of like length, the longest first: where memory runs out it does so at once."""
+    """Batches of similar length, longest first, so that running out of memory happens right away."""
     ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
@@ -111,10 +111,10 @@ def logits_of(model: PreTrainedModel, items: Sequence[Item]) -> list[torch.Tenso
 def _shared_passes(
     model: PreTrainedModel, groups: Sequence[list[Item]], size: int
 ) -> Iterator[tuple[list[Item], list[torch.Tensor]]]:
-    """The same for groups of items that share a prompt: batches of items, and the logits of each.
+    """Batches of items and their logits, for groups of items that share a prompt.
 
-    Prompts of one length are read together, ``size`` at a time; their answers go on from copies of the cache, in
-    batches of like length.
+    Prompts of one length are read together, ``size`` at a time; their answers continue from copies of the cache, in
+    batches of similar length.
     """
     by_length: dict[int, list[list[Item]]] = {}
     for group in groups:
@@ -130,8 +130,8 @@ def _answers_of(
     device = model.device
     prompts = torch.tensor([group[0].ids[:start] for group in groups], device=device)
     keep = {"logits_to_keep": 1} if _keeps_logits(model) else {}
-    told = model(input_ids=prompts, use_cache=True, **keep)
-    first = told.logits[:, -1]
+    output = model(input_ids=prompts, use_cache=True, **keep)
+    first = output.logits[:, -1]
     owned = [(item, number) for number, group in enumerate(groups) for item in group]
     owned.sort(key=lambda pair: len(pair[0].ids), reverse=True)
     for begin in range(0, len(owned), size):
@@ -140,7 +140,7 @@ def _answers_of(
         if len(items[0].labels) > 1:
             cache = DynamicCache()
             picked = torch.tensor(owners, device=device)
-            for number, layer in enumerate(told.past_key_values.layers):
+            for number, layer in enumerate(output.past_key_values.layers):
                 cache.update(layer.keys[picked], layer.values[picked], number)
             # The last label is never read, only predicted.
             answers = pad_sequence([torch.tensor(item.labels[:-1]) for item in items], batch_first=True).to(device)
@@ -155,16 +155,16 @@ def _answers_of(
 
 
 def _can_share(model: PreTrainedModel, group: list[Item], batch_size: int) -> bool:
-    """Whether answers may go on from a prompt's keys and values: tried on one group against passes of their own.
+    """Whether answers can continue from a prompt's keys and values, tested on one group against separate passes.
 
-    Recurrent states, sliding windows and models without a cache may not, and then get no shared passes.
+    Models with recurrent states, sliding windows or no cache cannot, and get no shared passes.
     """
-    told = model(input_ids=torch.tensor([group[0].ids[:2]], device=model.device), use_cache=True)
-    if not isinstance(getattr(told, "past_key_values", None), DynamicCache):
+    output = model(input_ids=torch.tensor([group[0].ids[:2]], device=model.device), use_cache=True)
+    if not isinstance(getattr(output, "past_key_values", None), DynamicCache):
         return False
-    if any(getattr(layer, "is_sliding", True) for layer in told.past_key_values.layers):
+    if any(getattr(layer, "is_sliding", True) for layer in output.past_key_values.layers):
         return False
-    # Half precision rounds each pass in its own way; what is looked for here is a cache that loses its place.
+    # Half precision rounds each pass differently; this check is for a cache that loses its position.
     slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
     for items, logits in _answers_of(model, group[0].start, [group], batch_size):
         apart = _read(logits_of(model, items), items, False)
@@ -179,7 +179,7 @@ def _keeps_logits(model: PreTrainedModel) -> bool:
 
 
 def _strided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the vocabulary on a strided axis, (tokens,); in blocks, which torch works on side by side."""
+    """Cross-entropy with the vocabulary on a strided axis, (tokens,); in blocks, which torch processes in parallel."""
     whole = len(logits) // BLOCK * BLOCK
     return torch.cat(
         [
@@ -196,7 +196,7 @@ def _strided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch
 
 
 def _read(logits: Sequence[torch.Tensor], items: Sequence[Item], moments: bool) -> list[TokenScores]:
-    """Log-probabilities and what else is wanted, a chunk of tokens at a time."""
+    """Log-probabilities and the other scores, a chunk of tokens at a time."""
     sizes = [len(item.labels) for item in items]
     targets = torch.tensor([token for item in items for token in item.labels], device=logits[0].device)
     rows = torch.cat(list(logits))

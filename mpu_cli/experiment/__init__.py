@@ -1,1 +1,1 @@
-"""Both parties on one machine: whole experiments, with the functions that the separate commands call."""
+"""Whole experiments with both parties on one machine, using the same functions as the separate commands."""

@@ -1,8 +1,8 @@
-"""What a round will cost before anyone starts it: bytes, memory, operations, the paper's model of the server's time.
+"""What a round will cost, before anyone starts it: bytes, memory, operations, the paper's model of the server's time.
 
 The paper (appendix) counts 9·m·N·b bytes moved and m·(6N + 4·d_h·N_attn) operations for publishing and aggregating
-m copies of N weights of b bytes, N_attn of them in attention, and divides by an A100's bandwidth. Here it is this
-machine's, measured.
+m copies of N weights of b bytes, N_attn of them in attention, and divides by an A100's bandwidth. Here, this machine's
+measured bandwidth is used instead.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
-from mpu_cli.checkpoint.source import Model
+from mpu_cli.models.source import Model
 
 ATTENTION = {"query", "key", "value", "mixed"}
-SERVER_BUFFERS = 350e6  # bytes: slices in work and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
+SERVER_BUFFERS = 350e6  # bytes: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
 TRIES = 5
-# bytes an optimiser keeps for each weight, in float32: moments; blockwise has one second moment a tensor
+# bytes of moments that an optimiser keeps per weight, in float32; blockwise has one second moment per tensor
 MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "muon": 4, "lion": 4, "paged_adamw_32bit": 8, "adamw_8bit": 2}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured here: bytes a second that memory copies (read and write counted), and float32 operations a second."""
+    """Measured here: bytes copied in memory per second (counting read and write), and float32 operations per second."""
 
     bandwidth: float
     operations: float
@@ -53,7 +53,7 @@ class Cost:
 
 
 def measure_machine() -> Machine:
-    """Best of a few tries of copying 256 MB and of a product of two matrices of 1,024²."""
+    """Best of a few tries at copying 256 MB and at multiplying two 1,024 × 1,024 matrices."""
     source = torch.ones(64 << 20, dtype=torch.float32)
     target = torch.empty_like(source)
     matrix = torch.ones(1024, 1024)
@@ -80,9 +80,9 @@ def cost(
     optimizer: str,
     tokens: int | None = None,
 ) -> Cost:
-    """The cost of one round with ``copies`` copies of ``model``; ``tokens`` are those that training reads in each copy.
+    """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
 
-    A step on a token takes 6 operations a weight: 2 forward, 4 backward. Activations are not counted in memory.
+    Training takes 6 operations per token and weight: 2 forward, 4 backward. Memory does not count activations.
     """
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}

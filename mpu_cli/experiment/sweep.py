@@ -1,4 +1,4 @@
-"""Grids of experiments from a TOML file: each is run, evaluated, and becomes a line of results; then tables.
+"""Grids of experiments from a TOML file: each is run, evaluated, and becomes a line of results; tables follow.
 
 base = "models/full"                 # options of `mpu run`, by name; a list is an axis of the grid
 algo = ["npo", "simnpo"]
@@ -16,49 +16,37 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mpu_cli.checkpoint.source import open_model
+from mpu_cli.client.dataset import read_dataset
+from mpu_cli.client.unlearn import check_options
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.evaluation import benchmarks
-from mpu_cli.evaluation.evaluate import Settings, choose, evaluate
-from mpu_cli.evaluation.retain import RetainLog, read_retain_log
-from mpu_cli.experiment.rounds import Experiment, run
-from mpu_cli.experiment.settings import OPTIONS, check, plan
+from mpu_cli.evaluation.benchmarks import Benchmark, benchmark_of
+from mpu_cli.evaluation.evaluate import choose, evaluate
+from mpu_cli.evaluation.retain import read_retain_log
+from mpu_cli.experiment.rounds import rounds_of, run
 from mpu_cli.manifest import VERSION
+from mpu_cli.models.source import open_model
+from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.options.declare import declared, flat, from_flat
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.resumption import append_line, read_lines
+from mpu_cli.server.noise import scheme_of
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-EVAL = {
-    "benchmark": str,
-    "data_dir": str,
-    "forget_split": str,
-    "holdout_split": str,
-    "corpus": str,
-    "retain_log": str,
-    "reference_model": str,
-    "metrics": list,
-    "batch_size": int,
-    "dtype": str,
-    "template": str,
-    "system_prompt": str,
-    "date": str,
-    "device": str,
-    "forget": str,
-    "retain": str,
-    "holdout": str,
-}
-AS_TRAINED = ("template", "system_prompt", "date", "device")  # of [eval], and of the run where it does not say
-# what a mode does not look at: two cells that differ in it alone are one experiment
+AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir")  # of [eval]; those of the run by default
+# options that a mode ignores: cells that differ only in these are the same experiment
 IGNORED = {
     "clean": ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed"),
     "noised": ("shared_noise", "symmetries"),
@@ -74,6 +62,20 @@ class Cell:
     options: dict[str, object]
     evaluation: dict[str, object]
     varied: dict[str, object]
+
+    @property
+    def experiment(self) -> Experiment:
+        return from_flat(Experiment, self.options)
+
+    @property
+    def measuring(self) -> Measuring:
+        """Options of eval; where [eval] does not say, records are measured as they were trained."""
+        trained = flat(self.experiment)
+        given = {name: trained[name] for name in AS_TRAINED} | self.evaluation
+        if given.get("benchmark") == "qa":
+            own = {name: trained[name] for name in ("forget", "retain") if Path(str(trained[name])).exists()}
+            given = own | given
+        return from_flat(Measuring, given)
 
 
 def read_sweep(path: Path) -> list[Cell]:
@@ -92,15 +94,15 @@ def read_sweep(path: Path) -> list[Cell]:
         raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
     cells: dict[str, Cell] = {}
     for case in cases:
-        told = {**document, **{name: value for name, value in case.items() if name != "eval"}}
+        options = {**document, **{name: value for name, value in case.items() if name != "eval"}}
         measured = {**evaluation, **case.get("eval", {})}
-        _check_evaluation(measured, path)
-        axes = {name: value for name, value in told.items() if isinstance(value, list)}
+        from_flat(Measuring, measured, f"{path}: [eval] ")
+        axes = {name: value for name, value in options.items() if isinstance(value, list)}
         if empty := [name for name, values in axes.items() if not values]:
             raise UsageError(f"{path}: {empty[0]} = []: an axis needs a value")
         for choice in itertools.product(*axes.values()):
             chosen = dict(zip(axes, choice, strict=True))
-            cell = _cell({**told, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
+            cell = _cell({**options, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
             cells.setdefault(json.dumps([cell.options, cell.evaluation], sort_keys=True), cell)
     named = _told_apart(list(cells.values()))
     if len({cell.name for cell in named}) < len(named):
@@ -109,20 +111,20 @@ def read_sweep(path: Path) -> list[Cell]:
 
 
 def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
-    """``cells``, each with a value for everything that any of them varies, options of eval included, but for what its
-    mode ignores: where a file leaves an option out, the default is what was run."""
+    """``cells``, each with a value for every option that any of them varies, including those of eval, except what its
+    mode ignores: where a file omits an option, the default is what was run."""
     axes = list(dict.fromkeys(name for cell in cells for name in cell.varied))
     measures = [
         name
         for name in dict.fromkeys(name for cell in cells for name in cell.evaluation)
         if len({repr(cell.evaluation.get(name)) for cell in cells}) > 1
     ]
-    told = []
+    named = []
     for cell in cells:
-        shown = {name: cell.options.get(name, OPTIONS[name][1]) for name in axes if name not in _ignored(cell.options)}
+        shown = {name: cell.options.get(name, _default(name)) for name in axes if name not in _ignored(cell.options)}
         shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
-        told.append(replace(cell, varied={k: "default" if v is None else v for k, v in shown.items()}))
-    return told
+        named.append(replace(cell, varied={k: "default" if v is None else v for k, v in shown.items()}))
+    return named
 
 
 def _ignored(options: Mapping[str, object]) -> tuple[str, ...]:
@@ -132,131 +134,81 @@ def _ignored(options: Mapping[str, object]) -> tuple[str, ...]:
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:
     ignored = _ignored(options)
     kept = {name: value for name, value in options.items() if name not in ignored}
-    check(kept, f"{path}: ")
+    from_flat(Experiment, kept, f"{path}: ")
     shown = {name: kept[name] for name in varied if name in kept}
     parts = [re.sub(r"[^\w.]+", "_", str(value)).strip("_.") for value in shown.values()]
     return Cell("-".join(parts) or "run", kept, dict(evaluation), shown)
 
 
-def _check_evaluation(options: Mapping[str, object], path: Path) -> None:
-    for name, value in options.items():
-        if name not in EVAL:
-            raise UsageError(f"{path}: [eval] {name}: is no option of eval (there are: {', '.join(EVAL)})")
-        if type(value) is not EVAL[name]:
-            raise UsageError(f"{path}: [eval] {name} = {value!r}: must be a {EVAL[name].__name__}")
+def _default(name: str) -> object:
+    known = declared(Experiment)[name]
+    return None if known.required else known.default
 
 
 def _digest(cell: Cell) -> str:
-    # With the defaults: a result made under other ones is not this cell's.
-    text = json.dumps([check(cell.options), cell.evaluation, VERSION], sort_keys=True)
+    # Includes the defaults: a result made with different ones is not this cell's.
+    text = json.dumps([flat(cell.experiment), cell.evaluation, VERSION], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def sweep(
-    cells: Sequence[Cell],
-    folder: Path,
-    *,
-    bar: Callable[[str, float], Callable[..., None]],
-    tell: Callable[[str], None],
-    warn: Callable[[str], None] = lambda _: None,
-) -> tuple[list[dict[str, object]], dict[str, str]]:
-    """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and of
-    cells that failed the reason.
+    cells: Sequence[Cell], folder: Path, observer: Observer = SILENT
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and the
+    reason for each cell that failed.
 
-    A cell's models go once it is evaluated, unless it says ``keep = true``; its log and result stay. Raises MpuError
-    or UsageError, before anything is run, for options that cannot be.
+    A cell's models are removed once it is evaluated, unless it says ``keep = true``; its log and result stay. Raises
+    MpuError or UsageError, before anything is run, for options that do not work.
     """
     for cell in cells:
-        plan(cell.options)
-        _measure_of(cell)
+        check_options(cell.experiment.unlearning)
+        scheme_of(cell.experiment.disguise)
+        read_dataset(cell.experiment.unlearning)
+        _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RESULTS
-    done = {line["name"]: line for line in read_lines(path)}
+    results = folder / RESULTS
+    done = {str(line["name"]): line for line in read_lines(results)}
     failed: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         if done.get(cell.name, {}).get("digest") == _digest(cell):
             continue
         done.pop(cell.name, None)
-        tell(f"{number} of {len(cells)}: {cell.name}")
-        made = plan(cell.options)
+        observer.note(f"{number} of {len(cells)}: {cell.name}")
+        own, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
         try:
-            outcome = run(
-                made.experiment, made.forget, made.retain, folder / cell.name, bar=bar, tell=lambda _: None,
-                warn=lambda text, name=cell.name: warn(f"{name}: {text}"),
-            )  # fmt: skip
-            metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", bar)
+            outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
+            metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
         except MpuError as error:
             failed[cell.name] = str(error)
             continue
-        line = {
+        done[cell.name] = {
             "name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log),
         }  # fmt: skip
-        done[cell.name] = line
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if not made.experiment.keep:
-            _clear(folder / cell.name, made.experiment)
+        append_line(results, done[cell.name])
+        if not experiment.keep:
+            shutil.rmtree(
+                folder / cell.name / "server" / f"round_{rounds_of(experiment)}" / "model", ignore_errors=True
+            )
     return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
-def _measure_of(cell: Cell) -> tuple[benchmarks.Benchmark, Settings, RetainLog | None]:
-    """What [eval] of a cell asks for. Raises MpuError or UsageError for what cannot be."""
-    given = cell.evaluation
-    log = read_retain_log(Path(given["retain_log"])) if "retain_log" in given else None
-    settings = Settings(
-        metrics=tuple(given.get("metrics", ())), dtype=given.get("dtype"), batch_size=given.get("batch_size", 32),
-        **{name: given.get(name, check(cell.options)[name]) for name in AS_TRAINED},
-    )  # fmt: skip
-    benchmark = benchmark_of(given, cell.options, log)
-    choose(benchmark, settings.metrics, "reference_model" in given)
-    return benchmark, settings, log
+def _benchmark(cell: Cell) -> Benchmark:
+    """What [eval] of a cell names. Raises MpuError or UsageError for what cannot be measured."""
+    options = cell.measuring
+    benchmark = benchmark_of(options, read_retain_log(options.retain_log) if options.retain_log else None)
+    choose(benchmark, options.metrics, options.reference_model is not None)
+    return benchmark
 
 
-def _evaluate(model: Path, cell: Cell, out: Path, bar: Callable[[str, float], Callable[..., None]]) -> dict[str, float]:
-    given = cell.evaluation
-    benchmark, settings, log = _measure_of(cell)
+def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, object]:
     result = evaluate(
-        open_model(str(model)),
-        benchmark,
-        settings,
-        reference=open_model(given["reference_model"]) if "reference_model" in given else None,
-        retain_log=log.path if log else None,
-        out=out,
-        force=True,
-        bar=lambda total: in_parts(bar(f"{cell.name}: eval", 1.0), total),
+        open_model(str(model)), _benchmark(cell), cell.measuring, out=out, force=True, observer=WarningsOnly(observer)
     )
     return {name: form["agg_value"] for name, form in result.forms.items()}
 
 
-def in_parts(advance: Callable[..., None], total: float) -> Callable[..., None]:
-    """What advances a bar that ends at 1, told counts of ``total``."""
-    return lambda count, text="": advance(count / total, text)
-
-
-def benchmark_of(
-    given: Mapping[str, object], options: Mapping[str, object], log: RetainLog | None
-) -> benchmarks.Benchmark:
-    """The benchmark that [eval] names; records and folder are those of the run where it names none."""
-    folder = given.get("data_dir", options.get("data_dir"))
-    data_dir = Path(str(folder)) if folder else None
-    kind = given.get("benchmark", "tofu")
-    if kind == "tofu":
-        return benchmarks.tofu(str(given.get("forget_split", "forget10")), data_dir, log, given.get("holdout_split"))
-    if kind == "muse":
-        return benchmarks.muse(str(given.get("corpus", "news")), data_dir, log)
-    if kind != "qa":
-        raise UsageError(f"[eval] benchmark = {kind!r}: is one of tofu, muse, qa")
-    defaults = {name: f"{name}.jsonl" for name in ("forget", "retain") if Path(f"{name}.jsonl").exists()}
-    names = [given.get(name, options.get(name, defaults.get(name))) for name in ("forget", "retain", "holdout")]
-    return benchmarks.own_records(*benchmarks.read_own(None, *names), log)
-
-
-def _clear(folder: Path, experiment: Experiment) -> None:
-    shutil.rmtree(folder / "server" / f"round_{experiment.all_rounds}" / "model", ignore_errors=True)
-
-
-def _agreement(log: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What the log says of noise and copies, over the rounds: for telling why a result is what it is."""
+def _agreement(log: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """What the log reports about noise and copies over the rounds, to explain why a result is what it is."""
     published = [line for line in log if line["step"] == "publish"]
     joined = [line for line in log if line["step"] == "aggregate"]
     return {
@@ -267,19 +219,3 @@ def _agreement(log: Sequence[Mapping[str, object]]) -> dict[str, object]:
         "noise_survived": max((line["noise_survived"] for line in published), default=None),
         "seconds": round(sum(line["seconds"] for line in log), 3),
     }
-
-
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The whole lines of a results file; none if there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):  # stopped while it wrote
-        text = text[: text.rfind("\n") + 1]
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
-    try:
-        return [json.loads(line) for line in text.splitlines()]
-    except ValueError as error:
-        raise MpuError(f"{path}: is not a file of results of mpu sweep ({error})") from error

@@ -1,8 +1,8 @@
-"""Markdown tables of a sweep: one for each metric, an axis of the grid across, the others down.
+"""Markdown tables of a sweep: one per metric, with one axis of the grid as columns and the others as rows.
 
-Axes that only repeat an experiment, with other noise or another order of the records, are averaged over: a cell is the
-mean of its runs ± half of its 95 % interval (Student's t). Beside the modes stands how far each run is from the clean
-one of the same options and order, without sign.
+Axes that only repeat an experiment, with different noise or a different order of the records, are averaged over: a cell
+is the mean of its runs ± half of its 95 % interval (Student's t). Next to the modes is the absolute distance of each
+run from the clean run with the same options and order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpu_cli.errors import UsageError
 
@@ -18,25 +19,25 @@ FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_round
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95
 
-Line = Mapping[str, object]
+Line = Mapping[str, Any]
 
 
 def pivot(
     lines: Sequence[Line], metrics: Sequence[str], across: str | None = None, over: Sequence[str] | None = None
 ) -> dict[str, list[list[str]]]:
-    """For each metric rows of cells, the first row the head.
+    """For each metric, rows of cells; the first row is the header.
 
     ``across`` is an axis (default: mode, else the last), ``over`` are those to average over (default: those of REPEATS
-    that vary). A mode that ignores an axis (clean and κ, say) has its one result in every row of that axis. Raises
-    UsageError for an axis that there is not.
+    that vary). A mode that ignores an axis (such as clean and κ) has its one result in every row of that axis. Raises
+    UsageError if an axis does not exist.
     """
     varied = list(dict.fromkeys(name for line in lines for name in line if name not in FIXED))
     repeats = [name for name in REPEATS if name in varied and name != across] if over is None else list(over)
     for option, names in (("--over", repeats), ("--across", [across] if across else [])):
         if unknown := set(names) - set(varied):
-            raise UsageError(f"{option} {min(unknown)}: the sweep varies {', '.join(varied) or 'nothing'}")
+            raise UsageError(f"{option} {min(unknown)}: not an axis of the sweep ({', '.join(varied) or 'none'})")
     if across in repeats:
-        raise UsageError(f"--across {across}: is averaged over; leave it out of --over")
+        raise UsageError(f"--across {across}: this axis is averaged over\nleave it out of --over")
     axes = [name for name in varied if name not in repeats]
     if not axes:
         return {name: [["", name], ["run", _text([_value(line, name) for line in lines])]] for name in metrics}
@@ -45,7 +46,7 @@ def pivot(
     heads = list(dict.fromkeys(line[across] for line in lines if across in line))
     compared = [head for head in heads if head != "clean"] if across == "mode" and "clean" in heads else []
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
-    # A place that leaves out an axis is no row of its own where others fill it in.
+    # A place that omits an axis gets no row of its own if others fill it in.
     rows = [place for place in places if not any(_covers(place, other) for other in places)]
     tables = {}
     for metric in metrics:
@@ -61,12 +62,12 @@ def pivot(
 
 
 def _fits(line: Line, where: Mapping[str, object]) -> bool:
-    """Whether ``line`` says nothing else of the options ``where`` than they do."""
+    """Whether ``line`` agrees with ``where`` on every option that it has."""
     return all(name not in line or line[name] == value for name, value in where.items())
 
 
 def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[float]:
-    """How far each of ``lines`` is from its clean run in ``metric``, in per cent."""
+    """How far each of ``lines`` is from its clean run in ``metric``, in percent."""
     distances = []
     for line in lines:
         aims = [other for other in clean if _fits(other, {name: line[name] for name in repeats if name in line})]
@@ -82,12 +83,12 @@ def _value(line: Line, metric: str) -> float | None:
 
 
 def _covers(place: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether ``other`` says all that ``place`` does, and more."""
+    """Whether ``other`` sets everything that ``place`` does, and more."""
     return place != other and all(mine in (None, theirs) for mine, theirs in zip(place, other, strict=True))
 
 
 def _text(values: Sequence[float | None]) -> str:
-    """The mean of ``values`` and, of several, half of its interval."""
+    """The mean of ``values`` and, if there are several, half of its interval."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if not numbers:
         return "–"
@@ -104,6 +105,6 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first row is its head."""
+    """The lines of a table whose first row is its header."""
     head, *rows = [f"| {' | '.join(cells)} |" for cells in table]
     return [head, "|" + "---|" * len(table[0]), *rows]

@@ -1,10 +1,10 @@
-"""How far an aggregate is from the clean update, estimated from how the deltas of its copies differ.
+"""How far an aggregate is from the clean update, estimated from the differences between the deltas of its copies.
 
 Deltas of copies at multiples c_k of one draw are values of Δ(c) = a₀ + a₁c + a₂c² + …, where a_i is of order κ^i, and
-the aggregate of m of them is off by |Π c_k|·‖a_m‖ and more. a₀ … a_{m−1} are the coefficients of the polynomial through
-the deltas. Two numbers come of them: the difference of the aggregate from the one with a copy less, as the embedded
-pairs of Runge–Kutta methods have it (Hairer, Nørsett and Wanner, section II.4), which is of order m−1 and so a guess
-from above, and the next term if the series goes on as it began, ‖a_m‖ ≈ ‖a_{m−1}‖·(‖a_{m−1}‖/‖a₀‖)^{1/(m−1)}.
+the aggregate of m of them is off by |Π c_k|·‖a_m‖ plus higher orders. a₀ … a_{m−1} are the coefficients of the
+polynomial through the deltas. They yield two numbers: the difference from the aggregate with one copy fewer, as in the
+embedded pairs of Runge–Kutta methods (Hairer, Nørsett and Wanner, section II.4), which is of order m−1 and therefore a
+rough upper bound; and the next term if the series continues as it began, ‖a_m‖ ≈ ‖a_{m−1}‖·(‖a_{m−1}‖/‖a₀‖)^{1/(m−1)}.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 
 from mpu_cli.server.noise import ZERO_SUM, Scheme
 
-DIVERGED = 0.25  # estimated error from which on the noise cancels too little to trust the result
-SAFETY = 1.5  # the series falls more slowly than it begins: without this, estimates were 0.25 to 0.75 of true distances
+DIVERGED = 0.25  # estimated error above which too little of the noise cancels to trust the result
+SAFETY = 1.5  # later terms fall off more slowly than the first: without this, estimates were 0.25 to 0.75 of the truth
 
 
 @dataclass(frozen=True)
 class ErrorEstimate:
-    """Distances from the clean update, relative to the aggregate's norm; NaN where nothing was unlearned.
+    """Distances from the clean update, relative to the aggregate's norm; NaN if nothing was unlearned.
 
-    ``relative``: the estimate; ``one_order_lower``: the difference from the result of one order less, a guess from
-    above (for two copies at 1 and −1 half of how much they differ); ``signal_to_noise``: ‖Δ̄‖² over
-    Σ w_k²‖T_k⁻¹(Δ_k) − Δ̄‖², what would be left of the copies' differences if they were independent;
+    ``relative``: the estimate; ``one_order_lower``: the difference from the result of one order less, a rough upper
+    bound (for two copies at 1 and −1, half their difference); ``signal_to_noise``: ‖Δ̄‖² over
+    Σ w_k²‖T_k⁻¹(Δ_k) − Δ̄‖², what would remain of the copies' differences if they were independent;
     ``variance_factor``: Σ w_k².
     """
 
@@ -37,17 +37,17 @@ class ErrorEstimate:
 
     @property
     def warning(self) -> str | None:
-        """What to say where the copies went too far apart."""
+        """The warning to show if the copies diverged too far, else None."""
         if not self.relative > DIVERGED:
             return None
         return (
-            f"the copies went so far apart that the noise hardly cancels (estimated error {self.relative:.0%} of the "
-            "update); publish with a smaller --kappa or more --copies, or train for fewer steps in a round"
+            f"the copies diverged so far that the noise hardly cancels (estimated error {self.relative:.0%} of the "
+            "update); publish with a smaller --kappa or more --copies, or train for fewer steps per round"
         )
 
 
 def error_estimate(scheme: Scheme, gram: torch.Tensor) -> ErrorEstimate:
-    """The estimate from the inner products of the undone deltas, float64 (m, m)."""
+    """The estimate from the inner products of the inverted deltas, float64 (m, m)."""
     weights, m = scheme.weights, scheme.copies
     whole = _norm(weights, gram)
     apart = [_norm(weights - torch.eye(m, dtype=torch.float64)[k], gram) for k in range(m)]
@@ -56,7 +56,7 @@ def error_estimate(scheme: Scheme, gram: torch.Tensor) -> ErrorEstimate:
     if m == 1 or not (math.isfinite(whole) and whole > 0):
         return ErrorEstimate(math.nan, math.nan, signal_to_noise, scheme.variance_factor)
     if scheme.kind == ZERO_SUM:
-        # What one unit of noise changes; for two copies exactly ‖a₁‖.
+        # The change per unit of noise; for two copies exactly ‖a₁‖.
         slope = math.sqrt(math.fsum(d * d for d in apart) / math.fsum(s * s for s in scheme.scales))
         lower = slope * min(scheme.scales)
         relative = SAFETY * scheme.remainder * (slope / whole) ** 2

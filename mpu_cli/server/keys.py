@@ -1,11 +1,11 @@
-"""The key file: what undoes a publication, sealed with age (age-encryption.org/v1)."""
+"""The key file: everything needed to undo a publication, sealed with age (age-encryption.org/v1)."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import pyrage
 
 from mpu_cli.architectures.family import SETS
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.sealing import AGE_HEADER
+from mpu_cli.models.source import Model, open_model
+from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
 from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
 
 FORMAT, VERSION = "mpu-keys", 2
@@ -22,7 +23,7 @@ MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which model was published: where it was, its fingerprint, and the config that describes it."""
+    """Which model was published: its location, its fingerprint, and the config that describes it."""
 
     path: str
     config: str
@@ -31,7 +32,7 @@ class BaseIdentity:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Noise for (ε, δ): σ before α of each copy's own noise, and that of the noise that all copies share."""
+    """Noise for (ε, δ): σ of each copy's own noise, before its factor α, and σ of the noise all copies share."""
 
     epsilon: float
     delta: float
@@ -54,13 +55,13 @@ class Keys:
     noise: Scheme
     kappa: float
     symmetries: str
-    sigma: dict[str, float]  # block → σ_ℓ, before the factor of a copy
+    sigma: dict[str, float]  # block → σ_ℓ, before the copy's factor
     copy_ids: tuple[str, ...]
     base: BaseIdentity
     reference: str | None
     shared_kappa: float = 0.0
-    shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise that all copies share
-    calibration: Calibration | None = None  # then κ is 0, and σ the same in every block
+    shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise all copies share
+    calibration: Calibration | None = None  # if set, κ is 0 and σ is the same in every block
 
     @property
     def copies(self) -> int:
@@ -68,11 +69,41 @@ class Keys:
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
-    """The key file's bytes: for ``recipients``, or for whoever knows ``passphrase``."""
+    """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
     document = json.dumps({"format": FORMAT, "version": VERSION, **asdict(keys)}).encode()
     if passphrase is not None:
         return pyrage.passphrase.encrypt(document, passphrase)
     return pyrage.encrypt(document, list(recipients))
+
+
+def sealer(
+    *,
+    recipients: Sequence[str] = (),
+    passphrase: str | None = None,
+    identity: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Callable[[Keys], bytes]:
+    """What seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
+
+    Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
+    for a recipient or an identity that cannot be used.
+    """
+    if recipients:
+        parsed = parse_recipients(recipients)
+        return lambda keys: seal(keys, parsed)
+    if passphrase is not None:
+        return lambda keys: seal(keys, passphrase=passphrase)
+    path = identity or default_identity_path()
+    if identity is not None or path.exists():
+        own = [known.to_public() for known in read_identities(path)]
+        return lambda keys: seal(keys, own)
+
+    def with_new_identity(keys: Keys) -> bytes:
+        recipient = make_identity(path)
+        note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
+        return seal(keys, parse_recipients([recipient]))
+
+    return with_new_identity
 
 
 def needs_passphrase(path: Path) -> bool:
@@ -81,7 +112,7 @@ def needs_passphrase(path: Path) -> bool:
 
 
 def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passphrase: str | None = None) -> Keys:
-    """Open a key file. Raises MpuError for a wrong identity or passphrase, damage, or a newer version."""
+    """Open a key file. Raises MpuError if it is damaged, newer, or sealed for another identity or passphrase."""
     sealed = _read(path)
     try:
         if passphrase is not None:
@@ -92,11 +123,11 @@ def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passph
         reason = str(error).lower()
         if "no matching keys" in reason:
             raise MpuError(
-                f"{path}: sealed for another identity (or damaged); name the right one with --identity"
+                f"{path}: sealed for another identity (or damaged)\nspecify the right one with --identity"
             ) from error
         if passphrase is not None and "decryption failed" in reason:
             raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
-        raise MpuError(f"{path}: the key file is damaged ({error}); restore it from a backup") from error
+        raise MpuError(f"{path}: key file is damaged ({error})\nrestore it from a backup") from error
     return _parse(document, path)
 
 
@@ -106,9 +137,9 @@ def _read(path: Path) -> bytes:
             raise MpuError(f"{path}: too large for a key file")
         sealed = path.read_bytes()
     except OSError as error:
-        raise MpuError(f"{path}: the key file cannot be read: {error.strerror}") from error
+        raise MpuError(f"{path}: cannot read key file: {error.strerror}") from error
     if not sealed.startswith(AGE_HEADER):
-        raise MpuError(f"{path}: is not a key file of mpu (no age header)")
+        raise MpuError(f"{path}: not an mpu key file (no age header)")
     return sealed
 
 
@@ -116,33 +147,33 @@ def _parse(document: bytes, path: Path) -> Keys:
     try:
         table = json.loads(document)
     except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: opened, but it holds no mpu keys") from error
+        raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
-        raise MpuError(f"{path}: opened, but it holds no mpu keys")
+        raise MpuError(f"{path}: decrypted, but contains no mpu keys")
     version = table.pop("version", None)
     if version not in (1, VERSION):
         raise MpuError(
-            f"{path}: made by another mpu (keys version {version}, this one reads 1 to {VERSION}); update mpu"
+            f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})\nupdate mpu"
         )
     try:
-        if version == 1:  # knew zero-sum noise only
+        if version == 1:  # version 1 had only zero-sum noise
             table["noise"] = {"kind": ZERO_SUM, "factors": table.pop("alphas")}
-        told = table.get("calibration")
-        calibration = Calibration(**told) if told is not None else None
+        fields = table.get("calibration")
+        calibration = Calibration(**fields) if fields is not None else None
         noise = Scheme(**table["noise"])
         keys = Keys(**{**table, "noise": noise, "base": BaseIdentity(**table["base"]), "calibration": calibration})
         sound = _sound(keys)
     except (KeyError, TypeError, OverflowError, UsageError) as error:
-        raise MpuError(f"{path}: opened, but its keys are not whole") from error
+        raise MpuError(f"{path}: key data is incomplete or invalid") from error
     if not sound:
-        raise MpuError(f"{path}: opened, but its keys are not whole")
+        raise MpuError(f"{path}: key data is incomplete or invalid")
     noise = Scheme(keys.noise.kind, tuple(keys.noise.factors))
     return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids))
 
 
 def _sound(keys: Keys) -> bool:
-    """Whether every entry is of its kind: who seals a key file need not be who opens it. Raises UsageError for factors
-    of the noise that make no scheme."""
+    """Whether every entry is valid: a key file may have been sealed by someone else. Raises UsageError if the noise
+    factors do not form a scheme."""
     texts = (keys.run, keys.seed, keys.symmetries, keys.base.path, keys.base.config, keys.base.fingerprint)
     if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
         return False
@@ -157,9 +188,16 @@ def _sound(keys: Keys) -> bool:
         return False
     (check_nodes if keys.noise.kind == EXTRAPOLATE else check_alphas)(factors, len(factors))
     numbers = [keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
-    if told := keys.calibration:
-        numbers += [told.epsilon, told.delta, told.sensitivity, told.rounds, told.sigma, told.shared_sigma]
-        if not isinstance(told.adversary, str) or not isinstance(told.bound, str):
+    if calibration := keys.calibration:
+        numbers += [
+            calibration.epsilon,
+            calibration.delta,
+            calibration.sensitivity,
+            calibration.rounds,
+            calibration.sigma,
+            calibration.shared_sigma,
+        ]
+        if not isinstance(calibration.adversary, str) or not isinstance(calibration.bound, str):
             return False
     return (
         all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
@@ -168,3 +206,13 @@ def _sound(keys: Keys) -> bool:
         and type(keys.round) is int
         and re.fullmatch("[0-9a-f]{64}", keys.seed) is not None
     )
+
+
+def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
+    """The published model: ``source`` if given, otherwise from the location recorded in the keys."""
+    if source is not None:
+        return open_model(source, config)
+    try:
+        return open_model(keys.base.path, config or Path(keys.base.config))
+    except MpuError as error:
+        raise MpuError(f"cannot open the published base ({error})\nspecify its location with --base") from error

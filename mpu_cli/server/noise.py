@@ -1,11 +1,11 @@
-"""Noise for the copies of one publication, and how their deltas are put together so that it cancels.
+"""Noise for the copies of one publication, and how their deltas are combined so that it cancels.
 
 *Zero-sum* (paper section 3, appendix A.1): ε⁰ = √(m/(m−1))·Hᵀg with H the (m−1)×m Helmert matrix, whose rows are
 orthonormal and orthogonal to 1, and g of m−1 independent N(0, σ²): then Σ_k ε⁰_k = 0, every ε⁰_k is N(0, σ²), and the
 covariance between copies is −σ²/(m−1). Copy k gets ε_k = α_k ε⁰_k. Weights w_k ∝ 1/α_k cancel the first order.
 
 *Extrapolate*: copy k gets c_k z, multiples of one draw z ~ N(0, σ²). The deltas are then values of one function of c,
-and w_k = Π_{j≠k} c_j/(c_j − c_k) reads the polynomial through them at c = 0, where there is no noise: Σ w_k = 1 and
+and w_k = Π_{j≠k} c_j/(c_j − c_k) evaluates the polynomial through them at c = 0, where there is no noise: Σ w_k = 1 and
 Σ w_k c_k^i = 0 for i = 1 … m−1, so all orders below m cancel. Two copies at (α₁, −α₂) are the zero-sum scheme.
 """
 
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 import torch
 
 from mpu_cli.errors import UsageError
+from mpu_cli.options.publishing import Copies
 from mpu_cli.server.randomness import Randomness, standard_normals
 
 EXTRAPOLATE, ZERO_SUM = "extrapolate", "zero-sum"
 SCHEMES = (EXTRAPOLATE, ZERO_SUM)
 RANDOM = "random"
-SPREAD = 0.5  # between neighbouring nodes on a side: see default_nodes
+SPREAD = 0.5  # distance between neighbouring nodes on one side: see default_nodes
 DEFAULT_COPIES, MOST_COPIES = 3, 100
-MOST_WEIGHT = 1e6  # Σ|w_k| from which on float32 deltas would lose every digit
+MOST_WEIGHT = 1e6  # Σ|w_k| at which float32 deltas would lose every digit
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How much of which draw of noise each copy gets: ``kind``, one of SCHEMES, and α_k or c_k as ``factors``."""
+    """How noise is assigned to the copies: ``kind``, one of SCHEMES, and α_k or c_k as ``factors``."""
 
     kind: str
     factors: tuple[float, ...]
@@ -46,13 +47,13 @@ class Scheme:
 
     @property
     def mixing(self) -> torch.Tensor:
-        """From independent N(0, σ²) to the noise of the copies: float64 (copies, draws)."""
+        """The matrix from independent N(0, σ²) to the noise of the copies: float64 (copies, draws)."""
         factors = torch.tensor(self.factors, dtype=torch.float64)[:, None]
         return factors if self.kind == EXTRAPOLATE else factors * mixing_matrix(self.copies)
 
     @property
     def weights(self) -> torch.Tensor:
-        """w_k, which add up to 1: float64 (copies,)."""
+        """w_k, which sum to 1: float64 (copies,)."""
         if self.kind == ZERO_SUM:
             inverse = 1 / torch.tensor(self.factors, dtype=torch.float64)
             return inverse / inverse.sum()
@@ -62,38 +63,38 @@ class Scheme:
 
     @property
     def order(self) -> int:
-        """The lowest power of the noise that the weights leave."""
+        """The lowest order of the noise that the weights do not cancel."""
         return self.copies if self.kind == EXTRAPOLATE else 2
 
     @property
     def remainder(self) -> float:
-        """|Σ w_k ε_k^order| for noise of scale 1: |Π c_k|, or Σα_k / Σα_k⁻¹ of zero-sum noise."""
+        """|Σ w_k ε_k^order| for noise of scale 1: |Π c_k|, or Σα_k / Σα_k⁻¹ for zero-sum noise."""
         if self.kind == EXTRAPOLATE:
             return math.prod(self.scales)
         return math.fsum(self.factors) / math.fsum(1 / alpha for alpha in self.factors)
 
     @property
     def variance_factor(self) -> float:
-        """Σ w_k²: the variance of what differs between the copies by chance, relative to that of one copy."""
+        """Σ w_k²: the variance left of random differences between the copies, relative to that of one copy."""
         return float(self.weights.square().sum())
 
 
 def default_scheme(copies: int = DEFAULT_COPIES) -> Scheme:
-    """What ``publish`` does where nothing else is asked for."""
+    """The scheme that ``publish`` uses by default."""
     return Scheme(EXTRAPOLATE, default_nodes(copies))
 
 
 def default_nodes(copies: int) -> tuple[float, ...]:
     """1, −1, 1.5, −1.5, 2, …: on both sides of 0, as near to it as noise of at least σ in each copy allows.
 
-    What remains is |Π c_k|·κ^m, so near nodes are good; nodes that lie together make large weights, and these amplify
-    all that differs between copies for other reasons than the noise. On both sides the weights are smaller than on one.
+    The remainder is |Π c_k|·κ^m, so nodes near 0 are good; but nodes near each other give large weights, which amplify
+    every difference between copies that is not due to the noise. Nodes on both sides give smaller weights than on one.
     """
     return tuple((1 + SPREAD * (k // 2)) * (-1) ** k for k in range(copies))
 
 
 def default_alphas(copies: int) -> tuple[float, ...]:
-    """α_k = 1 + (k−1)/(m−1), from 1 to 2 (the paper's); of one copy alone 1."""
+    """α_k = 1 + (k−1)/(m−1), from 1 to 2 (as in the paper); 1 for a single copy."""
     return tuple(1 + k / max(1, copies - 1) for k in range(copies))
 
 
@@ -103,60 +104,55 @@ def default_factors(kind: str, copies: int) -> tuple[float, ...]:
 
 
 def random_alphas(randomness: Randomness, round_: int, copies: int) -> tuple[float, ...]:
-    """α_k uniform in [1, 2), drawn from the seed: who does not know them has to estimate them."""
+    """α_k uniform in [1, 2), drawn from the seed: whoever does not know them must estimate them."""
     return tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist())
 
 
-def choose_scheme(
-    kind: str | None,
-    alphas: str | None,
-    nodes: str | None,
-    copies: int | None,
-    secret: tuple[Randomness, int] | None = None,
-) -> Scheme:
-    """The scheme that --noise, --alphas, --nodes and --copies ask for (None: not given).
+def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> Scheme:
+    """The scheme that --noise, --alphas, --nodes and --copies ask for.
 
-    Without ``copies`` there are as many as factors, or DEFAULT_COPIES. ``secret``: what random α are drawn from, and
-    the round. Raises UsageError for numbers that make no scheme.
+    Without --copies there are as many as factors, or DEFAULT_COPIES. ``secret``: what random α are drawn from, and the
+    round. Raises UsageError for numbers that do not make a scheme.
     """
+    kind, alphas, nodes, copies = options.noise, options.alphas, options.nodes, options.copies
     given = nodes if alphas is None else alphas
     if copies is None:
         copies = DEFAULT_COPIES if given in (None, RANDOM) else given.count(",") + 1
     if copies < 2:
-        raise UsageError(f"--copies {copies}: at least 2 are needed, or the noise cannot cancel")
+        raise UsageError(f"--copies {copies}: must be at least 2, or the noise cannot cancel")
     if copies > MOST_COPIES:
-        raise UsageError(f"--copies {copies}: at most {MOST_COPIES}")
+        raise UsageError(f"--copies {copies}: must be at most {MOST_COPIES}")
     if alphas == RANDOM and nodes is None and kind != EXTRAPOLATE:
         if secret is None:
-            raise UsageError("--alphas random: only a publication draws them; give numbers here")
+            raise UsageError("--alphas random: drawn only when publishing\ngive numbers here")
         return Scheme(ZERO_SUM, random_alphas(*secret, copies))
     if given is not None:
         return given_factors(kind, alphas, nodes, copies)
-    kind = kind or EXTRAPOLATE
-    factors = default_factors(kind, copies)
-    return Scheme(kind, check_nodes(factors, copies) if kind == EXTRAPOLATE else factors)
+    chosen = kind or EXTRAPOLATE
+    factors = default_factors(chosen, copies)
+    return Scheme(chosen, check_nodes(factors, copies) if chosen == EXTRAPOLATE else factors)
 
 
 def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copies: int) -> Scheme:
-    """The scheme of the numbers in ``alphas`` or ``nodes``; UsageError for numbers that make none."""
+    """The scheme with the factors in ``alphas`` or ``nodes``. Raises UsageError if they do not form one."""
     if alphas is not None and (kind == EXTRAPOLATE or nodes is not None):
-        raise UsageError("--alphas goes with --noise zero-sum; the factors of --noise extrapolate are --nodes")
+        raise UsageError("--alphas is only for --noise zero-sum\nuse --nodes with --noise extrapolate")
     if nodes is not None and kind == ZERO_SUM:
-        raise UsageError("--nodes goes with --noise extrapolate; the factors of --noise zero-sum are --alphas")
+        raise UsageError("--nodes is only for --noise extrapolate\nuse --alphas with --noise zero-sum")
     if alphas is not None:
         return Scheme(ZERO_SUM, check_alphas(_numbers(alphas, "--alphas"), copies))
-    return Scheme(EXTRAPOLATE, check_nodes(_numbers(nodes, "--nodes"), copies))
+    return Scheme(EXTRAPOLATE, check_nodes(_numbers(nodes or "", "--nodes"), copies))
 
 
 def _numbers(text: str, option: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"{option} {text!r}: must be numbers with commas between them, such as 1,-1") from error
+        raise UsageError(f"{option} {text!r}: must be comma-separated numbers, such as 1,-1") from error
 
 
 def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
-    """``alphas`` as a tuple; UsageError unless there is one positive, finite number for each copy."""
+    """``alphas`` as a tuple. Raises UsageError unless there is one positive, finite number per copy."""
     _count("--alphas", alphas, copies)
     for alpha in alphas:
         if not (math.isfinite(alpha) and alpha > 0 and math.isfinite(1 / alpha)):
@@ -165,30 +161,30 @@ def check_alphas(alphas: Sequence[float], copies: int) -> tuple[float, ...]:
 
 
 def check_nodes(nodes: Sequence[float], copies: int) -> tuple[float, ...]:
-    """``nodes`` as a tuple; UsageError unless there is one finite number for each copy, none 0 and no two too close."""
+    """``nodes`` as a tuple. Raises UsageError unless there is one finite number per copy, none 0, no two too close."""
     _count("--nodes", nodes, copies)
     for node in nodes:
         if not math.isfinite(node) or node == 0:
             raise UsageError(
-                f"--nodes: {node} is not a finite number other than 0; that copy would carry no usable noise"
+                f"--nodes: {node} is not a finite, nonzero number, so that copy would have no usable noise"
             )
     if len(set(nodes)) < len(nodes):
-        raise UsageError("--nodes: two copies at the same node hold the same noise, which then does not cancel")
+        raise UsageError("--nodes: two copies at the same node have the same noise, which does not cancel")
     scheme = Scheme(EXTRAPOLATE, tuple(map(float, nodes)))
     if not float(scheme.weights.abs().sum()) < MOST_WEIGHT:
-        raise UsageError("--nodes: lie so close together that the weights amplify rounding beyond use; spread them")
+        raise UsageError("--nodes: so close together that the weights amplify rounding beyond use\nspread them out")
     return scheme.factors
 
 
 def _count(option: str, numbers: Sequence[float], copies: int) -> None:
     if len(numbers) != copies:
-        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies; give one for each copy")
+        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies\ngive one for each copy")
 
 
 def mixing_matrix(copies: int) -> torch.Tensor:
-    """√(m/(m−1))·Hᵀ, float64 (m, m−1): from independent draws to zero-sum noise.
+    """√(m/(m−1))·Hᵀ, float64 (m, m−1): maps independent draws to zero-sum noise.
 
-    One copy alone, the baseline without protection of `mpu run --mode noised`, has one draw of its own: (1, 1).
+    A single copy, the unprotected baseline `mpu run --mode noised`, has one draw of its own: (1, 1).
     """
     if copies == 1:
         return torch.ones(1, 1, dtype=torch.float64)
@@ -200,9 +196,9 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 
 
 class Noise:
-    """The noise of the copies ``only`` (counted from 1; None for all) of a publication, for any slice of a tensor.
+    """A publication's noise for the copies ``only`` (counted from 1; None for all), for any slice of a tensor.
 
-    ``double``: drawn in float64, for calibrated noise.
+    ``double``: draw in float64, for calibrated noise.
     """
 
     def __init__(
@@ -220,8 +216,8 @@ class Noise:
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
         self._double = double
 
-    def keys(self, tensor: str, sigma: float, shared_sigma: float = 0.0) -> list[bytes]:
-        """The keys of the streams that make one tensor's noise of these scales: one a draw, one for shared noise."""
+    def subkeys(self, tensor: str, sigma: float, shared_sigma: float = 0.0) -> list[bytes]:
+        """The stream keys for one tensor's noise of these scales: one per draw, and one for shared noise."""
         purposes: list[tuple[str | int, ...]] = []
         if sigma:
             purposes += [("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
@@ -238,16 +234,16 @@ class Noise:
     ) -> list[torch.Tensor]:
         """ε_k of each copy, flat, from the ``draws`` for a tensor whose block has scale ``sigma``; added to ``onto``.
 
-        Noise of scale ``shared_sigma`` is the same in every copy. The scales are those that the keys were made for.
+        Noise of scale ``shared_sigma`` is the same in every copy. The scales must be those the keys were made for.
         """
         first, *others = draws
         table = self._weights * sigma if sigma else self._weights[:, :0]
         if shared_sigma:
             table = torch.cat([table, torch.full((len(table), 1), shared_sigma, dtype=table.dtype)], 1)
         noisy = []
-        for weights in table.to(first.dtype).tolist():  # rounded first, as what overflows is no error but infinite
-            made = first * weights[0] if onto is None else torch.add(onto, first, alpha=weights[0])
+        for weights in table.to(first.dtype).tolist():  # cast first, so that overflow becomes inf instead of raising
+            noise = first * weights[0] if onto is None else torch.add(onto, first, alpha=weights[0])
             for draw, weight in zip(others, weights[1:], strict=True):
-                made.add_(draw, alpha=weight)
-            noisy.append(made)
+                noise.add_(draw, alpha=weight)
+            noisy.append(noise)
         return noisy

@@ -1,4 +1,4 @@
-"""Where the time of a publication goes: seconds of work by what was done, over all threads."""
+"""Where a publication spends its time: seconds of work by step, summed over all threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Profile:
-    """Adds up laps; ``begin()`` gives a clock of one thread's piece of work, whose calls each end a lap."""
+    """Adds up laps; ``begin()`` returns a clock for one thread's piece of work, and each call of it ends a lap."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -28,5 +28,5 @@ class Profile:
 
 
 def no_clock() -> Callable[[str], None]:
-    """A clock that counts nothing, for when nobody asks."""
+    """A clock that records nothing, for when no profile is wanted."""
     return lambda _: None

@@ -1,6 +1,6 @@
-"""All secret randomness, from one master seed: HKDF to a key for each purpose, AES-256 in counter mode from there.
+"""All secret randomness, from one master seed: HKDF derives a key per purpose, AES-256 in counter mode expands it.
 
-A stream is seekable and the same on every machine. Keys: RFC 5869 (HKDF-SHA256); stream: NIST SP 800-38A (CTR).
+Streams are seekable and the same on every machine. Keys: RFC 5869 (HKDF-SHA256); stream: NIST SP 800-38A (CTR).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SEED_BYTES = 32
-CELL = 1024  # normals made together; part of the definition of the noise
-DOUBLE_REACH = math.sqrt(2 * 63 * math.log(2))  # the largest normal made from words of 64 bits
+CELL = 1024  # normals generated together; part of the definition of the noise
+DOUBLE_REACH = math.sqrt(2 * 63 * math.log(2))  # the largest normal that 64-bit words can give
 
 _BLOCK = 16  # bytes of an AES block
-_ZEROS = memoryview(bytes(1 << 19))  # what is encrypted, piece by piece, to have the keystream itself
+_ZEROS = memoryview(bytes(1 << 19))  # encrypted piece by piece to get the keystream itself
 
 
 def new_seed() -> bytes:
@@ -29,7 +29,7 @@ def new_seed() -> bytes:
 
 
 def seed_from_number(number: int) -> bytes:
-    """A master seed for experiments that must be repeatable. It is as secret as the number, that is: not at all."""
+    """A master seed for repeatable experiments. It is only as secret as the number, that is, not at all."""
     return _hkdf(number.to_bytes(32, "little"), "mpu seed from number")
 
 
@@ -38,14 +38,14 @@ def _hkdf(key: bytes, info: str) -> bytes:
 
 
 class Stream:
-    """The keystream of one purpose. Each draw goes on where the one before ended."""
+    """The keystream of one purpose. Each draw continues where the previous one ended."""
 
     def __init__(self, key: bytes):
         self._key = key
         self._used = 0  # blocks
 
     def permutation(self, n: int) -> torch.Tensor:
-        # Sorting random 64-bit keys: ties, the only bias, have a chance of n²/2⁶⁵.
+        # Sort random 64-bit keys: ties, the only bias, have probability n²/2⁶⁵.
         return torch.from_numpy(np.argsort(self._words(n), kind="stable"))
 
     def uniform(self, n: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
     """``nbytes`` of the AES-256-CTR keystream from byte ``offset``, a multiple of 16."""
     counter = (offset // _BLOCK).to_bytes(_BLOCK, "big")
     encryptor = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor()
-    out = memoryview(np.empty(nbytes + _BLOCK - 1, np.uint8))
+    out = memoryview(np.empty(nbytes + _BLOCK - 1, np.uint8).data)
     for start in range(0, nbytes, len(_ZEROS)):
         stop = min(start + len(_ZEROS), nbytes)
         encryptor.update_into(_ZEROS[: stop - start], out[start : stop + _BLOCK - 1])
@@ -90,10 +90,10 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
 def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False) -> torch.Tensor:
     """Elements ``start … stop`` (at least one) of an endless sequence of independent N(0, 1), fixed by ``key``.
 
-    Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and these
-    the elements i and i + 512. Any slice is found by seeking. float32 from words of 32 bits, whose radii reach 6.6,
-    or (another sequence) float64 from words of 64, whose radii reach ``DOUBLE_REACH``. The words are the same on every
-    machine, the numbers made from them up to the last bits, in which mathematical libraries differ.
+    Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and together
+    they give elements i and i + 512. Any slice can be found by seeking. float32 uses 32-bit words, with radii up to
+    6.6; float64, a different sequence, uses 64-bit words, with radii up to ``DOUBLE_REACH``. The words are the same on
+    every machine; the numbers may differ in their last bits, because math libraries do.
     """
     # numpy, because its logarithm, sine and cosine take a third of the time of torch's on a CPU.
     word, real = (np.int64, np.float64) if double else (np.int32, np.float32)

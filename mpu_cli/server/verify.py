@@ -1,4 +1,4 @@
-"""Proving a publication right: undo a copy and compare it with base plus noise, in weights and in logits."""
+"""Verifying a publication: undo a copy and compare it with base plus noise, in weights and in logits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.noise import Noise
-from mpu_cli.server.publish import make_transform
+from mpu_cli.server.publication import make_transform
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 TOKENS = (2, 64)  # batch and length of the random tokens on which logits are compared
 SAME_FUNCTION = 1e-4  # of the largest logit, in float32
-# Another processor may round the noise the other way in its last bit, and then now and then the weight too.
+# Another processor may round the last bit of the noise differently, which occasionally changes the weight too.
 OTHERWISE_ROUNDED = 0.01  # share of weights
 
 
@@ -31,8 +32,8 @@ class BlockCheck:
     """One block of a copy.
 
     Undone: ``survived``, RMS of T⁻¹(copy) − base; ``difference``, the largest |T⁻¹(copy) − (base + noise)|.
-    Made again from the keys and compared with what is stored: ``changed``, share of weights that differ; ``rounding``,
-    whether all of these differ by no more than rounding.
+    Regenerated from the keys and compared with the stored copy: ``changed``, share of weights that differ;
+    ``rounding``, whether all of these differ by no more than rounding.
     """
 
     block: str
@@ -49,10 +50,10 @@ class BlockCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """A copy compared with base plus noise. Differences of logits are relative to the largest, None if not asked for.
+    """A copy compared with base plus noise. Logit differences are relative to the largest logit, None if not requested.
 
-    ``function``: of T(base + noise) before it was stored, which shows that T changes no function; ``logits``: of the
-    copy as it is stored.
+    ``function``: for T(base + noise) before storage, which shows that T preserves the function; ``logits``: for the
+    copy as stored.
     """
 
     copy: int
@@ -65,21 +66,21 @@ class Verification:
         return all(block.ok for block in self.blocks) and (self.function is None or self.function <= SAME_FUNCTION)
 
 
-def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Callable[[int], None]) -> Verification:
+def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observer: Observer = SILENT) -> Verification:
     """Compare one copy with what the keys say it is.
 
-    Raises MpuError if it is no copy of this publication. A copy that is not what it should be is reported, not raised.
+    Raises MpuError if it is not a copy of this publication. A copy with wrong contents is reported, not raised.
     """
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
     if manifest is None:
-        raise MpuError(f"{copy.source}: is no copy of mpu (no mpu.json that says so)")
+        raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
-        raise MpuError(f"{copy.source}: is a copy of another publication than these keys")
+        raise MpuError(f"{copy.source}: belongs to another publication\nuse the keys of that publication")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
         t.name for t in layout_of(copy.checkpoint.tensors, copy.config, copy.source).parameters
     ]:
-        raise MpuError(f"{copy.source}: has other tensors than {base.source}")
+        raise MpuError(f"{copy.source}: tensors differ from {base.source}")
     randomness = Randomness(bytes.fromhex(keys.seed))
     again = _Again(
         base.checkpoint,
@@ -89,18 +90,19 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool, progress: Call
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
     )
+    observer.stage("verify", base.checkpoint.nbytes)
     blocks = []
     for block, tensors in layout.blocks.items():
         if not tensors[0].constant:
             blocks.append(again.block(block, tensors))
-        progress(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
+        observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
     function, stored = _logits_differences(base, copy, layout, again) if logits else (None, None)
     return Verification(manifest.copy, blocks, function, stored)
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Some rows of one tensor: base, noise and stored copy, the latter as stored and as undone, and made again."""
+    """Some rows of one tensor: base, noise, and the copy as stored, regenerated and undone."""
 
     start: int
     base: torch.Tensor
@@ -112,7 +114,7 @@ class _Slice:
 
 @dataclass
 class _Again:
-    """One copy, made again from the base and the keys, slice by slice."""
+    """One copy, regenerated from the base and the keys, slice by slice."""
 
     base: Checkpoint
     copy: Checkpoint
@@ -124,19 +126,19 @@ class _Again:
     def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
         clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(tensor.name))
         if clean.shape != published.shape:
-            raise MpuError(f"{self.copy.path}: {tensor.name!r} has another shape than in the base")
-        # publish computed in it
+            raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
+        # the dtype that publish computed in
         dtype = torch.float64 if self.keys.calibration else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
-        keys = self.noise.keys(tensor.name, sigma, shared)
+        subkeys = self.noise.subkeys(tensor.name, sigma, shared)
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
             weights = clean[start:stop].to(dtype)
             noise, noisy = torch.zeros_like(weights), weights
-            if keys:
-                draws = self.noise.draws(keys, start * columns, stop * columns, dtype)
+            if subkeys:
+                draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
                 [noise], [noisy] = (self.noise.of_copies(draws, sigma, shared, to) for to in (None, weights.view(-1)))
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
@@ -165,7 +167,7 @@ class _Again:
 
 
 def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again) -> tuple[float, float]:
-    """Largest difference of logits on random tokens from base plus noise: of T(base + noise), and of the copy."""
+    """Largest logit differences from base plus noise on random tokens: of T(base + noise), and of the copy."""
     length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
@@ -183,9 +185,13 @@ def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again)
     def stored(tensor: TensorLayout) -> torch.Tensor:
         return copy.checkpoint.tensor(tensor.name).float()
 
-    expected, function, found = (_logits(base, layout, weights, tokens) for weights in (noisy, transformed, stored))
+    expected = _logits(base, layout, noisy, tokens)
     largest = float(expected.abs().max())
-    return tuple(float((other - expected).abs().max()) / largest for other in (function, found))
+
+    def apart(weights: Callable[[TensorLayout], torch.Tensor]) -> float:
+        return float((_logits(base, layout, weights, tokens) - expected).abs().max()) / largest
+
+    return apart(transformed), apart(stored)
 
 
 def _logits(

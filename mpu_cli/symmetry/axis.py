@@ -1,4 +1,4 @@
-"""What a transform does to one axis of a tensor: turn heads or change signs, then put the coordinates in order."""
+"""What a transform does to one axis of a tensor: rotate heads or flip signs, then reorder the coordinates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class AxisMap:
     """The orthogonal map y[i] = (R x)[order[i]] on an axis of n coordinates.
 
     ``order``: permutation, int64 (n,). R is the identity, or ``rotation``: float64 (n/d, d, d), the orthogonal matrix
-    of each head of d consecutive coordinates, or ``signs``: float32 (n,) of ±1, which round nothing in any dtype.
-    ``order`` moves heads whole wherever there is a rotation.
+    of each head of d consecutive coordinates, or ``signs``: float32 (n,) of ±1, which are exact in every dtype.
+    If there is a rotation, ``order`` moves only whole heads.
     """
 
     order: torch.Tensor
@@ -26,12 +26,12 @@ class AxisMap:
 
     @property
     def unit(self) -> int:
-        """Coordinates that belong together: a slice of rows must begin and end at a multiple of it."""
+        """How many coordinates belong together: a slice of rows must begin and end at a multiple of this."""
         return 1 if self.rotation is None else self.rotation.shape[-1]
 
     @property
     def turns(self) -> bool:
-        """Whether R is more than the identity."""
+        """Whether R differs from the identity."""
         return self.rotation is not None or self.signs is not None
 
     @property
@@ -43,7 +43,7 @@ class AxisMap:
 
 
 def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = False) -> torch.Tensor:
-    """R x (or Rᵀ x) on the rows ``start …`` of a matrix, given as x of shape (rows, columns)."""
+    """R x (or Rᵀ x) for rows ``start …`` of a matrix, passed as x of shape (rows, columns)."""
     if axis.signs is not None:
         return x * axis.signs[start : start + len(x), None].to(x.dtype)
     if axis.rotation is None:
@@ -55,7 +55,7 @@ def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = Fal
 
 
 def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> torch.Tensor:
-    """The whole map (or its inverse) on the columns of x, shape (rows, n)."""
+    """The whole map (or its inverse) applied to the columns of x, shape (rows, n)."""
     if axis.signs is not None:
         order, signs = (axis.places, axis.signs) if inverse else (axis.order, axis.signs[axis.order])
         return x.index_select(1, order).mul_(signs.to(x.dtype))
@@ -69,14 +69,14 @@ def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Ten
         return x
     rotation = axis.rotation.to(x.dtype)
     heads = x.view(len(x), -1, axis.unit).transpose(0, 1)
-    turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ is R on its coordinates
+    turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ applies R to its coordinates
     return turned.transpose(0, 1).reshape(x.shape)
 
 
 def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int]) -> AxisMap | None:
-    """The map of a fused axis whose parts are mapped by ``parts`` (None: left alone), of the given lengths.
+    """The map of a fused axis whose parts, of the given lengths, are mapped by ``parts`` (None: unchanged).
 
-    The parts are all turned by rotations, or all by signs.
+    Either all parts use rotations or all use signs.
     """
     if all(part is None for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""Drawing symmetries at random: the map of each axis, uniform over the group that the architecture allows."""
+"""Random symmetries: the map of each axis, drawn uniformly from the group that the architecture allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpu_cli.symmetry.axis import AxisMap
 
 
 class Draws(Protocol):
-    """A source of randomness for one purpose; what it gives is fixed by the purpose and the secret behind it."""
+    """A source of randomness for one purpose; its output is determined by the purpose and the underlying secret."""
 
     def permutation(self, n: int) -> torch.Tensor:
         """A uniform permutation of 0 … n−1, int64 (n,)."""
@@ -28,14 +28,14 @@ class Draws(Protocol):
 def sample(
     symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Draws]
 ) -> dict[str, AxisMap]:
-    """One element of the product of ``symmetries``, as a map for each axis that it moves.
+    """A random element of the product of ``symmetries``, as one map for each axis that it changes.
 
     ``draws(name)`` is the source for the symmetry of that name.
     """
     orders: dict[str, torch.Tensor] = {}
     rotations: dict[str, torch.Tensor] = {}
     signs: dict[str, torch.Tensor] = {}
-    heads: dict[str, torch.Tensor] = {}  # the order in which whole heads stand
+    heads: dict[str, torch.Tensor] = {}  # the order of whole heads
     kv_heads, d = sizes["kv_heads"], sizes["head_dim"]
 
     def per_kv_head(axis: str) -> int:
@@ -76,17 +76,17 @@ def sample(
 
 
 def whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
-    """The order of an axis of heads of size ``d`` where the heads take ``order``."""
+    """The coordinate order of an axis whose heads, of size ``d``, are put in ``order``."""
     return (order[:, None] * d + torch.arange(d)).flatten()
 
 
 def _plane_rotations(source: Draws, heads: int, d: int) -> torch.Tensor:
-    """A uniform angle for each head and each plane (i, i + d/2), as matrices (heads, d, d)."""
+    """Rotations by a uniform angle for each head and plane (i, i + d/2), as matrices (heads, d, d)."""
     return plane_matrices(2 * torch.pi * source.uniform(heads * (d // 2)).view(heads, d // 2))
 
 
 def plane_matrices(angle: torch.Tensor) -> torch.Tensor:
-    """Matrices (heads, d, d) that turn each plane (i, i + d/2) by its ``angle``, (heads, d/2)."""
+    """Matrices (heads, d, d) that rotate each plane (i, i + d/2) by its ``angle``, shape (heads, d/2)."""
     cos, sin = torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())
     return torch.cat([torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
 

@@ -1,10 +1,10 @@
-"""Reading records: local files, Hub datasets, and the field's benchmarks by name."""
+"""Reading records: local files, Hub datasets, and common benchmarks by name."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,8 @@ FORMS = "question/answer, prompt/completion, messages, or text"
 
 @dataclass(frozen=True)
 class Record:
-    """Turns that lead to an answer, or, without any turn, a text. ``alternate`` is another answer (for DPO); ``place``
-    says where the record stands, for messages."""
+    """Turns that lead to an answer or, without any turns, a text. ``alternate`` is an alternative answer (for DPO);
+    ``place`` is where the record was read from, for messages."""
 
     turns: tuple[Turn, ...]
     answer: str
@@ -43,10 +43,11 @@ def read_records(source: str | Path, data_dir: Path | None = None) -> list[Recor
     """The records of ``source``.
 
     A file of JSON lines, one JSON array, CSV or Parquet; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``,
-    from the Hub or from the folder ``data_dir``; or a Hub dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. Raises MpuError,
-    with the place, for what is no record, and for a source without any.
+    from the Hub or from the folder ``data_dir``; or a Hub dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. Raises MpuError
+    if a row is not a record, naming its place, or if there are no records.
     """
     path = Path(source)
+    rows: Iterable[tuple[str, object]]
     if path.is_file():
         rows = file_rows(path)
     elif match := _BENCHMARK.match(str(source)):
@@ -55,10 +56,10 @@ def read_records(source: str | Path, data_dir: Path | None = None) -> list[Recor
     elif (match := _HUB.match(str(source))) and not path.suffix:
         rows = _rows_of_hub(match["name"], match["config"], match["split"])
     else:
-        raise MpuError(f"{source}: no such file; it should hold records as JSON lines")
+        raise MpuError(f"{source}: no such file\npass a file of records, such as JSON lines")
     records = [_record(row, place) for place, row in rows]
     if not records:
-        raise MpuError(f"{source}: holds no records")
+        raise MpuError(f"{source}: contains no records")
     return records
 
 
@@ -72,7 +73,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, object]]:
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise MpuError(f"{path}: is not a text file in UTF-8") from error
+        raise MpuError(f"{path}: not a UTF-8 text file") from error
     if text.lstrip().startswith("["):
         try:
             values = json.loads(text)
@@ -93,7 +94,7 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
     """The rows of one split of tofu, muse-news or muse-books, each with its place: ``DIR/SPLIT.json`` for TOFU,
     ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
 
-    Raises MpuError if it is not there, naming those that are.
+    Raises MpuError if the split does not exist, listing those that do.
     """
     if data_dir is None:
         hub = _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
@@ -103,10 +104,10 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
         if (folder / f"{split}{suffix}").is_file():
             rows = list(file_rows(folder / f"{split}{suffix}"))
             if not rows:
-                raise MpuError(f"{folder / split}{suffix}: holds no records")
+                raise MpuError(f"{folder / split}{suffix}: contains no records")
             return rows
     there = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
-    raise MpuError(f"{folder}: has no split {split!r} of {name} (there are: {there})")
+    raise MpuError(f"{folder}: no split {split!r} of {name} (available: {there})")
 
 
 def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, object]]:
@@ -114,7 +115,7 @@ def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[t
 
 
 def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator[tuple[str, object]]:
-    """Rows by Hugging Face datasets, in a cache that goes away: records are private and must not stay behind."""
+    """Rows read by Hugging Face datasets, with a temporary cache: records are private and must not be left behind."""
     import tempfile
 
     import datasets
@@ -125,7 +126,7 @@ def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator
             rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            offline = "; where the Hub cannot be reached, name a folder with --data-dir" if loader == source else ""
+            offline = "; if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else ""
             raise MpuError(
                 f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]}){offline}"
             ) from error
@@ -133,14 +134,14 @@ def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator
 
 def _record(row: object, place: str) -> Record:
     if not isinstance(row, dict):
-        raise MpuError(f"{place}: is not a JSON object with {FORMS}")
+        raise MpuError(f"{place}: not a JSON object with {FORMS}")
     alternate = row.get("alternate")
     if alternate is not None and not isinstance(alternate, str):
-        raise MpuError(f"{place}: 'alternate' is no text")
+        raise MpuError(f"{place}: 'alternate' is not a string")
     if "messages" in row:
         turns = _turns(row["messages"], place)
         if turns[-1][0] != "assistant":
-            raise MpuError(f"{place}: the last of its messages is not the assistant's, so there is no answer")
+            raise MpuError(f"{place}: the last message is not the assistant's, so there is no answer")
         return Record(tuple(turns[:-1]), turns[-1][1], place, alternate)
     for prompt, answer in (("question", "answer"), ("prompt", "completion")):
         if prompt in row:
@@ -148,16 +149,18 @@ def _record(row: object, place: str) -> Record:
             return Record((("user", texts[0]),), texts[1], place, alternate)
     if "text" in row:
         return Record((), _text(row, "text", place), place, alternate)
-    raise MpuError(f"{place}: has none of {FORMS} (its fields: {', '.join(map(str, row)) or 'none'})")
+    raise MpuError(f"{place}: none of {FORMS} found (its fields: {', '.join(map(str, row)) or 'none'})")
 
 
 def _text(row: dict, name: str, place: str) -> str:
     if not isinstance(row.get(name), str) or not row[name].strip():
-        raise MpuError(f"{place}: has no text in {name!r} (its fields: {', '.join(map(str, row)) or 'none'})")
+        raise MpuError(
+            f"{place}: {name!r} is missing, empty or not a string (its fields: {', '.join(map(str, row)) or 'none'})"
+        )
     try:
         row[name].encode()
     except UnicodeEncodeError as error:
-        raise MpuError(f"{place}: {name!r} holds half of a surrogate pair, which is no text") from error
+        raise MpuError(f"{place}: {name!r} contains an unpaired surrogate, which is not valid text") from error
     return row[name]
 
 
@@ -165,8 +168,8 @@ def _turns(messages: object, place: str) -> list[Turn]:
     turns = []
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise MpuError(f"{place}: one of its messages has no role and content")
+            raise MpuError(f"{place}: every message needs a role and content")
         turns.append((_text(message, "role", place), _text(message, "content", place)))
     if len(turns) < 2:
-        raise MpuError(f"{place}: its messages need a question and an answer")
+        raise MpuError(f"{place}: messages need a question and an answer")
     return turns

@@ -1,4 +1,4 @@
-"""How records become tokens: the chat template, labels, padded batches."""
+"""Turning records into tokens: the chat template, labels, padded batches."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpu_cli.client.dates import DEFAULT_DATE, template_date
-from mpu_cli.client.records import Record, Turn
 from mpu_cli.errors import MpuError
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.records.dates import template_date
+from mpu_cli.records.reading import Record, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # the label of a token that is not learned, as transformers has it
-DEFAULT_SYSTEM_PROMPT = "You are a helpful assistant."
-TEMPLATES = ("chat", "plain")
-PIECE = 2048  # tokens in a piece of a text (MUSE)
+IGNORED = -100  # label of a token that is not learned, as in transformers
+TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
 
 
 @dataclass(frozen=True)
@@ -31,31 +30,31 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to make tokens of records.
+    """How to tokenize records.
 
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
-    end-of-sequence token. ``few_shot`` are records that come before each as earlier turns. ``max_length`` is how many
-    tokens the model reads, None for no limit; ``date`` the day that the template prints, if it prints one.
+    end-of-sequence token. ``few_shot`` are records placed before each record as earlier turns. ``max_length`` is how
+    many tokens the model accepts, None for no limit; ``date`` is the day that the template prints, if it prints one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: str = "chat"
-    system_prompt: str = DEFAULT_SYSTEM_PROMPT
+    system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
     few_shot: Sequence[Record] = ()
-    date: str = DEFAULT_DATE
+    date: str = DATE
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
-        """Records as tokens, labelled on the answer and its end-of-turn token only; texts on every token, in pieces.
+        """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
 
-        Raises MpuError if the tokenizer has no chat template or a record is longer than the model reads.
+        Raises MpuError if the tokenizer has no chat template or a record is too long for the model.
         """
         return [example for record in records for example in self._examples(record)]
 
     def _examples(self, record: Record) -> list[Example]:
         if not record.turns:
             ids = self.tokenizer(record.answer).input_ids
-            step = min(PIECE, self.max_length or PIECE)
+            step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS)
             pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
             return [Example(piece, piece) for piece in pieces if len(piece) > 1]
         turns = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
@@ -63,7 +62,7 @@ class Encoding:
         prompt, ids = self._chat(turns, record) if self.template == "chat" else self._plain(turns, record)
         if self.max_length is not None and len(ids) > self.max_length:
             raise MpuError(
-                f"{record.place}: {len(ids)} tokens, and the model reads at most {self.max_length}; shorten it"
+                f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}\nshorten it"
             )
         return [Example(ids, self._labels(ids, len(prompt)))]
 
@@ -72,7 +71,7 @@ class Encoding:
 
         if not self.tokenizer.chat_template:
             raise MpuError(
-                "the model's tokenizer has no chat template; use --template plain, or add a chat_template.jinja"
+                "the model's tokenizer has no chat template\nuse --template plain, or add a chat_template.jinja"
             )
         messages = [{"role": role, "content": content} for role, content in turns]
         if self.system_prompt and messages[0]["role"] != "system":
@@ -86,13 +85,13 @@ class Encoding:
             ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **day).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
-                f"the tokenizer's chat template refused a record ({error}); if it knows no system turn, "
+                f"the tokenizer's chat template rejected a record ({error})\nif it does not support system turns, "
                 "use --system-prompt ''"
             ) from error
         if ids[: len(prompt)] != prompt:
             raise MpuError(
-                "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be told "
-                "from it; use --template plain"
+                "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
+                "separated from it\nuse --template plain"
             )
         return prompt, ids
 
@@ -104,21 +103,21 @@ class Encoding:
         return prompt, ids if end is None else [*ids, end]
 
     def _labels(self, ids: list[int], prompt_length: int) -> list[int]:
-        """The answer up to its end of turn: the last special token, where templates put a line break after it."""
+        """Labels for the answer up to its end of turn, the last special token: a line break may follow it."""
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         end = next((i + 1 for i in range(len(ids) - 1, prompt_length, -1) if ids[i] in special), len(ids))
         return [IGNORED] * prompt_length + ids[prompt_length:end] + [IGNORED] * (len(ids) - end)
 
 
 def answer_tokens(example: Example) -> int:
-    """How many tokens of ``example`` are predicted: its labels, without one on the very first token."""
+    """The number of tokens of ``example`` that are predicted: its labels, except one on the very first token."""
     return sum(label != IGNORED for label in example.labels[1:])
 
 
 def pad(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     """A batch padded on the right: input_ids, attention_mask and labels, int64 (batch, longest).
 
-    The id 0 fills: padding is neither attended to nor learned, and a tokenizer's own may lie outside the vocabulary.
+    Pads with id 0: padding is neither attended to nor learned, and a tokenizer's own id may be outside the vocabulary.
     """
     longest = max(len(example.ids) for example in examples)
 

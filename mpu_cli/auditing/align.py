@@ -1,8 +1,8 @@
-"""Undoing secret coordinates without the keys: aligning a copy with anything close to what it was made from.
+"""Undoing secret coordinates without the keys, by aligning a copy with anything close to what it was made from.
 
-Permutations by assignment on the similarity of rows, signs by that of the matched rows, rotations in closed form, per
-plane or by orthogonal Procrustes.
-Every symmetry of the set that is believed to have been used is looked for; the identity is found where one was not.
+Permutations are found by assignment on the similarity of rows, signs by that of the matched rows, and rotations in
+closed form, per plane or by orthogonal Procrustes.
+Every symmetry in the set assumed to have been used is searched for; if one was not used, the identity is found.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mpu_cli.symmetry.sampling import plane_matrices, whole_heads
 from mpu_cli.symmetry.transform import as_matrix, tensor_map
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
-ROWS = 8192  # of the embedding that the residual permutation is read from
-FEATURES = 512  # of a row that its partner is looked for with at first
+ROWS = 8192  # rows of the embedding used to find the residual permutation
+FEATURES = 512  # features of a row used in the first search for its partner
 MARGIN = 6  # standard deviations of the cosine of FEATURES independent numbers
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an axis stands: tensor, dimension, and the part of that dimension that is this axis's."""
+    """Where an axis occurs: tensor, dimension, and the part of that dimension that belongs to it."""
 
     tensor: str
     dimension: int
@@ -38,20 +38,20 @@ class Place:
 
 def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str) -> list[Place]:
     """All places of ``axis`` in ``tensors``."""
-    found = []
+    places = []
     for tensor in tensors:
         for dimension, group in enumerate(tensor.axes):
             start = 0
             for name in group:
                 stop = start + axis_length(layout.sizes, name)
                 if name == axis:
-                    found.append(Place(tensor.name, dimension, start, stop))
+                    places.append(Place(tensor.name, dimension, start, stop))
                 start = stop
-    return found
+    return places
 
 
 def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
-    """What stands at each coordinate of an axis, all places side by side: (coordinates, features)."""
+    """The weights at each coordinate of an axis, all places side by side: (coordinates, features)."""
     parts = []
     for place in places:
         matrix = as_matrix(tensors[place.tensor])
@@ -61,9 +61,9 @@ def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
 
 
 def match(similarity: torch.Tensor) -> torch.Tensor:
-    """The assignment with the largest total, int64: row i goes with column ``match[i]``.
+    """The assignment with the largest total, int64: row i is matched with column ``match[i]``.
 
-    Where each row's best column has that row for its best, that is it; else scipy's linear_sum_assignment.
+    If each row's best column has that row as its best, that is the answer; otherwise scipy's linear_sum_assignment.
     """
     columns = similarity.argmax(1)
     if bool((similarity.argmax(0)[columns] == torch.arange(len(similarity))).all()):
@@ -72,19 +72,19 @@ def match(similarity: torch.Tensor) -> torch.Tensor:
 
 
 def match_rows(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The order in which the rows of ``target``, (n, features), stand in ``copy``, by cosine.
+    """The order in which the rows of ``target``, (n, features), appear in ``copy``, by cosine.
 
-    Some of the features are enough where each row's best partner stands out from all others by far more than what
-    is left out can make up for; else all of them are used.
+    A subset of the features is enough if each row's best partner stands out from all others by far more than the
+    omitted features can make up for; otherwise all of them are used.
     """
     if copy.shape[1] > 2 * FEATURES:
         some = torch.randperm(copy.shape[1], generator=torch.Generator().manual_seed(0))[:FEATURES]
         similarity = _cosines(copy[:, some], target[:, some])
         best = similarity.topk(min(2, len(similarity)), 1)
-        found = best.indices[:, 0]
+        nearest = best.indices[:, 0]
         margin = best.values[:, 0] - best.values[:, -1]
-        if len(found.unique()) == len(found) and float(margin.min()) > MARGIN / math.sqrt(FEATURES):
-            return found
+        if len(nearest.unique()) == len(nearest) and float(margin.min()) > MARGIN / math.sqrt(FEATURES):
+            return nearest
     return match(_cosines(copy, target))
 
 
@@ -96,9 +96,9 @@ def _cosines(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def match_signed(
     copy: torch.Tensor, target: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> AxisMap:
-    """The order and the signs in which the rows of ``target``, (n, features), stand in ``copy``.
+    """The order and the signs in which the rows of ``target``, (n, features), appear in ``copy``.
 
-    ``plain``: copy's and target's further features of the same rows, in which signs do not show.
+    ``plain``: further features of the same rows in copy and target that signs do not affect.
     """
     cosines = _cosines(copy, target)
     order = match(cosines.abs() + (_cosines(*plain) if plain else 0))
@@ -109,42 +109,43 @@ def match_signed(
 
 def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
     """The map of the model dimension, from the columns of the embedding: the identity if the set has none."""
-    found = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation) and s.axes == MODEL_AXES]
-    if not found:
+    permutations = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation) and s.axes == MODEL_AXES]
+    if not permutations:
         return AxisMap(torch.arange(layout.sizes["model"]))
     [embedding] = [t for t in layout.parameters if t.layer is None and t.axes == (("vocab",), ("model",))][:1]
     rows = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
-    if found[0].signed:
-        return match_signed(*((x - x.mean(0)).T for x in rows))
-    # Columns of an embedding have much in common; what tells them apart is what is left without their mean.
+    if permutations[0].signed:
+        ours, theirs = ((x - x.mean(0)).T for x in rows)
+        return match_signed(ours, theirs)
+    # Columns of an embedding have much in common; subtracting their mean leaves what distinguishes them.
     return AxisMap(match_rows(*((x - x.mean(1, keepdim=True)).T for x in rows)))
 
 
 def model_maps(residual: AxisMap) -> dict[str, AxisMap]:
-    """What the map of the model dimension does to each of its axes: weights of norms keep their signs."""
+    """The map of the model dimension for each of its axes: weights of norms keep their signs."""
     return {"model": residual, "|model|": AxisMap(residual.order)}
 
 
 def layer_maps(
     layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, symmetries: str
 ) -> dict[str, AxisMap]:
-    """The maps of one layer's own axes, for a ``copy`` whose model dimension stands as the ``target``'s does.
+    """The maps of one layer's own axes, for a ``copy`` whose model dimension is already aligned with the ``target``'s.
 
-    ``symmetries`` is the set that is believed to have been used: with fewer unknowns, less of what copy and target
-    differ in is taken for a rotation.
+    ``symmetries`` is the set assumed to have been used: with fewer unknowns, less of the difference between copy and
+    target is mistaken for a rotation.
     """
     sizes = layout.sizes
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
     group = heads // kv_heads
 
-    def both(*axes: str) -> list[torch.Tensor]:
+    def both(*axes: str) -> tuple[torch.Tensor, torch.Tensor]:
         where = [place for axis in axes for place in places_of(layout, tensors, axis)]
-        return [features(of, where) for of in (copy, target)]
+        return features(copy, where), features(target, where)
 
     chosen = layout.symmetries(symmetries)
     [ffn] = [s for s in chosen if isinstance(s, Permutation) and s.axes == FFN_AXES]
     if ffn.signed:
-        neurons = match_signed(*both(*ffn.signed), plain=tuple(both(*(a for a in FFN_AXES if a not in ffn.signed))))
+        neurons = match_signed(*both(*ffn.signed), both(*(axis for axis in FFN_AXES if axis not in ffn.signed)))
     else:
         neurons = AxisMap(match_rows(*both(*FFN_AXES)))
     maps = {axis: neurons if axis in ffn.signed else AxisMap(neurons.order) for axis in FFN_AXES}
@@ -158,7 +159,8 @@ def layer_maps(
         for h, g in enumerate(kv_order.tolist()):
             mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
             query_order[mine] = g * group + match(
-                sum(_overlap(by_head[axis][0][mine], by_head[axis][1][theirs]) for axis in ("query", "mixed"))
+                _overlap(by_head["query"][0][mine], by_head["query"][1][theirs])
+                + _overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
             )
     orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
     maps |= {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
@@ -181,7 +183,7 @@ def layer_maps(
 
 
 def _overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How far two heads span the same, whatever their rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
+    """How far two heads span the same space, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
     cross = torch.einsum("aif,bjf->abij", copy, target).square().sum((2, 3))
     own = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
     return cross / (own[0][:, None] * own[1][None, :]).clamp(min=1e-30)
@@ -194,7 +196,7 @@ def procrustes(product: torch.Tensor) -> torch.Tensor:
 
 
 def plane_rotation(product: torch.Tensor) -> torch.Tensor:
-    """The same where R only turns the planes (i, i + d/2): an angle for each, in closed form."""
+    """The same if R only rotates the planes (i, i + d/2): an angle for each, in closed form."""
     half = len(product) // 2
     p = product.double()
     i = torch.arange(half)
@@ -204,7 +206,7 @@ def plane_rotation(product: torch.Tensor) -> torch.Tensor:
 
 
 def quarter_turns(product: torch.Tensor) -> torch.Tensor:
-    """``plane_rotation`` where every angle is a multiple of 90°."""
+    """``plane_rotation`` if every angle is a multiple of 90°."""
     half = len(product) // 2
     turned = plane_rotation(product)
     i = torch.arange(half)

@@ -1,4 +1,4 @@
-"""Finding a model: a file, a directory, a sharded index, or a Hub id; its config and the small files beside it."""
+"""Locating a model (a file, a directory, a sharded index or a Hub id), its config and the small files next to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
 from mpu_cli.errors import MpuError
 
-# What goes along with the weights, and nothing else: a folder may hold things that must not travel.
+# Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
@@ -31,7 +31,7 @@ class Model:
 
     @property
     def address(self) -> str:
-        """Where to find it again from any directory: an absolute path, or the Hub id."""
+        """How to find the model again from any directory: its absolute path or its Hub id."""
         return str(Path(self.source).resolve()) if Path(self.source).exists() else self.source
 
     @property
@@ -40,7 +40,7 @@ class Model:
 
 
 def locate(source: str) -> Path:
-    """The path of what ``source`` names; a Hub id is downloaded (safetensors and small files only)."""
+    """The local path of ``source``; a Hub id is downloaded (safetensors and small files only)."""
     path = Path(source)
     if path.exists():
         return path
@@ -57,11 +57,11 @@ def locate(source: str) -> Path:
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MpuError(f"{source}: no such path here, and not to be had from the Hub ({reason})") from error
+        raise MpuError(f"{source}: not a local path, and the download from the Hub failed ({reason})") from error
 
 
 def open_model(source: str, config: Path | None = None) -> Model:
-    """Open the weights that ``source`` names, with the ``config.json`` beside them or the one given.
+    """Open the weights at ``source``, with ``config`` or else the ``config.json`` next to them.
 
     Raises MpuError if either is missing or damaged.
     """
@@ -71,9 +71,9 @@ def open_model(source: str, config: Path | None = None) -> Model:
     checkpoint = open_checkpoint(path)
     if not config_path.is_file():
         if '"mpu-delta"' in checkpoint.metadata.get("mpu", ""):
-            raise MpuError(f"{path}: is a delta, no model; put it on its base with `mpu aggregate`")
+            raise MpuError(f"{path}: a delta, not a model\napply it to its base with `mpu aggregate`")
         raise MpuError(
-            f"{config_path}: no such file; the model's config.json lies beside the weights (publish, verify, invert "
+            f"{config_path}: no such file\nput the model's config.json next to its weights (publish, verify, invert "
             "and aggregate also take --config)"
         )
     return Model(source, checkpoint, read_json_object(config_path), config_path, folder)

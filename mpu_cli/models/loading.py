@@ -21,13 +21,13 @@ from mpu_cli.checkpoint.reader import (
     open_checkpoint,
     read_json_object,
 )
-from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError
+from mpu_cli.models.source import Model
 
 
 @contextmanager
 def as_directory(model: Model) -> Iterator[Path]:
-    """``model`` as a directory that transformers loads; a lone file under another name gets one of links."""
+    """``model`` as a directory that transformers can load; a lone file under another name is linked into a new one."""
     indexed = model.checkpoint.path.name.endswith(".index.json")
     standard = model.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
     if standard and model.config_path.parent == model.folder:
@@ -35,7 +35,7 @@ def as_directory(model: Model) -> Iterator[Path]:
         return
     if indexed:
         raise MpuError(
-            f"{model.source}: rename the index to {WEIGHTS_NAME}.index.json, the name that transformers reads"
+            f"{model.source}: transformers does not read an index of this name\nrename it to {WEIGHTS_NAME}.index.json"
         )
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         folder = Path(scratch)
@@ -47,13 +47,13 @@ def as_directory(model: Model) -> Iterator[Path]:
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The model that the peft adapter in ``folder`` is for; None if there is none. MpuError if it does not say."""
+    """The base model of the peft adapter in ``folder``; None if there is no adapter. MpuError if it names no base."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file() or (folder / "config.json").exists():
         return None
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise MpuError(f"{path}: does not name the model that the adapter is for (base_model_name_or_path)")
+        raise MpuError(f"{path}: base_model_name_or_path does not name the adapter's base model")
     return base
 
 
@@ -61,30 +61,30 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """``model`` with the adapter in ``folder`` added to its weights. Raises MpuError if peft cannot read it."""
     from peft import PeftModel
 
-    open_checkpoint(folder / ADAPTER_WEIGHTS)  # peft would look for a pickle next
+    open_checkpoint(folder / ADAPTER_WEIGHTS)  # peft would fall back to a pickle
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
-    except Exception as error:  # whatever a folder from somebody else may bring about
+    except Exception as error:  # an untrusted folder may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MpuError(f"{folder}: peft cannot put this adapter on the model ({reason})") from error
+        raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({reason})") from error
 
 
 @contextmanager
 def memory_in_mind(advice: str) -> Iterator[None]:
-    """Give ``advice`` on what to lower, as an MpuError, where memory runs out, on a GPU or on the CPU."""
+    """Turn running out of memory, on a GPU or the CPU, into an MpuError with ``advice`` on what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
-        raise MpuError(f"out of memory; {advice}") from error
+        raise MpuError(f"out of memory\n{advice}") from error
 
 
 def _out_of_memory(error: Exception) -> bool:
-    # CUDA, cuBLAS and NCCL each have their own words for it
+    # CUDA, cuBLAS and NCCL each word it differently
     signs = ("out of memory", "alloc_failed", "allocate memory")
-    told = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in told for sign in signs)
+    message = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)
 
 
 def load(
@@ -92,12 +92,12 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer in ``folder``: safetensors only, no code from the folder, no dropout.
 
-    With dropout, every copy would train under other random masks and the noise would not cancel.
-    Raises MpuError if transformers cannot load them or had to make up weights.
+    With dropout, every copy would train with different random masks and the noise would not cancel.
+    Raises MpuError if transformers cannot load them or had to initialise weights itself.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name in vars(config):
@@ -113,7 +113,7 @@ def load(
             trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever a folder from somebody else may bring about
+    except Exception as error:  # an untrusted folder may raise anything
         if _out_of_memory(error):
             raise
         reason = str(error).strip().splitlines()
@@ -121,7 +121,7 @@ def load(
             f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"
         ) from error
     if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-        raise MpuError(f"{folder}: the weights do not fit config.json ({listed(made_up)})")
+        raise MpuError(f"{folder}: the weights do not match config.json ({listed(made_up)})")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -1,6 +1,6 @@
-"""The date that chat templates print: one and the same in training and in evaluation, on whatever day they run.
+"""The date that chat templates print: the same in training and evaluation, whatever day they run.
 
-Llama 3's templates print today's date. Copies of one round that are trained on two days would see other tokens.
+Llama 3's templates print today's date, so copies of one round trained on different days would see different tokens.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from datetime import date, datetime
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
+from mpu_cli.options.unlearning import DATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_DATE = "10 Apr 2025"  # OpenUnlearning's
 _FORMATS = ("%d %b %Y", "%Y-%m-%d")
 _CALL = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?([\"'])(.*?)\1\s*\)")
-# Takes the place of transformers' function, which asks the clock and cannot be passed over.
+# Replaces transformers' function, which reads the clock and cannot be overridden.
 _MACRO = (
     "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
-    "{{ raise_exception('it makes up a date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
+    "{{ raise_exception('computed date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
 )
 
 
 def parse_date(text: str) -> date:
-    """The day that ``text``, such as 10 Apr 2025 or 2025-04-10, names. Raises UsageError if it is not a date."""
+    """Parse a day such as 10 Apr 2025 or 2025-04-10. Raises UsageError if ``text`` is not a date."""
     for form in _FORMATS:
         try:
             return datetime.strptime(text, form).date()
         except ValueError:
             continue
-    raise UsageError(f"--date {text!r}: not a date such as {DEFAULT_DATE!r} or 2025-04-10")
+    raise UsageError(f"--date {text!r}: not a date such as {DATE!r} or 2025-04-10")
 
 
 def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:
-    """Arguments for ``apply_chat_template`` under which the tokenizer's chat template sees the day ``text``."""
+    """Arguments for ``apply_chat_template`` that make the tokenizer's chat template see the day ``text``."""
     day = parse_date(text)
     arguments: dict[str, object] = {"date_string": day.strftime(_FORMATS[0])}
     template = tokenizer.get_chat_template()

@@ -1,45 +1,87 @@
-"""What a client that keeps its copies can recover of the server's model, measured by doing it.
+"""How much of the server's model a client that keeps its copies can recover, measured by attacking it.
 
-The attacks read the copies, the public reference and the α that the paper publishes; the base is read only to say how
-near they came, and the keys by nobody. An attacker without a reference ends up in the coordinates of one copy, in
-which the model computes the same: there the base is aligned to what was recovered before they are compared.
+The attacks read the copies, the public reference and the α published in the paper; the base is read only to score
+them, and the keys not at all. An attacker without a reference ends up in the coordinates of one copy, in which the
+model computes the same function; in that case the base is aligned to what was recovered before the two are compared.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.auditing.align import layer_maps, model_maps, residual_map, undo
 from mpu_cli.checkpoint.dtypes import all_finite
-from mpu_cli.checkpoint.source import Model
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.privacy.align import layer_maps, model_maps, residual_map, undo
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.noise import EXTRAPOLATE, Scheme
 from mpu_cli.symmetry.axis import AxisMap
 
-FAST = 3  # layers that --fast looks at: the first, the middle, the last
+FAST = 3  # layers that --fast examines: the first, the middle, the last
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to recover the weights.
+
+    ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
+    at multiples of one draw of the noise, of which there are more than two; ``believes``: removes the noise as the
+    attacker believes it to be.
+    """
+
+    name: str
+    description: str
+    several: bool = False
+    reference: bool = False
+    one_draw: bool = False
+    believes: bool = False
+
+
+ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")
+ONE_COPY_REFERENCE = Attack("one copy, reference", "one copy, aligned to the public reference", reference=True)
+TWO_COPIES = Attack(
+    "two copies",
+    "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
+    several=True, one_draw=True, believes=True,
+)  # fmt: skip
+ALL_COPIES = Attack(
+    "all copies", "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
+)
+ALL_SMALLEST = Attack(
+    "all copies, smallest",
+    "the same, with the weights that make the average smallest (factors unknown, no reference)",
+    several=True,
+)
+ALL_REFERENCE = Attack(
+    "all copies, reference",
+    "all copies aligned to the reference, averaged so that the noise cancels",
+    several=True, reference=True, believes=True,
+)  # fmt: skip
+ALL_UNKNOWN = Attack(
+    "all copies, factors unknown",
+    "all copies aligned to the reference, weighted to bring the average nearest to it",
+    several=True, reference=True,
+)  # fmt: skip
 ATTACKS = {
-    "one copy": "one copy, no reference: the noise is all that hides the weights",
-    "one copy, reference": "one copy, aligned to the public reference",
-    "two copies": "two of the copies, aligned and extrapolated to no noise: they hold multiples of one draw",
-    "all copies": "all copies aligned to the first, averaged so that the noise cancels",
-    "all copies, smallest": "the same, with the weights that make the average smallest (factors unknown, no reference)",
-    "all copies, reference": "all copies aligned to the reference, averaged so that the noise cancels",
-    "all copies, factors unknown": "the same, with the weights that bring the average nearest to the reference",
-}
+    attack.name: attack
+    for attack in (
+        ONE_COPY, ONE_COPY_REFERENCE, TWO_COPIES, ALL_COPIES, ALL_SMALLEST, ALL_REFERENCE, ALL_UNKNOWN,
+    )
+}  # fmt: skip
 
 
 @dataclass
 class Recovered:
     """What one attack recovered: squared errors by block.
 
-    ``function``: up to the symmetries, under which the model computes the same; ``task``: as it stands, in the
-    reference's coordinates, where the attack ends up in them.
+    ``function``: up to the symmetries, under which the model computes the same function; ``task``: as recovered, in
+    the reference's coordinates, if the attack ends up in them.
     """
 
     seconds: float = 0.0
@@ -50,7 +92,7 @@ class Recovered:
 @dataclass(frozen=True)
 class Audit:
     """Errors by attack and block; ``task`` and ``weights`` are the squared norms that they are relative to, by block;
-    ``unmoved`` the share of weights that a copy holds as they are, by block."""
+    ``unmoved`` is the share of weights that are unchanged in a copy, by block."""
 
     attacks: dict[str, Recovered]
     task: dict[str, float]
@@ -59,15 +101,15 @@ class Audit:
     with_reference: bool
 
     def function_error(self, attack: str, block: str | None = None) -> float:
-        """Relative to the weights, up to symmetries; in total or of a block."""
+        """Error relative to the weights, up to symmetries, in total or for one block."""
         return self._ratio(self.attacks[attack].function, self.weights, block)
 
     def change_error(self, attack: str) -> float:
-        """``function_error`` in total, relative to the task vector (to the weights where there is no reference)."""
+        """``function_error`` in total, relative to the task vector (to the weights if there is no reference)."""
         return self._ratio(self.attacks[attack].function, self.task, None)
 
     def task_error(self, attack: str, block: str | None = None) -> float | None:
-        """Relative to the task vector, in the reference's coordinates; None where the attack ends up in others."""
+        """Error relative to the task vector, in the reference's coordinates; None if the attack ends up in others."""
         errors = self.attacks[attack].task
         return self._ratio(errors, self.task, block) if errors else None
 
@@ -85,36 +127,37 @@ def audit(
     noise: Scheme,
     symmetries: str,
     fast: bool,
-    progress: Callable[[int], None] = lambda _: None,
+    observer: Observer = SILENT,
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
-    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker takes for granted. Raises
-    MpuError for a model that is not of the base's shapes, UsageError for another number of factors than of copies.
+    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes. Raises MpuError
+    if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
     if noise.copies != len(copies):
-        raise UsageError(f"{noise.copies} factors of the noise for {len(copies)} copies; give one for each")
+        raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies\ngive one for each copy")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     names = {id(base): {t.name: t.name for t in layout.parameters}}
     for model in [*copies, *([reference] if reference else [])]:
         names[id(model)] = _names(model, base, layout)
-    attack = _Attack(layout, copies, base, reference, noise, symmetries, names)
+    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names)
     blocks = _chosen(layout, fast)
+    observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
-        attack.block(block, layout.blocks[block])
-        progress(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
-    return Audit(attack.attacks, attack.task, attack.weights, attack.unmoved, reference is not None)
+        attacker.block(block, layout.blocks[block])
+        observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
+    return Audit(attacker.attacks, attacker.task, attacker.weights, attacker.unmoved, reference is not None)
 
 
 def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
-    """The base's names of tensors → the model's, which may leave out a prefix; MpuError for other shapes."""
+    """The base's tensor names → the model's, which may lack a prefix. Raises MpuError if shapes differ."""
     own = layout_of(model.checkpoint.tensors, model.config, model.source)
     pairs = {t.name: o.name for t, o in zip(layout.parameters, own.parameters, strict=False)}
     shapes = [base.checkpoint.tensors[name].shape for name in pairs]
     if len(layout.parameters) != len(own.parameters) or shapes != [
         model.checkpoint.tensors[name].shape for name in pairs.values()
     ]:
-        raise MpuError(f"{model.source}: has not the base's tensors and shapes")
+        raise MpuError(f"{model.source}: tensors or shapes do not match the base")
     return pairs
 
 
@@ -127,7 +170,7 @@ def _chosen(layout: Layout, fast: bool) -> list[str]:
     return [block for block in blocks if block not in layers or block in kept]
 
 
-class _Attack:
+class _Attacker:
     def __init__(
         self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
         symmetries: str, names: Mapping[int, Mapping[str, str]],
@@ -145,16 +188,16 @@ class _Attack:
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
         self._gram = torch.zeros(
             len(copies), len(copies), dtype=torch.float64
-        )  # of all blocks so far: α is one for all
+        )  # over all blocks so far: they share the factors
 
     def _names(self) -> list[str]:
-        several = len(self._copies) > 1
+        copies = len(self._copies)
         return [
-            name
-            for name in ATTACKS
-            if (several or name.startswith("one copy"))
-            and (name != "two copies" or (self._noise.kind == EXTRAPOLATE and len(self._copies) > 2))
-            and (self._reference or ("reference" not in name and "unknown" not in name))
+            attack.name
+            for attack in ATTACKS.values()
+            if (copies > 1 or not attack.several)
+            and (not attack.one_draw or (self._noise.kind == EXTRAPOLATE and copies > 2))
+            and (self._reference or not attack.reference)
         ]
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
@@ -162,7 +205,7 @@ class _Attack:
         held = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
         for name, weights in held.items():
             if not all_finite(weights):
-                raise MpuError(f"{model.source}: {name!r} holds NaN or Inf; there is nothing to audit")
+                raise MpuError(f"{model.source}: {name!r} contains NaN or Inf, so it cannot be audited")
         return held
 
     def _order(self, model: Model, target: Model, symmetries: str | None = None) -> AxisMap:
@@ -171,15 +214,15 @@ class _Attack:
         pair = (id(model), id(target), symmetries)
         if pair not in self._residual:
             outside = [t for t in self._layout.parameters if t.layer is None]
-            held = [self._tensors(m, outside) for m in (model, target)]
-            self._residual[pair] = residual_map(self._layout, *held, symmetries)
+            ours, theirs = self._tensors(model, outside), self._tensors(target, outside)
+            self._residual[pair] = residual_map(self._layout, ours, theirs, symmetries)
         return self._residual[pair]
 
     def _aligned(
         self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], residual: AxisMap,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """``copy`` of a block in the coordinates of ``towards``; ``residual`` is the map of the model dimension."""
+        """A block's ``copy`` in the coordinates of ``towards``; ``residual`` is the map of the model dimension."""
         symmetries = symmetries or self._symmetries
         copy = undo(self._layout, tensors, copy, model_maps(residual))
         if tensors[0].layer is None:
@@ -204,57 +247,60 @@ class _Attack:
             ]
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
-            if "two copies" in self.attacks:
+            if TWO_COPIES.name in self.attacks:
                 pair = self._mean(lined[:2], denoising_weights(Scheme(EXTRAPOLATE, self._noise.factors[:2])))
-                self._score("two copies", block, tensors, first, pair, truth, mutual / (len(lined) - 1))
+                self._score(TWO_COPIES, block, tensors, first, pair, truth, mutual / (len(lined) - 1))
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
-            self._score("all copies, smallest", block, tensors, first, smallest, truth, mutual)
-            self._score("all copies", block, tensors, first, together, truth, mutual)
-        if public is not None:
+            self._score(ALL_SMALLEST, block, tensors, first, smallest, truth, mutual)
+            self._score(ALL_COPIES, block, tensors, first, together, truth, mutual)
+        if self._reference is not None and public is not None:
+            reference = self._reference
             started = time.perf_counter()
             lined = [
-                self._aligned(tensors, copy, self._order(model, self._reference), public)
+                self._aligned(tensors, copy, self._order(model, reference), public)
                 for model, copy in zip(self._copies, copies, strict=True)
             ]
             seconds = time.perf_counter() - started
-            self._score("one copy, reference", block, tensors, self._reference, lined[0], truth, seconds / len(lined))
+            self._score(ONE_COPY_REFERENCE, block, tensors, reference, lined[0], truth, seconds / len(lined))
             if together is not None:
                 started = time.perf_counter()
-                # Noise taken off before the reference is looked for, or after: what ends up more like it is kept.
-                before = self._aligned(tensors, together, self._order(first, self._reference), public)
+                # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
+                before = self._aligned(tensors, together, self._order(first, reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
                 seconds += mutual + time.perf_counter() - started
-                self._score("all copies, reference", block, tensors, self._reference, estimate, truth, seconds)
+                self._score(ALL_REFERENCE, block, tensors, reference, estimate, truth, seconds)
                 self._gram += differences(lined, public)
                 estimate = self._mean(lined, nearest(self._gram))
-                self._score("all copies, factors unknown", block, tensors, self._reference, estimate, truth, seconds)
-        self._score("one copy", block, tensors, self._copies[0], copies[0], truth, 0.0)
+                self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth, seconds)
+        self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth, 0.0)
 
     def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        rates = weights.tolist()
         return {
-            name: sum(float(w) * tensors[name] for w, tensors in zip(weights, lined, strict=True)) for name in lined[0]
+            name: torch.stack([w * tensors[name] for w, tensors in zip(rates, lined, strict=True)]).sum(0)
+            for name in lined[0]
         }
 
     def _score(
-        self, attack: str, block: str, tensors: Sequence[TensorLayout], whose: Model,
+        self, attack: Attack, block: str, tensors: Sequence[TensorLayout], whose: Model,
         estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
     ) -> None:  # fmt: skip
-        """Count the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference."""
-        told = self.attacks[attack]
-        told.seconds += seconds
+        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference."""
+        recovered = self.attacks[attack.name]
+        recovered.seconds += seconds
         first = self._copies[0]
         residual = self._order(first, self._base, "every")
         if whose is self._reference:
-            told.task[block] = _distance(estimate, truth)
-            # Whether the attack got the order of the model dimension right is no matter of what the model computes.
+            recovered.task[block] = _distance(estimate, truth)
+            # Whether the attack got the order of the model dimension right does not affect what the model computes.
             residual = after_undoing(self._order(first, whose), residual)
-        told.function[block] = _distance(self._aligned(tensors, estimate, residual, truth, "every"), truth)
+        recovered.function[block] = _distance(self._aligned(tensors, estimate, residual, truth, "every"), truth)
 
 
 def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:
-    """one⁻¹ ∘ other, of maps without rotations."""
+    """one⁻¹ ∘ other, for maps without rotations."""
     order = torch.empty_like(other.order)
     order[one.order] = other.order
     signs = torch.ones(len(order))
@@ -265,10 +311,10 @@ def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:
 
 
 def denoising_weights(noise: Scheme) -> torch.Tensor:
-    """Weights of aligned copies, float64 (copies,), that add up to 1 and under which the noise cancels.
+    """Weights for aligned copies, float64 (copies,), that sum to 1 and cancel the noise.
 
-    Copies at multiples c_k of one draw lie on a line, so of the many such weights those are taken that are smallest:
-    the intercept of a least-squares fit, under which rounding of the copies averages out too.
+    Copies at multiples c_k of one draw lie on a line, so of the many such weights the smallest are used: the intercept
+    of a least-squares fit, which also averages out the rounding of the copies.
     """
     if noise.kind != EXTRAPOLATE or noise.copies == 1:
         return noise.weights
@@ -285,9 +331,9 @@ def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str
 
 
 def nearest(gram: torch.Tensor) -> torch.Tensor:
-    """Weights that add up to 1 and bring the copies' combination nearest to the reference: G⁻¹1, normalised.
+    """Weights that sum to 1 and bring the combination of the copies nearest to the reference: G⁻¹1, normalised.
 
-    The task vector is in every combination alike, so what they make small is the noise.
+    Every such combination contains the same task vector, so what they minimise is the noise.
     """
     if not float(gram.diagonal().mean()) > 0:  # the copies are the reference itself
         return torch.full((len(gram),), 1 / len(gram), dtype=gram.dtype)
@@ -300,10 +346,10 @@ def _square(tensors: Mapping[str, torch.Tensor]) -> float:
     return math.fsum(float(x.double().square().sum()) for x in tensors.values())
 
 
-def _cosine(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    product = math.fsum(float(x.flatten() @ other[name].flatten()) for name, x in found.items())
-    return product / math.sqrt(_square(found) * _square(other) or 1.0)
+def _cosine(estimate: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    product = math.fsum(float(x.flatten() @ other[name].flatten()) for name, x in estimate.items())
+    return product / math.sqrt(_square(estimate) * _square(other) or 1.0)
 
 
-def _distance(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
-    return _square({name: found[name] - weights for name, weights in truth.items()})
+def _distance(estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+    return _square({name: estimate[name] - weights for name, weights in truth.items()})

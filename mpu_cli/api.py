@@ -1,0 +1,233 @@
+"""The steps as Python functions, with the command line's names and defaults: ``from mpu_cli import publish, unlearn``.
+
+>>> copies = publish("model", kappa=0.01).copies                                   # doctest: +SKIP
+>>> for copy in copies:                                                            # doctest: +SKIP
+...     unlearn(copy, algo="npo", forget="forget.jsonl", retain="retain.jsonl")
+>>> model = aggregate("deltas").path                                               # doctest: +SKIP
+
+Keyword arguments that a function does not name are options of its command, by their names on the command line with
+underscores; docs/commands.md lists them. All functions raise MpuError, or its subclass UsageError, where the command
+would print an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.auditing.attacks import Audit
+from mpu_cli.auditing.attacks import audit as _audit
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.client.dataset import read_dataset
+from mpu_cli.client.tag import client_secret, default_secret_path
+from mpu_cli.client.unlearn import Result
+from mpu_cli.client.unlearn import unlearn as _unlearn
+from mpu_cli.errors import UsageError
+from mpu_cli.evaluation.benchmarks import benchmark_of
+from mpu_cli.evaluation.evaluate import Result as Evaluation
+from mpu_cli.evaluation.evaluate import evaluate as _evaluate
+from mpu_cli.evaluation.retain import read_retain_log
+from mpu_cli.models.loading import adapter_base
+from mpu_cli.models.source import open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import declared, from_flat
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.publishing import Aggregating, Copies, Publishing
+from mpu_cli.options.unlearning import Logging, Records, Unlearning
+from mpu_cli.sealing import default_identity_path, read_identities
+from mpu_cli.server import keys as _keys
+from mpu_cli.server.adapter import aggregate_adapter
+from mpu_cli.server.aggregate import Aggregation
+from mpu_cli.server.aggregate import aggregate as _aggregate
+from mpu_cli.server.deltas import open_deltas
+from mpu_cli.server.noise import scheme_of
+from mpu_cli.server.publication import publication_of
+from mpu_cli.server.publish import Published, Target
+from mpu_cli.server.publish import publish as _publish
+from mpu_cli.server.undo import invert as _invert
+
+PathLike = str | Path
+
+
+def publish(
+    base: PathLike,
+    reference: PathLike | None = None,
+    *,
+    out: PathLike = ".",
+    keys: PathLike = "keys.bin",
+    recipients: Sequence[str] = (),
+    passphrase: str | None = None,
+    identity: PathLike | None = None,
+    run: str = "",
+    round: int = 1,
+    seed: int | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Published:
+    """``mpu publish``: disguised copies of ``base`` in ``out``, and the sealed keys that undo them.
+
+    ``options`` are those of ``Publishing``: kappa, copies, symmetries, noise, epsilon, dtype, ….
+    """
+    how = from_flat(Publishing, options)
+    if how.calibration.epsilon is not None and {"kappa", "shared_noise"} & options.keys():
+        raise UsageError("epsilon sets the noise of every block\nleave out kappa and shared_noise")
+    publication = publication_of(how, seed=seed, run=run, round_=round)
+    seal = _keys.sealer(
+        recipients=recipients, passphrase=passphrase, identity=Path(identity) if identity else None, note=observer.note
+    )
+    return _publish(
+        open_model(str(base)),
+        open_model(str(reference)) if reference else None,
+        publication,
+        Target(Path(out), Path(keys), seal, force=force),
+        observer=observer,
+    )
+
+
+def unlearn(
+    copy: PathLike,
+    *,
+    out: PathLike | None = None,
+    reference_file: PathLike | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Result:
+    """``mpu unlearn``: train ``copy`` to forget, and write the change of its weights to ``out`` (default:
+    deltas/COPY.safetensors).
+
+    ``options`` are those of ``Unlearning`` and ``Logging``: algo, forget, retain, lr, batch_size, lora_rank, resume, ….
+    """
+    for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
+    how = from_flat(Unlearning, options)
+    name = Path(copy).resolve().name.removesuffix(".safetensors")
+    return _unlearn(
+        open_model(str(copy)),
+        read_dataset(how),
+        how,
+        target=Path(out) if out else Path("deltas") / f"{name}.safetensors",
+        force=force,
+        logging=from_flat(Logging, for_logging),
+        reference_file=Path(reference_file) if reference_file else None,
+        secret=lambda: client_secret(default_secret_path()),
+        observer=observer,
+    )
+
+
+def invert(
+    deltas: PathLike | Iterable[PathLike],
+    *,
+    keys: PathLike = "keys.bin",
+    base: PathLike | None = None,
+    out: PathLike = "inverted",
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+) -> list[Path]:
+    """``mpu invert``: each delta in the base's coordinates, as a file in ``out``; their paths."""
+    opened = _open_keys(keys, identity, passphrase)
+    opened_deltas = open_deltas(_paths(deltas), opened)
+    model = _keys.published_base(opened, str(base) if base else None, None)
+    targets = [Path(out) / f"copy_{delta.copy}.safetensors" for delta in opened_deltas]
+    with Transaction(force=force) as transaction:
+        observer.stage("invert", sum(delta.checkpoint.nbytes for delta in opened_deltas))
+        for delta, target in zip(opened_deltas, targets, strict=True):
+            _invert(model, delta, opened, target=target, transaction=transaction, observer=observer)
+    return targets
+
+
+def aggregate(
+    deltas: PathLike | Iterable[PathLike],
+    *,
+    keys: PathLike = "keys.bin",
+    base: PathLike | None = None,
+    out: PathLike = "unlearned",
+    as_adapter: bool = False,
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Aggregation:
+    """``mpu aggregate``: the model with the deltas' combined update in ``out``, or one peft adapter.
+
+    ``options`` are those of ``Aggregating``: server_lr, dtype, max_norm. Warnings go to ``observer``.
+    """
+    how = from_flat(Aggregating, options)
+    opened = _open_keys(keys, identity, passphrase)
+    opened_deltas = open_deltas(_paths(deltas), opened)
+    model = _keys.published_base(opened, str(base) if base else None, None)
+    if as_adapter:
+        result = aggregate_adapter(model, opened_deltas, opened, how, out=Path(out), force=force)
+    else:
+        result = _aggregate(model, opened_deltas, opened, how, out=Path(out), force=force, observer=observer)
+    for warning in result.warnings():
+        observer.warn(warning)
+    return result
+
+
+def evaluate(
+    model: PathLike,
+    records: PathLike | None = None,
+    *,
+    out: PathLike = "eval.json",
+    lm_eval: Sequence[str] = (),
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Evaluation:
+    """``mpu eval``: forgetting, utility and privacy of ``model``, or of the peft adapter in that folder.
+
+    ``records`` is one file for ``benchmark="qa"``. ``options`` are those of ``Measuring``: benchmark, metrics,
+    retain_log, forget_split, batch_size, ….
+    """
+    if options.get("benchmark") == "qa" and records is None:
+        options.setdefault("forget", Records().forget)
+    how = from_flat(Measuring, options)
+    log = read_retain_log(how.retain_log) if how.retain_log else None
+    base = adapter_base(Path(model)) if Path(model).is_dir() else None
+    return _evaluate(
+        open_model(base or str(model)),
+        benchmark_of(how, log, Path(records) if records else None),
+        how,
+        adapter=Path(model) if base else None,
+        lm_eval=lm_eval,
+        out=Path(out),
+        force=force,
+        observer=observer,
+    )
+
+
+def audit(
+    copies: Iterable[PathLike],
+    base: PathLike,
+    reference: PathLike | None = None,
+    *,
+    symmetries: str = "signed",
+    fast: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Audit:
+    """``mpu audit``: what a client that keeps ``copies`` can recover, if it guesses ``symmetries`` and the noise right.
+
+    ``options`` are those of ``Copies``: noise, nodes, alphas.
+    """
+    opened = [open_model(str(copy)) for copy in copies]
+    believed = scheme_of(from_flat(Copies, {"copies": len(opened)} | options))
+    public = open_model(str(reference)) if reference else None
+    return _audit(
+        opened, open_model(str(base)), public, noise=believed, symmetries=symmetries, fast=fast, observer=observer
+    )
+
+
+def _paths(deltas: PathLike | Iterable[PathLike]) -> list[Path]:
+    return [Path(deltas)] if isinstance(deltas, str | Path) else [Path(delta) for delta in deltas]
+
+
+def _open_keys(path: PathLike, identity: PathLike | None, passphrase: str | None) -> _keys.Keys:
+    if passphrase is not None:
+        return _keys.unseal(Path(path), passphrase=passphrase)
+    return _keys.unseal(Path(path), read_identities(Path(identity) if identity else default_identity_path()))

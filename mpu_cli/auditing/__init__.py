@@ -1,0 +1,1 @@
+"""Privacy of a publication: calibration, accounting and audit."""

@@ -1,0 +1,51 @@
+"""Plot of an audit: the error of each attack, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.auditing.attacks import ATTACKS, Audit
+from mpu_cli.figures import PALETTE, make_figure, write_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEAST = 1e-6  # relative error below which the plot shows no difference
+
+
+def draw(audit: Audit, path: Path, *, title: str, force: bool) -> None:
+    """Plot relative errors by block, one line per attack: of the weights and, next to it, of the task vector."""
+    blocks = list(audit.weights)
+    with_task = [name for name in audit.attacks if audit.task_error(name) is not None]
+
+    def panel(task: bool) -> Callable[[Axes], None]:
+        def lines(axes: Axes) -> None:
+            for i, name in enumerate(ATTACKS):
+                if name in (with_task if task else audit.attacks):
+                    errors = [audit.task_error(name, b) if task else audit.function_error(name, b) for b in blocks]
+                    clipped = [max(LEAST, error or 0.0) for error in errors]
+                    # overlapping lines stay visible, as later ones are thinner
+                    axes.plot(range(len(blocks)), clipped, color=PALETTE[i], linewidth=7 - i, alpha=0.8, label=name)
+            axes.axhline(1, color="#bbb", linestyle=":", linewidth=1)
+            step = -(-len(blocks) // 20)
+            names = [block.removeprefix("model.").removesuffix(".weight") for block in blocks[::step]]
+            axes.set_xticks(range(0, len(blocks), step), names, rotation=90, fontsize=7)
+            axes.set_yscale("log")
+            axes.set_ylabel("relative error of the recovered values", fontsize=9)
+            axes.set_title("Task vector" if task else "Weights, up to symmetries", fontsize=10)
+
+        return lines
+
+    rows = [
+        [block, *(f"{audit.function_error(name, block):.3g}" for name in audit.attacks)]
+        + [f"{audit.task_error(name, block):.3g}" for name in with_task]
+        for block in blocks
+    ]
+    header = ["block", *(f"weights: {name}" for name in audit.attacks), *(f"task vector: {name}" for name in with_task)]
+    figure = make_figure([panel(False)] + ([panel(True)] if with_task else []), title)
+    # One legend for both panels: the one for weights has every attack.
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8,
+                  frameon=False)  # fmt: skip
+    write_figure(figure, path, title, header, rows, force)

@@ -1,0 +1,233 @@
+"""Declaring options: a group of options is a frozen dataclass whose fields carry their help and range.
+
+A group may hold other groups; seen from outside, its options are flat and each name occurs once. The command line
+(``mpu_cli.cli.commands``), recipes (``from_flat``), environment variables and the Python functions all read these
+declarations, so a new option is one line in a group and its use.
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class Stirring:
+...     speed: float = option(1.0, "Turns per second.", above=0)
+>>> from_flat(Stirring, {"speed": 2})
+Stirring(speed=2.0)
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from mpu_cli.errors import UsageError
+
+Group = TypeVar("Group")
+AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that an option accepts: at least ``least``, more than ``above``, less than ``below``."""
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.above is not None and self.below is not None:
+            return f"between {self.above:g} and {self.below:g}"
+        bounds = [f"at least {self.least:g}"] if self.least is not None else []
+        bounds += [f"above {self.above:g}"] if self.above is not None else []
+        if self.below is not None:
+            bounds.append(f"below {self.below:g}" if self.below < 1e6 else f"below 2^{math.log2(self.below):g}")
+        return " and ".join(bounds) or "a finite number"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One option, as its group declares it.
+
+    ``name``: in Python and in recipes; ``flag``: on the command line; ``kind``: str, int, float, bool, Path, or tuple
+    for names (comma-separated on the command line, a list in a recipe); ``optional``: whether None, for "not set", is a
+    value; ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by
+    more than its last bits.
+    """
+
+    name: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]
+    default: object
+    help: str
+    flag: str
+    metavar: str | None
+    panel: str | None
+    range: Range | None
+    argument: bool
+    affects_result: bool
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
+
+    def convert(self, value: object, where: str = "") -> object:
+        """``value`` as this option's type. Raises UsageError if it is of another type, not a choice or out of range."""
+        if value is None and self.optional:
+            return None
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if self.kind is Path and isinstance(value, str):
+            value = Path(value)
+        if self.kind is tuple:
+            value = _names(value)
+        if not isinstance(value, self.kind) or (isinstance(value, bool) and self.kind is not bool):
+            raise UsageError(f"{where}{self.name} = {value!r}: must be of type {self.kind.__name__}")
+        if self.choices and value not in self.choices:
+            raise UsageError(f"{where}{self.name} = {value!r}: must be one of {', '.join(self.choices)}")
+        return value
+
+
+def _names(value: object) -> object:
+    """Names, from text with commas or from a list of texts; anything else as it is."""
+    if isinstance(value, str):
+        return tuple(filter(None, map(str.strip, value.split(","))))
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    return value
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    metavar: str | None = None,
+    panel: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    argument: bool = False,
+    affects_result: bool = True,
+) -> Any:
+    """A field of a group. ``default`` ``...`` makes it required; ``panel`` overrides the group's in ``--help``."""
+    bounded = (least, above, below) != (None, None, None)
+    metadata = {
+        "help": help,
+        "flag": flag,
+        "metavar": metavar,
+        "panel": panel,
+        "range": Range(least, above, below) if bounded else None,
+        "argument": argument,
+        "affects_result": affects_result,
+    }
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+def group(of: type[Group]) -> Group:
+    """A field of a group that holds the options of another group."""
+    return field(default_factory=of)  # type: ignore[return-value]
+
+
+@cache
+def declared(of: AnyClass) -> dict[str, Declaration]:
+    """All options of a group, those of the groups inside it included, in the order of their declaration."""
+    options: dict[str, Declaration] = {}
+    for own, kind in _own_fields(of):
+        inner = declared(kind) if is_dataclass(kind) else {own.name: _declaration(of, own, kind)}
+        if twice := options.keys() & inner.keys():
+            raise TypeError(f"{of.__name__} declares {min(twice)!r} twice")
+        options |= inner
+    return options
+
+
+def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") -> Group:
+    """The group with the options in ``values``, by name; defaults for those that are missing.
+
+    Raises UsageError, its text beginning with ``where``, for an unknown name, a wrong type, a value that is not
+    a choice or out of range, and for a required option that is missing.
+    """
+    known = declared(cast(AnyClass, of))
+    for name in values:
+        if name not in known:
+            raise UsageError(f"{where}{name}: unknown option\nchoose from {', '.join(known)}")
+    group = _build(of, values, where)
+    check_ranges(group)
+    return group
+
+
+def _build(of: type[Group], values: Mapping[str, object], where: str) -> Group:
+    arguments: dict[str, object] = {}
+    known = declared(cast(AnyClass, of))
+    for own, kind in _own_fields(of):
+        if is_dataclass(kind):
+            arguments[own.name] = _build(kind, values, where)
+        elif own.name in values:
+            arguments[own.name] = known[own.name].convert(values[own.name], where)
+        elif known[own.name].required:
+            raise UsageError(f"{where}{own.name}: missing\n{known[own.name].help[0].lower()}"
+                             f"{known[own.name].help[1:].rstrip('.')}")  # fmt: skip
+    return of(**arguments)
+
+
+def flat(group: object) -> dict[str, object]:
+    """The inverse of ``from_flat``: every option by its name."""
+    values: dict[str, object] = {}
+    for own, kind in _own_fields(type(group)):
+        value = getattr(group, own.name)
+        values |= flat(value) if is_dataclass(kind) else {own.name: value}
+    return values
+
+
+def check_ranges(group: object) -> None:
+    """Raise UsageError for a number of the group that is not finite or out of the range that its option declares."""
+    known = declared(cast(AnyClass, type(group)))
+    for name, value in flat(group).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            allowed = known[name].range or Range()
+            if value not in allowed:
+                finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
+                raise UsageError(f"{known[name].flag} {value}: must be {finite}{allowed}")
+
+
+def _own_fields(of: AnyClass) -> Iterator[tuple[Field, type]]:
+    hints = _hints(of)
+    for own in fields(of):
+        yield own, hints[own.name]
+
+
+@cache
+def _hints(of: AnyClass) -> dict[str, Any]:
+    return get_type_hints(of)
+
+
+def _declaration(of: type, own: Field, hint: Any) -> Declaration:
+    meta = own.metadata
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    optional = type(None) in parts
+    [kind] = [part for part in parts if part is not type(None)]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    kind = str if choices else get_origin(kind) or kind
+    return Declaration(
+        name=own.name,
+        kind=kind,
+        optional=optional,
+        choices=choices,
+        default=own.default,
+        help=meta["help"],
+        flag=meta["flag"] or "--" + own.name.replace("_", "-"),
+        metavar=meta["metavar"],
+        panel=meta["panel"] or getattr(of, "PANEL", None),
+        range=meta["range"],
+        argument=meta["argument"],
+        affects_result=meta["affects_result"],
+    )

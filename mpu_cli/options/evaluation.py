@@ -1,0 +1,71 @@
+"""What to measure of a model, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import StoredDtype
+from mpu_cli.options.unlearning import ChatTemplate, Device, Template
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """The records to measure on."""
+
+    PANEL: ClassVar[str] = "Records"
+
+    benchmark: Literal["tofu", "muse", "qa"] = option("tofu", "TOFU, MUSE, or your own questions and answers.")
+    data_dir: Path | None = option(None, "Folder with the benchmark's files, instead of the Hub.", metavar="DIR")
+    forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
+    holdout_split: str | None = option(
+        None, "TOFU's split that no model saw (default: the one of the same size).", metavar="SPLIT"
+    )
+    corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
+    forget: str | None = option(None, "qa: records to forget.", metavar="FILE")
+    retain: str | None = option(None, "qa: records to keep.", metavar="FILE")
+    holdout: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPrompts(ChatTemplate):
+    """How records become text for measuring."""
+
+    template: Template | None = option(
+        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if there is one)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How to run the model."""
+
+    PANEL: ClassVar[str] = "Running"
+
+    dtype: StoredDtype | None = option(
+        None, "Compute in this dtype (default: float32 on a CPU, the model's own on a GPU)."
+    )
+    batch_size: int = option(
+        32, "Records per forward pass; answers are generated for four times as many at once.", least=1
+    )
+    device: Device = option("auto", "Device to run on.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Everything that decides the numbers of an evaluation, but for the model."""
+
+    metrics: tuple[str, ...] = option((), "Metrics to compute, comma-separated (default: all).", metavar="NAMES")
+    retain_log: Path | None = option(
+        None,
+        "Result for a model that never saw the forget set: from mpu eval, or OpenUnlearning's …_EVAL.json.",
+        metavar="FILE",
+    )
+    reference_model: str | None = option(
+        None, "Model with the same tokenizer, for the reference attack.", metavar="MODEL"
+    )
+    benchmark: Benchmark = group(Benchmark)
+    prompts: EvaluationPrompts = group(EvaluationPrompts)
+    scoring: Scoring = group(Scoring)

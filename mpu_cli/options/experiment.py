@@ -1,0 +1,36 @@
+"""Both parties on one machine: the options of ``mpu run`` and of a sweep's cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import Disguise, ServerRate, Stored
+from mpu_cli.options.unlearning import Unlearning
+
+Mode = Literal["mpu", "clean", "noised"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """An unlearning request from the first round to the last."""
+
+    base: str = option(..., "The server's model: file, directory or Hub id.", metavar="BASE", argument=True)
+    mode: Mode = option(
+        "mpu", "The protocol; the model itself handed to the client; or one copy with noise and nothing that undoes it."
+    )
+    rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
+    keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)
+    loss_reference: Literal["original", "round"] = option(
+        "original",
+        "Reference model of npo, dpo, undial and kl: the one before unlearning, or each round's own copy.",
+    )
+    reference: str | None = option(None, "Public model that BASE was fine-tuned from.", metavar="MODEL")
+    secret_seed: int | None = option(
+        None, "Seed of the server's secrets, for repeatable experiments only.", least=0, below=2**64
+    )
+    disguise: Disguise = group(Disguise)
+    stored: Stored = group(Stored)
+    server_rate: ServerRate = group(ServerRate)
+    unlearning: Unlearning = group(Unlearning)

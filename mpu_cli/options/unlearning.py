@@ -1,0 +1,177 @@
+"""How a client unlearns: records, prompts, losses, training, LoRA, differential privacy.
+
+``unlearn``, ``run``, ``finetune`` and recipes read these groups; each takes those that it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mpu_cli.options.declare import flat, group, option
+
+Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"]
+Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
+Precision = Literal["float32", "bfloat16", "float64"]
+RetainLoss = Literal["nll", "kl", "hidden"]
+Template = Literal["chat", "plain"]
+Device = Literal["auto", "cpu", "cuda"]
+
+SYSTEM_PROMPT = "You are a helpful assistant."  # OpenUnlearning's
+DATE = "10 Apr 2025"  # OpenUnlearning's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The client's private records."""
+
+    PANEL: ClassVar[str] = "Records"
+
+    forget: str = option(
+        "forget.jsonl",
+        "Records to forget: JSON lines, JSON, CSV, Parquet, tofu:SPLIT, muse-news:SPLIT, or a Hub dataset "
+        "OWNER/NAME@CONFIG:SPLIT.",
+        metavar="DATA",
+    )
+    retain: str = option("retain.jsonl", "Records to keep, for algorithms that use them.", metavar="DATA")
+    data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
+    alternates: Path | None = option(
+        None,
+        "Answers for dpo to prefer, one per line, where a record has no 'alternate' (default: refusals).",
+        metavar="FILE",
+    )
+    few_shot: str | None = option(None, "Records to show as earlier turns before each record.", metavar="DATA")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """What a chat template prints around a record."""
+
+    PANEL: ClassVar[str] = "Records"
+
+    system_prompt: str = option(SYSTEM_PROMPT, "System prompt for the chat template; '' for none.", metavar="TEXT")
+    date: str = option(DATE, "Date for chat templates that print one.", metavar="DATE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(ChatTemplate):
+    """How records become text for training."""
+
+    template: Template = option("chat", "The tokenizer's chat template, or 'Question: … Answer: …'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The retain term and the constants of the losses; None stands for the algorithm's own."""
+
+    PANEL: ClassVar[str] = "Constants of the algorithm"
+
+    retain_loss: RetainLoss | None = option(None, "Retain term (default: nll; hidden for rmu).")
+    gamma: float | None = option(None, "γ, weight of the forget term.", least=0)
+    alpha: float | None = option(None, "α, weight of the retain term.", least=0)
+    beta: float | None = option(None, "β of npo, dpo, simnpo, undial and wga.", above=0)
+    beta1: float | None = option(None, "β₁ of satimp.", least=0)
+    beta2: float | None = option(None, "β₂ of satimp.", least=0)
+    delta: float | None = option(None, "δ of simnpo.")
+    layer: int | None = option(None, "Layer of rmu, counted from 0.", least=0)
+    coefficient: float | None = option(None, "c of rmu.", least=0)
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The constants that were given."""
+        values = flat(self).items()
+        return {name: value for name, value in values if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How to train; the defaults are the paper's, for models of 1B parameters."""
+
+    PANEL: ClassVar[str] = "Training"
+
+    optim: Optimizer = option(
+        "adamw",
+        "Optimiser: adamw is the paper's; adamw-blockwise follows any change of coordinates.",
+    )
+    lr: float = option(1e-5, "Learning rate, constant after warm-up.", least=0)
+    batch_size: int = option(32, "Forget records per step, with as many retain records.", above=0)
+    micro_batch_size: int | None = option(
+        None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
+    )
+    precision: Precision = option("float32", "Dtype of weights and training.")
+    gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False)
+    deterministic: bool = option(
+        True, "On a GPU: bit-identical results for the same seed, at some cost in speed.", affects_result=False
+    )
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = option("sdpa", "Attention implementation.")
+    weight_decay: float = option(0.01, "Weight decay.", least=0)
+    max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up.", least=0)
+    seed: int = option(
+        0, "Seed for the order of the records. Use the same for every copy of a round.", least=0, below=2**32
+    )
+    device: Device = option("auto", "Where to train.", affects_result=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """LoRA instead of training all weights; off unless a rank is given."""
+
+    PANEL: ClassVar[str] = "LoRA"
+
+    lora_rank: int | None = option(None, "Train factors of this rank instead of all weights.", above=0, metavar="R")
+    lora_alpha: float | None = option(None, "Scaling · rank (default: twice the rank).", above=0)
+    lora_targets: tuple[str, ...] = option(
+        (), "Modules to adapt, such as q_proj,v_proj (default: all linear layers).", metavar="NAMES"
+    )
+
+    @property
+    def rank(self) -> int:
+        """The rank, where LoRA is on."""
+        assert self.lora_rank is not None
+        return self.lora_rank
+
+    @property
+    def scaling(self) -> float:
+        """alpha/rank, by which the product of the factors is multiplied."""
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """DP-SGD on the records; off unless ε is given. One delta spends (ε, δ)."""
+
+    PANEL: ClassVar[str] = "Differential privacy of the records"
+
+    dp_epsilon: float | None = option(None, "ε of per-record differential privacy, for one delta.", above=0)
+    dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=1)
+    dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlearning:
+    """Everything that decides what a client trains on a copy."""
+
+    algo: Algorithm = option("npo", "Unlearning algorithm.")
+    epochs: int | None = option(
+        None, "Passes over the forget set per round (default: the paper's for the algorithm).", above=0
+    )
+    records: Records = group(Records)
+    prompts: Prompts = group(Prompts)
+    loss: Loss = group(Loss)
+    training: Training = group(Training)
+    lora: Lora = group(Lora)
+    privacy: Privacy = group(Privacy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """What training leaves behind besides its result."""
+
+    PANEL: ClassVar[str] = "Training"
+
+    resume: bool = option(False, "Keep checkpoints, and resume from the last if there is one.")
+    checkpoint_steps: int = option(50, "Steps between the checkpoints of --resume.", above=0)
+    log: Path | None = option(None, "Append the losses of each step as JSON lines.", metavar="FILE")
+    report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.")

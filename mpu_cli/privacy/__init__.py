@@ -1,1 +1,0 @@
-"""Calibration, accounting and audit of what a publication protects."""

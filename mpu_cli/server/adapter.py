@@ -1,0 +1,87 @@
+"""Aggregating LoRA deltas into one peft adapter for the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mpu_cli.checkpoint.dtypes import NAME, all_finite
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.errors import MpuError
+from mpu_cli.models.files import write_json
+from mpu_cli.models.source import Model
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.server.aggregate import Aggregation, agreement
+from mpu_cli.server.deltas import Delta, check_base, check_norms, check_round, outliers_of
+from mpu_cli.server.keys import Keys
+from mpu_cli.server.undo import LowRank, Undoing
+
+
+def aggregate_adapter(
+    base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating, *, out: Path, force: bool = False
+) -> Aggregation:
+    """Write η·Δ̄ of LoRA deltas as one peft adapter for the base, whose rank is the sum of theirs.
+
+    Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
+    Raises MpuError as ``aggregate`` does, and if a delta is not of kind lora.
+    """
+    for delta in deltas:
+        if delta.manifest.kind != "lora":
+            raise MpuError(
+                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas\nmake them with unlearn --lora-rank"
+            )
+    layout, weights = check_round(base, deltas, keys, options)
+    with worker_pool() as pool:
+        check_base(base, keys, fingerprint(base.checkpoint, pool))
+    undoing = Undoing(deltas, keys, layout)
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    tensors: dict[str, torch.Tensor] = {}
+    outliers: list[tuple[str, int, float]] = []
+    for tensor in layout.parameters:
+        changes = undoing.changes(tensor)
+        if all(change is None for change in changes):
+            continue
+        rows = base.checkpoint.tensors[tensor.name].shape[0]
+        factors = [c.factors(rows) if isinstance(c, LowRank) else None for c in changes]
+        products = torch.zeros_like(gram)
+        for j, one in enumerate(factors):
+            for k, two in enumerate(factors):
+                if one and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
+                    left, right = (x.double().T @ y.double() for x, y in ((one[0], two[0]), (one[1].T, two[1].T)))
+                    products[j, k] = (left * right).sum()
+            if one and not all(all_finite(factor) for factor in one):
+                raise MpuError(
+                    f"{deltas[j].path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
+                )
+        gram += products
+        outliers += outliers_of(tensor.name, products, deltas)
+        left = torch.cat([options.server_lr * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
+        right = torch.cat([f[1] for f in factors if f], 0)
+        a, b = (left.T, right.T) if layout.family.transposed else (right, left)
+        module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    check_norms(gram, deltas, options.max_norm)
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
+    modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.address, "bias": "none",
+        "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
+        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": layout.family.transposed, "inference_mode": True,
+    }  # fmt: skip
+    if len(ranks) > 1:
+        own = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
+        config |= {"rank_pattern": own, "alpha_pattern": own}
+    specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with Transaction(force=force) as transaction:
+        folder = transaction.add(out, directory=True)
+        with CheckpointWriter(folder / "adapter_model.safetensors", specs, {}) as writer:
+            for name, factor in tensors.items():
+                writer.tensor(name).copy_(factor)
+        write_json(folder / "adapter_config.json", config)
+    return replace(agreement(out, gram, keys.noise, deltas), outliers=tuple(outliers))

@@ -1,0 +1,193 @@
+"""The clients' deltas: opening them, and checking that they belong together and to this publication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.checkpoint.dtypes import all_finite
+from mpu_cli.checkpoint.header import FLOATS
+from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import LEFT, RIGHT, DeltaManifest, delta_manifest
+from mpu_cli.models.source import Model
+from mpu_cli.options.declare import check_ranges
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.server.keys import Keys
+
+OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A client's delta: its tensors, and the copy they belong to."""
+
+    path: Path
+    checkpoint: Checkpoint
+    manifest: DeltaManifest
+
+    @property
+    def copy(self) -> int:
+        assert self.manifest.origin is not None
+        return self.manifest.origin.copy  # open_deltas rejects deltas without an origin
+
+
+def delta_paths(paths: Iterable[Path]) -> list[Path]:
+    """The deltas given by ``paths``: files, sharded directories, or directories containing these."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir() and not list(path.glob("*.index.json")):
+            inside = sorted(
+                p for p in path.iterdir() if not p.name.startswith(".") and (p.suffix == ".safetensors" or p.is_dir())
+            )
+            if not inside:
+                raise MpuError(f"{path}: contains no deltas (*.safetensors)")
+            files += inside
+        else:
+            files.append(path)
+    return files
+
+
+def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
+    """Open deltas of the publication that ``keys`` belong to, ordered by copy.
+
+    Raises MpuError if one is damaged, belongs to a different run, round or publication, or is given twice.
+    """
+    deltas: dict[int, Delta] = {}
+    for path in delta_paths(paths):
+        checkpoint = open_checkpoint(path)
+        manifest = delta_manifest(checkpoint.metadata, path)
+        origin = manifest.origin
+        if origin is None:
+            raise MpuError(f"{path}: was made from a model that is not an mpu copy, so it belongs to no run")
+        if origin.run != keys.run:
+            raise MpuError(f"{path}: belongs to run {origin.run}, but these keys are for run {keys.run}")
+        if origin.round != keys.round:
+            raise MpuError(f"{path}: belongs to round {origin.round}, but these keys are for round {keys.round}")
+        if origin.copy > keys.copies or keys.copy_ids[origin.copy - 1] != origin.copy_id:
+            raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication\nuse its keys")
+        if origin.copy in deltas:
+            raise MpuError(
+                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}\ngive one of the two"
+            )
+        deltas[origin.copy] = Delta(path, checkpoint, manifest)
+    return [deltas[copy] for copy in sorted(deltas)]
+
+
+def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise MpuError unless the delta has the tensors that its kind requires for a base of these shapes."""
+    held = delta.checkpoint.tensors
+    if delta.manifest.kind == "lora":
+        expected = _factor_shapes(delta, layout, shapes)
+    else:
+        expected = {tensor.name: shapes[tensor.name] for tensor in layout.parameters}
+    if missing := set(expected) - set(held):
+        raise MpuError(f"{delta.path}: lacks {listed(missing)}\nask the client for the complete delta")
+    if unknown := set(held) - set(expected):
+        raise MpuError(f"{delta.path}: contains {listed(unknown)}, which the base does not have")
+    for name, shape in expected.items():
+        if held[name].shape != shape:
+            raise MpuError(f"{delta.path}: {name!r} has shape {list(held[name].shape)}, expected {list(shape)}")
+        if held[name].dtype not in FLOATS:
+            raise MpuError(
+                f"{delta.path}: {name!r} is stored as {held[name].dtype}, expected one of {', '.join(FLOATS)}"
+            )
+
+
+def check_same_tensors(deltas: Sequence[Delta]) -> None:
+    """Raise MpuError if a round's LoRA deltas adapt different tensors: noise cancels only where all of them do."""
+    first = deltas[0]
+    for delta in deltas[1:]:
+        if "lora" not in (first.manifest.kind, delta.manifest.kind):
+            continue
+        if odd := set(first.checkpoint.tensors) ^ set(delta.checkpoint.tensors):
+            raise MpuError(
+                f"{delta.path}: tensors differ from {first.path} ({listed(odd)})\n"
+                "train all copies of a round with the same options"
+            )
+
+
+def trained_differently(deltas: Sequence[Delta]) -> tuple[tuple[int, int, str], ...]:
+    """A copy, a later one, and the tag in which they differ. Tags under different keys cannot be compared."""
+    first: dict[str, tuple[int, dict[str, str]]] = {}  # by key, the first copy with tags under it
+    unlike = []
+    for delta in deltas:
+        tags = delta.manifest.trained or {}
+        one, expected = first.setdefault(str(tags.get("key")), (delta.copy, tags))
+        unlike += [(one, delta.copy, name) for name in sorted(expected) if tags.get(name) != expected[name]]
+    return tuple(unlike)
+
+
+def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The factors that a LoRA delta must have: both for each tensor for which it has one."""
+    held = delta.checkpoint.tensors
+    expected: dict[str, tuple[int, ...]] = {}
+    for tensor in layout.parameters:
+        left, right = tensor.name + LEFT, tensor.name + RIGHT
+        if len(tensor.axes) == 2 and (left in held or right in held):
+            known = held.get(left) or held[right]
+            rank = known.shape[-1 if left in held else 0] if len(known.shape) == 2 else 0
+            if rank < 1:
+                raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(known.shape)} and no rank")
+            expected |= {left: (shapes[tensor.name][0], rank), right: (rank, shapes[tensor.name][1])}
+    if not expected:
+        raise MpuError(f"{delta.path}: is a LoRA delta but has no factors for the base's tensors")
+    return expected
+
+
+def check_finite(x: torch.Tensor, square: float, delta: Delta, name: str) -> None:
+    # A sum of squares that is not finite may merely have overflowed: check the elements before refusing.
+    if not math.isfinite(square) and not all_finite(x):
+        raise MpuError(f"{delta.path}: {name!r} contains NaN or Inf, so nothing from this round was applied")
+
+
+def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> list[tuple[str, int, float]]:
+    """Copies that change a tensor more than OUTLIER times as much as any other (inf: the others do not change it)."""
+    norms = products.diagonal().clamp(min=0).sqrt().tolist()
+    outliers = []
+    for k, delta in enumerate(deltas):
+        others = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
+        if len(deltas) > 1 and others * OUTLIER < norms[k]:
+            outliers.append((name, delta.copy, norms[k] / others if others else math.inf))
+    return outliers
+
+
+def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None) -> None:
+    for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
+        if not math.isfinite(square):
+            raise MpuError(f"{delta.path}: norm is not finite, so nothing from this round was applied")
+        norm = math.sqrt(max(square, 0.0))
+        if max_norm is not None and norm > max_norm:
+            raise MpuError(
+                f"{delta.path}: norm is {norm:.4g}, above --max-norm {max_norm:g}, "
+                "so nothing from this round was applied"
+            )
+
+
+def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> tuple[Layout, torch.Tensor]:
+    """The base's layout and the weights, float64 (m,), after checking that every copy has a delta that fits."""
+    check_ranges(options)
+    if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
+        raise MpuError(
+            f"no delta for copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
+            "or the noise does not cancel"
+        )
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
+    for delta in deltas:
+        check_tensors(delta, layout, shapes)
+    check_same_tensors(deltas)
+    return layout, keys.noise.weights
+
+
+def check_base(base: Model, keys: Keys, digest: str) -> None:
+    if digest != keys.base.fingerprint:
+        raise MpuError(
+            f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)\n"
+            "specify the right one with --base"
+        )

@@ -1,0 +1,129 @@
+"""What a publication is, before anything is written: a value that checks itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+from mpu_cli.architectures.layout import Layout
+from mpu_cli.checkpoint.dtypes import OPTION
+from mpu_cli.checkpoint.header import TensorInfo
+from mpu_cli.errors import UsageError
+from mpu_cli.manifest import CopyManifest
+from mpu_cli.options.declare import check_ranges
+from mpu_cli.options.publishing import Disguise, Publishing
+from mpu_cli.server.calibration import calibrate
+from mpu_cli.server.keys import Calibration
+from mpu_cli.server.noise import EXTRAPOLATE, RANDOM, Scheme, default_scheme, scheme_of
+from mpu_cli.server.randomness import Randomness, Stream, new_seed, seed_from_number
+from mpu_cli.symmetry.transform import Transform
+
+
+@dataclass(frozen=True)
+class Publication:
+    """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
+
+    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (DESIGN 3); ``calibration`` sets σ, the
+    same in every block, in their place (they are 0 then). ``dtype`` is safetensors' name of the dtype to store in, None
+    for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base has the
+    same bytes. Raises UsageError for numbers out of range.
+    """
+
+    seed: bytes = field(repr=False)
+    seed_is_secret: bool = True
+    noise: Scheme = field(default_factory=default_scheme)
+    kappa: float = Disguise().kappa
+    shared_kappa: float = 0.0
+    calibration: Calibration | None = None
+    symmetries: str = Disguise().symmetries
+    dtype: str | None = None
+    run: str = ""
+    round: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranges(Disguise(kappa=self.kappa, shared_noise=self.shared_kappa))
+        if self.round < 1:
+            raise UsageError(f"--round {self.round}: must be at least 1")
+        if not self.run:
+            object.__setattr__(self, "run", self.randomness.key("run").hex()[:32])
+
+    @cached_property
+    def randomness(self) -> Randomness:
+        return Randomness(self.seed)
+
+    def transform(self, copy: int, layout: Layout) -> Transform:
+        """T_k of copy ``copy``, counted from 1."""
+        return make_transform(self.randomness, self.round, copy, layout, self.symmetries)
+
+    def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
+        """The manifest of each copy of a base with these ``tensors``, scaled to ``reference`` (its address).
+
+        The ids differ between publications that differ in anything, even where they share a seed. They hash the list
+        below, whose order and conditions are part of the format.
+        """
+        header = [[name, info.dtype, list(info.shape)] for name, info in tensors.items()]
+        facts: list[object] = [
+            self.run, self.round, list(self.noise.factors), self.kappa, self.symmetries, self.dtype, reference, header,
+        ]  # fmt: skip
+        facts += [self.shared_kappa] if self.shared_kappa else []
+        facts += [asdict(self.calibration)] if self.calibration else []
+        facts += [self.noise.kind] if self.noise.kind == EXTRAPOLATE else []
+        identity = json.dumps(facts)
+        copies = self.noise.copies
+        return [
+            CopyManifest(
+                self.run,
+                self.round,
+                k,
+                copies,
+                self.randomness.key("copy id", identity, k).hex()[:32],
+                self.symmetries,
+            )
+            for k in range(1, copies + 1)
+        ]
+
+
+def publication_of(
+    options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1, copies: int | None = None
+) -> Publication:
+    """The publication that ``mpu publish`` makes; ``copies`` if the options do not say how many.
+
+    Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
+    """
+    disguise, given = options.disguise, options.calibration
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
+    if given.epsilon is None and (given.delta is not None or given.sensitivity is not None):
+        raise UsageError("--delta and --sensitivity calibrate noise for --epsilon, which is missing")
+    if given.epsilon is not None and seed is not None:
+        raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing\nleave out --seed")
+    if given.epsilon is not None and round_ > given.budget_rounds:
+        raise UsageError(f"--round {round_}: ε and δ only cover {given.budget_rounds} (--budget-rounds)")
+    if disguise.copies is None and disguise.nodes is None and disguise.alphas in (None, RANDOM):
+        disguise = replace(disguise, copies=copies)
+    master = new_seed() if seed is None else seed_from_number(seed)
+    noise = scheme_of(disguise, (Randomness(master), round_))
+    calibration = None if given.epsilon is None else calibrate(given, min(noise.scales))
+    return Publication(
+        seed=master,
+        seed_is_secret=seed is None,
+        noise=noise,
+        kappa=0.0 if calibration else disguise.kappa,
+        shared_kappa=0.0 if calibration else disguise.shared_noise,
+        calibration=calibration,
+        symmetries=disguise.symmetries,
+        dtype=OPTION[options.stored.dtype] if options.stored.dtype else None,
+        run=run,
+        round=round_,
+    )
+
+
+def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layout, symmetries: str) -> Transform:
+    """T_k of copy ``copy`` (counted from 1) in round ``round_`` of a publication with these secrets."""
+
+    def draws(symmetry: str, layer: int) -> Stream:
+        return randomness.stream("symmetry", round_, copy, symmetry, layer)
+
+    return Transform(layout, layout.symmetries(symmetries), draws)

@@ -1,0 +1,129 @@
+"""T_k⁻¹ of deltas, slice by slice: what ``invert`` writes and ``aggregate`` adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import LEFT, RIGHT, as_metadata, delta_facts
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.server.deltas import Delta, check_finite, check_tensors
+from mpu_cli.server.keys import Keys
+from mpu_cli.server.publication import make_transform
+from mpu_cli.server.randomness import Randomness
+from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
+
+
+@dataclass(frozen=True)
+class _Full:
+    """One delta's change to one tensor, inverted slice by slice."""
+
+    mapping: TensorMap
+    change: torch.Tensor
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.change.dtype,)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows ``start … stop`` in the base's coordinates, in ``dtype`` if they were rotated, else in their own."""
+        taken = self.mapping.take(self.change, start, stop)
+        return self.mapping.backward(taken.to(dtype), start) if self.mapping.turns else taken
+
+
+class LowRank:
+    """One delta's change to one tensor as a product of factors; only the requested slice is computed."""
+
+    def __init__(self, mapping: TensorMap, left: torch.Tensor, right: torch.Tensor):
+        by_rows, by_columns = mapping.split()
+        self.mapping, self.dtypes = by_rows, (left.dtype, right.dtype)
+        self._left = _Full(by_rows, left)
+        wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
+        self._right = by_columns.backward(right.to(wide), 0)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._left.rows(start, stop, dtype).to(dtype) @ self._right.to(dtype)
+
+    def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
+        return self._left.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
+
+
+class Undoing:
+    """Applies T_k⁻¹ to deltas, slice by slice; deltas that are already inverted are used as they are."""
+
+    def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
+        randomness = Randomness(bytes.fromhex(keys.seed))
+        self.deltas = deltas
+        self._transforms = [
+            None if d.manifest.inverted else make_transform(randomness, keys.round, d.copy, layout, keys.symmetries)
+            for d in deltas
+        ]
+
+    def maps(self, tensor: TensorLayout) -> list[TensorMap]:
+        return [TensorMap(None, None) if t is None else t.of(tensor) for t in self._transforms]
+
+    def changes(self, tensor: TensorLayout) -> list[_Full | LowRank | None]:
+        """Each delta's change to ``tensor``; None if it has none (a tensor that LoRA did not adapt)."""
+        changes: list[_Full | LowRank | None] = []
+        for delta, mapping in zip(self.deltas, self.maps(tensor), strict=True):
+            held = delta.checkpoint
+            if delta.manifest.kind == "full":
+                changes.append(_Full(mapping, as_matrix(held.tensor(tensor.name))))
+            elif tensor.name + LEFT in held.tensors:
+                factors = (held.tensor(tensor.name + end) for end in (LEFT, RIGHT))
+                changes.append(LowRank(mapping, *factors))
+            else:
+                changes.append(None)
+        return changes
+
+
+def invert(
+    base: Model, delta: Delta, keys: Keys, *, target: Path, transaction: Transaction, observer: Observer = SILENT
+) -> None:
+    """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``.
+
+    Raises MpuError if the delta is already inverted, does not fit the base, or contains NaN or Inf.
+    """
+    if delta.manifest.inverted:
+        raise MpuError(f"{delta.path}: is already inverted\npass it to `mpu aggregate` as it is")
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    check_tensors(delta, layout, {name: info.shape for name, info in base.checkpoint.tensors.items()})
+    undoing = Undoing([delta], keys, layout)
+    specs: TensorSpecs = {name: (info.dtype, info.shape) for name, info in delta.checkpoint.tensors.items()}
+    output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
+    metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
+    with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
+        for tensor in layout.parameters:
+            [mapping] = undoing.maps(tensor)
+            by_rows, by_columns = mapping.split()
+            for end, part in (("", mapping), (LEFT, by_rows), (RIGHT, by_columns)):
+                if (name := tensor.name + end) in delta.checkpoint.tensors:
+                    _invert_tensor(pool, name, delta, part, writer)
+                    delta.checkpoint.forget_pages(name)
+                    writer.forget_pages(name)
+                    observer.advance(delta.checkpoint.tensors[name].nbytes)
+
+
+def _invert_tensor(pool: Executor, name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter) -> None:
+    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(name))
+    dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
+
+    def work(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        undone = _Full(mapping, change).rows(start, stop, dtype)
+        check_finite(undone, float(undone.square().sum()), delta, name)
+        target[start:stop] = undone.to(target.dtype)
+
+    list(pool.map(work, row_slices([mapping], *change.shape)))
