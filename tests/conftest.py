@@ -1,4 +1,4 @@
-"""Every test runs the command line with a configuration directory of its own, so that nobody's identity is touched."""
+"""Every test runs the command line with its own configuration directory, so that no real identity is touched."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it once, when it is loaded
+os.environ["HF_HUB_OFFLINE"] = "1"  # before importing anything that reads it at import time
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores; two threads in each would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
 from mpu_cli.cli.main import main
+from tests.models import Trained, make_trained
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind: exit status, standard output and standard error."""
+    """The result of a command: exit status, standard output and standard error."""
 
     status: int
     out: str
     err: str
+
+    @property
+    def is_one_error(self) -> bool:
+        """Whether standard error holds one error, with one hint at most, and nothing else."""
+        error, *hints = self.err.splitlines() or [""]
+        return error.startswith("mpu: error: ") and len(hints) < 2 and all(h.startswith("mpu: hint: ") for h in hints)
 
     @property
     def json(self) -> dict:
@@ -40,7 +50,7 @@ def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch
 
 @pytest.fixture
 def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Run ``mpu ARGUMENTS`` in this process (torch is loaded once); ``check`` makes a failure the test's."""
+    """Run ``mpu ARGUMENTS`` in this process (torch is loaded once); ``check`` makes the test fail if it fails."""
 
     def run(*arguments: object, check: bool = True, cwd: Path | None = None) -> Outcome:
         capfd.readouterr()
@@ -60,7 +70,7 @@ def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a line of bash in ``tmp_path`` with this interpreter's ``mpu`` in front of the path."""
+    """Run a bash command line in ``tmp_path`` with this interpreter's ``mpu`` first on the path."""
 
     def run(line: str, **kwargs: object) -> subprocess.CompletedProcess:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -70,6 +80,13 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The demo's model, made once for all processes of pytest."""
+    own = tmp_path_factory.getbasetemp()
+    return make_trained((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,16 +1,22 @@
-"""Models to test on: small random ones of every family, and the shared checkpoints where they are."""
+"""Models to test on: small random ones of every family, and the shared checkpoints if they are available."""
 
 from __future__ import annotations
 
 import json
 import os
 import string
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from mpu_cli.demo.model import make_model, make_tokenizer
+from mpu_cli.demo.people import make_people
+from mpu_cli.records.reading import read_records
 
 SHARED = Path(os.environ.get("MPU_TEST_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 needs_shared = pytest.mark.skipif(
@@ -28,7 +34,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
-# One of each thing that a family may have: tied and untied heads, biases, grouped heads, a head size of its own.
+# Covers everything a family may have: tied and untied heads, biases, grouped heads, an explicit head size.
 CONFIGS = {
     "llama": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
     "llama-biases": {
@@ -46,8 +52,8 @@ CONFIGS = {
 
 
 def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **entries: object) -> PreTrainedModel:
-    """A model of CONFIGS[family], with other ``entries`` in its config, whose biases and norms are not at their
-    initial zeros and ones."""
+    """A model with CONFIGS[family], overridden by ``entries``, whose biases and norms differ from their initial zeros
+    and ones."""
     config = CONFIGS[family] | entries
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -59,7 +65,7 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """``model`` as a directory with a tokenizer over ``w3`` … ``w95``, a token a word, and a chat template."""
+    """Save ``model`` with a tokenizer over ``w3`` … ``w95``, one token per word, and a chat template."""
     model.save_pretrained(folder)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     if model.config.model_type == "qwen2":  # transformers reads every tokenizer of this family as byte-level BPE
@@ -81,8 +87,32 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model like the demo's that knows 10 people by heart, and files of questions and answers about them."""
+
+    model: Path
+    forget: Path
+    retain: Path
+
+
+def make_trained(folder: Path) -> Trained:
+    """Make it in ``folder``, which takes seconds, unless it is there."""
+    made = Trained(folder / "model", folder / "forget.jsonl", folder / "retain.jsonl")
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            people = make_people(10, 0)
+            for path, those in ((made.forget, people[:2]), (made.retain, people[2:])):
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
+            records = [record for path in (made.forget, made.retain) for record in read_records(path)]
+            make_model(records, make_tokenizer(records), made.model, epochs=60, seed=0, on_step=lambda *_: None)
+            (folder / "done").touch()
+    return made
+
+
 def write_records(path: Path, count: int, seed: int) -> Path:
-    """Questions and answers of random words of the tokenizer of ``save``."""
+    """Questions and answers made of random words from the tokenizer of ``save``."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(n: int) -> str:

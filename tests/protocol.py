@@ -1,4 +1,4 @@
-"""The protocol through the command line, and distances between what it gives and the clean update."""
+"""Runs the protocol through the command line and measures the distance of its result from the clean update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def distance(found: Tensors, expected: Tensors, only: Callable[[str], bool] = la
 
 
 def unfactored(delta: Tensors) -> dict[str, torch.Tensor]:
-    """A LoRA delta's change of each tensor that it adapts, the product of its factors; any other delta as it is."""
+    """A LoRA delta's change to each tensor that it adapts (the product of its factors); any other delta unchanged."""
     return {
         name.removesuffix(".lora_B"): tensor @ delta[name.removesuffix("B") + "A"]
         if name.endswith(".lora_B")
@@ -36,7 +36,7 @@ def unfactored(delta: Tensors) -> dict[str, torch.Tensor]:
 
 
 def clean_update(mpu: Callable, base: Path, folder: Path, options: list[object]) -> dict[str, torch.Tensor]:
-    """The update of a client that is handed the base itself."""
+    """The update of a client that is given the base itself."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *options)
     return unfactored(tensors(folder / "clean.safetensors"))
 
@@ -46,7 +46,7 @@ def updates(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """The aggregate's update (float64) and each copy's own, inverted; all files go into ``folder``.
 
-    What `mpu aggregate` says is put into ``told``.
+    The report of `mpu aggregate` is put into ``told``.
     """
     keys = folder / "keys.bin"
     copies = mpu("publish", base, "--dtype", "float64", "--out", folder, "--keys", keys, *publish).out.split()

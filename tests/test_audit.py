@@ -1,4 +1,4 @@
-"""``mpu audit``: the attacks find what was planted, and say how near they came."""
+"""``mpu audit``: the attacks find what was planted and report how close they came."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
-from mpu_cli.checkpoint.source import open_model
-from mpu_cli.privacy.align import (
+from mpu_cli.auditing.align import (
     layer_maps,
     match,
     match_rows,
@@ -22,7 +21,8 @@ from mpu_cli.privacy.align import (
     residual_map,
     undo,
 )
-from mpu_cli.server.publish import make_transform
+from mpu_cli.models.source import open_model
+from mpu_cli.server.publication import make_transform
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
@@ -33,7 +33,7 @@ FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
-    """Without noise, the very permutations, signs and rotations of the publication."""
+    """Without noise, recovers exactly the permutations, signs and rotations of the publication."""
     base = save(random_model(family), tmp_path / "base")
     told = mpu(
         "publish", base, "--kappa", 0, "--dtype", "float64", "--symmetries", symmetries, "--seed", 5, "--run", "r",
@@ -60,7 +60,7 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
 
 
 def assert_same(found: AxisMap, expected: AxisMap) -> None:
-    """The same orthogonal map, whether it is written as order and signs or as rotations."""
+    """Both are the same orthogonal map, whether written as order and signs or as rotations."""
     one, other = (map_columns(torch.eye(len(axis), dtype=torch.float64), axis) for axis in (found, expected))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
@@ -68,21 +68,21 @@ def assert_same(found: AxisMap, expected: AxisMap) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
-    """With a little noise: one copy to the noise, all copies without it, whatever the coordinates."""
+    """With a little noise: one copy gives them up to the noise, all copies without it, in any coordinates."""
     base = save(random_model(family), tmp_path / "base")
     mpu("publish", base, "--kappa", 0.01, "--symmetries", symmetries, "--out", tmp_path, "--keys", tmp_path / "k.bin")
     copies = (tmp_path / "copy_1", tmp_path / "copy_2")
     told = mpu("audit", *copies, "--base", base, "--symmetries", symmetries, "--json").json
     assert told["verdict"].startswith("recovered: ")
     attacks = told["attacks"]
-    # Half of each rotation's freedom is spent on noise at most; what is left is of its size.
+    # Fitting the rotations absorbs at most half of the noise; the error that remains is of the noise's size.
     assert 0.005 < attacks["one copy"]["weights"] < 0.0105
-    # The noise cancels; what stays is the error of the alignment, which is made with twice the noise of a copy.
+    # The noise cancels; what remains is the alignment error, and the alignment sees twice the noise of a copy.
     assert attacks["all copies"]["weights"] < 0.6 * attacks["one copy"]["weights"]
 
 
 def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
-    """A GPT-2 as the Hub's first ones were stored is the same reference."""
+    """A GPT-2 stored like the first ones on the Hub is the same reference."""
     base = save(random_model("gpt2"), tmp_path / "base")
     reference = save(random_model("gpt2", seed=1), tmp_path / "reference")
     mpu("publish", base, "--reference", reference, "--out", tmp_path, "--keys", tmp_path / "k.bin")
@@ -97,7 +97,7 @@ def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
 
 
 def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> None:
-    """Extrapolating noise is taken off by any two of the copies; zero-sum noise needs all of them."""
+    """Any two copies are enough to remove extrapolating noise; zero-sum noise takes all of them."""
     base = save(random_model("llama"), tmp_path / "base")
     for noise in ("extrapolate", "zero-sum"):
         out = tmp_path / noise
@@ -107,7 +107,7 @@ def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> Non
     some = mpu("audit", *two, "--base", base, "--json", cwd=tmp_path).json
     assert some["attacks"]["all copies"]["weights"] < 1e-6
     assert some["settings"]["noise"] == {"kind": "extrapolate", "factors": [-1, 1.5]}
-    assert some["settings"]["symmetries"] == "signed"  # as the copies say
+    assert some["settings"]["symmetries"] == "signed"  # as stated by the copies
     told = mpu("audit", *four, "--base", base, "--json", cwd=tmp_path).json["attacks"]
     assert told["two copies"]["weights"] < 1e-6
     assert told["all copies"]["weights"] < 1e-6
@@ -115,10 +115,11 @@ def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> Non
     three = mpu("audit", *zero_sum[:3], "--base", base, "--json", cwd=tmp_path).json["attacks"]
     assert "two copies" not in three
     assert min(attack["weights"] for attack in three.values()) > 0.002
-    # An attacker who tries extrapolation first goes on to the other kind.
+    # An attacker who tries extrapolation first then tries the other kind.
     assert mpu("audit", *zero_sum, "--base", base, "--json", cwd=tmp_path).json["verdict"].startswith("recovered")
 
 
+@pytest.mark.slow
 @needs_shared
 def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     """The paper's defaults on a real checkpoint: a public relative gives the task vector away, both copies the rest."""
@@ -132,7 +133,7 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert attacks["all copies"]["weights"] < 1e-4
 
     assert attacks["all copies, factors unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
-    # Errors of blocks add up to that of the whole.
+    # The errors of the blocks add up to the total error.
     whole = open_model(str(models / "full"))
     blocks = layout_of(whole.checkpoint.tensors, whole.config, "").blocks
     squares = {
@@ -153,19 +154,19 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert "model.layers.5" in page
     assert "<svg" in page
     refused = mpu("audit", *copies, "--base", models / "full", *common, *drawn, check=False)
-    assert "exists already" in refused.err
+    assert "already exists" in refused.err
     mpu("publish", models / "full", *common, "--out", tmp_path / "other", "--keys", tmp_path / "other.bin")
     refused = mpu("audit", *copies, "--base", models / "full", "--keys", tmp_path / "other.bin", check=False)
-    assert "is no copy of the publication" in refused.err
+    assert "was not published with" in refused.err
 
 
 def test_the_fast_match_is_the_assignment() -> None:
-    """With enough features a part of them is compared at first; where rows are too alike, all are."""
+    """With many features, only some are compared at first; if rows are too similar, all are."""
     torch.manual_seed(0)
     target = torch.randn(300, 4000)
     order = torch.randperm(300)
     assert torch.equal(match_rows(target[order] + torch.randn(300, 4000), target), order)
-    common = torch.randn(4000) * 20  # all rows nearly parallel: a few features do not tell them apart
+    common = torch.randn(4000) * 20  # all rows nearly parallel: a few features cannot distinguish them
     alike = target + common
     assert torch.equal(match_rows(alike[order] + 0.1 * torch.randn(300, 4000), alike), order)
 
@@ -182,7 +183,7 @@ def test_closed_forms() -> None:
 
 
 def test_match_is_the_best_assignment() -> None:
-    """Where rows compete for a column, the best total, by trying all."""
+    """If rows compete for a column, finds the best total; checked by brute force."""
     from itertools import permutations
 
     generator = torch.Generator().manual_seed(1)
@@ -198,7 +199,7 @@ def test_match_is_the_best_assignment() -> None:
 def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     other = save(random_model("llama", intermediate_size=64), tmp_path / "other")
-    assert "has not the base's tensors" in mpu("audit", other, "--base", base, check=False).err
+    assert "do not match the base" in mpu("audit", other, "--base", base, check=False).err
     assert mpu("audit", base, base, "--base", base, "--alphas", "1", check=False).status == 2
     assert mpu("audit", base, base, "--base", base, "--nodes", "1,1", check=False).status == 2
     assert mpu("audit", base, "--base", base, "--alphas", "one", check=False).status == 2
@@ -206,7 +207,7 @@ def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
 
 
 def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
-    """Copies that do not belong together, another base than was published, a reference that is the base."""
+    """Copies that do not belong together, a base that was not the one published, a reference that is the base."""
     base = save(random_model("llama"), tmp_path / "base")
     for out in "ab":
         mpu("publish", base, "--out", out, "--keys", f"{out}/keys.bin", cwd=tmp_path)

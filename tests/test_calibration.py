@@ -1,4 +1,4 @@
-"""Noise calibrated to (ε, δ): the numbers are the theorems', and the files hold what was asked for."""
+"""Noise calibrated to (ε, δ): the numbers match the theorems, and the files contain the requested noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 from safetensors.torch import load_file
 
-from mpu_cli.privacy.calibration import calibrate
+from mpu_cli.options.publishing import Calibration
+from mpu_cli.server.calibration import calibrate
 from tests.models import random_model, save
 
 GRID = [(epsilon, delta) for epsilon in (0.01, 0.1, 1.0, 3.0, 8.0) for delta in (1e-10, 1e-5, 0.01)]
@@ -21,8 +22,7 @@ GRID = [(epsilon, delta) for epsilon in (0.01, 0.1, 1.0, 3.0, 8.0) for delta in 
 
 def noise(epsilon: float, delta: float, sensitivity: float = 1.0, **options: object) -> float:
     """σ of the noise that all copies share."""
-    chosen = {"adversary": "all-copies", "bound": "analytic", "rounds": 1, "smallest_alpha": 1.0} | options
-    return calibrate(epsilon, delta, sensitivity, **chosen).shared_sigma
+    return calibrate(Calibration(epsilon=epsilon, delta=delta, sensitivity=sensitivity, **options), 1.0).shared_sigma
 
 
 class TestCalibrate:
@@ -45,12 +45,12 @@ class TestCalibrate:
     @pytest.mark.parametrize("rounds", [1, 5, 20])
     def test_rounds_compose_to_what_was_asked(self, rounds: int) -> None:
         """Against the accountant of privacy loss distributions, which knows nothing of √R."""
-        sigma = noise(2.0, 1e-5, rounds=rounds)
+        sigma = noise(2.0, 1e-5, budget_rounds=rounds)
         accountant = PLDAccountant().compose(SelfComposedDpEvent(GaussianDpEvent(sigma), rounds))
         assert accountant.get_epsilon(1e-5) == pytest.approx(2.0, rel=1e-3)
 
     def test_one_copy_has_what_it_needs_from_its_own_noise(self) -> None:
-        found = calibrate(1.0, 1e-5, 1.0, adversary="one-copy", bound="analytic", rounds=1, smallest_alpha=0.5)
+        found = calibrate(Calibration(epsilon=1.0, delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
         assert 0.5 * found.sigma == pytest.approx(noise(1.0, 1e-5))
         assert found.shared_sigma == 0
 
@@ -61,14 +61,14 @@ class TestPublished:
     def test_what_was_asked_for_is_in_the_files(
         self, mpu: Callable, tmp_path: Path, adversary: str, symmetries: str
     ) -> None:
-        """σ in every block of every copy; what all copies together leave is the shared noise, or none."""
+        """σ in every block of every copy; all copies together leave only the shared noise, or none."""
         base = save(random_model("llama"), tmp_path / "base")
         told = mpu(
             "publish", base, "--epsilon", 4, "--delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
             "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
             "--keys", tmp_path / "k.bin", "--json",
         )  # fmt: skip
-        needed = noise(4, 1e-6, 0.05, rounds=3)
+        needed = noise(4, 1e-6, 0.05, budget_rounds=3)
         clean = load_file(base / "model.safetensors")
         asked = (needed, 2 * needed) if adversary == "one-copy" else (needed, needed)
         for block in told.json["blocks"]:
@@ -104,7 +104,7 @@ class TestPublished:
             ("--epsilon 1 --delta 1e-5 --sensitivity inf", "finite"),
             ("--epsilon 2 --delta 1e-5 --sensitivity 1 --bound classical", "ε ≤ 1"),
             ("--epsilon 100 --delta 1e-10 --sensitivity 1", "smaller ε"),
-            ("--epsilon 1 --delta 1e-5 --sensitivity 1 --kappa 0.01", "would tell"),
+            ("--epsilon 1 --delta 1e-5 --sensitivity 1 --kappa 0.01", "leak them"),
             ("--epsilon 1 --delta 1e-5 --sensitivity 1 --seed 1", "guessed"),
             ("--epsilon 1 --delta 1e-5 --sensitivity 1 --round 2", "--budget-rounds"),
         ],
@@ -115,5 +115,5 @@ class TestPublished:
         refused = mpu("publish", base, *arguments.split(), "--out", out, "--keys", out / "k.bin", check=False)
         assert refused.status != 0
         assert says in refused.err
-        assert refused.err.count("\n") == 1
+        assert refused.is_one_error
         assert not out.exists()

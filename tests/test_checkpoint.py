@@ -1,4 +1,4 @@
-"""Safetensors in and out, against the safetensors library; damage; all or nothing."""
+"""Reading and writing safetensors, compared with the safetensors library; damaged files; all-or-nothing outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(path, tensors, metadata=None, **kwargs):
     names = {dtype: name for name, dtype in TORCH.items()}
     plan = {name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     with CheckpointWriter(path, plan, metadata or {}, **kwargs) as writer:
-        for name in reversed(plan):  # any order will do
+        for name in reversed(plan):  # any order works
             writer.tensor(name).copy_(tensors[name])
 
 
@@ -66,7 +66,7 @@ def test_reads_what_safetensors_writes(tmp_path):
 
 
 def test_a_slice_of_rows_reads_no_more(tmp_path):
-    """A hole of 64 GB stays a hole: only the pages of the slice come into memory."""
+    """A 64 GB hole stays a hole: only the pages of the slice are loaded into memory."""
     rows = 1 << 24
     write(tmp_path / "x.safetensors", {"x": torch.zeros(2, 1024)})
     header = {"x": {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}}
@@ -171,7 +171,7 @@ def test_damage_is_refused_in_one_line(tmp_path, what):
 @given(st.binary(max_size=300), st.integers(0, 120))
 @example(b"\xff" * 8, 0)
 def test_no_bytes_break_the_reader(tmp_path, noise, at):
-    """Random bytes, alone and over the head of a sound file, are read or refused, nothing else."""
+    """Random bytes, alone or written over the start of a valid file, are either read or rejected."""
     sound = tmp_path / "sound.safetensors"
     if not sound.exists():
         save_file(TENSORS, sound)
@@ -229,7 +229,7 @@ def test_a_pickle_is_never_read(tmp_path):
     torch.save({"a": Attack()}, tmp_path / "m/pytorch_model.bin")
     with pytest.raises(MpuError, match="pickle"):
         open_checkpoint(tmp_path / "m")
-    with pytest.raises(MpuError, match="no pickle"):
+    with pytest.raises(MpuError, match="never pickles"):
         open_checkpoint(tmp_path / "m/pytorch_model.bin")
     assert not (tmp_path / "owned").exists()
 
@@ -278,7 +278,7 @@ class TestTransaction:
     def test_force_replaces_no_folder_of_others(self, tmp_path):
         (tmp_path / "d").mkdir()
         (tmp_path / "d/precious.txt").write_text("old")
-        with pytest.raises(MpuError, match="other things"), Transaction(force=True) as transaction:
+        with pytest.raises(MpuError, match="not written by mpu"), Transaction(force=True) as transaction:
             transaction.add(tmp_path / "d", directory=True)
         assert (tmp_path / "d/precious.txt").read_text() == "old"
 
@@ -291,7 +291,7 @@ class TestTransaction:
 
     @pytest.mark.parametrize("replace", [False, True])
     def test_an_interrupt_at_any_line_leaves_nothing_unfinished(self, tmp_path, replace):
-        """SIGINT after each line of the transaction's own code in turn: all of the old is there, or all of the new."""
+        """SIGINT after each line of the transaction's code: all of the old content is there, or all of the new."""
         import mpu_cli.checkpoint.transaction as module
 
         at, interrupted = 0, True
@@ -333,6 +333,6 @@ class TestTransaction:
         (tmp_path / "a").write_text("old")
         with pytest.raises(FileNotFoundError), Transaction(force=True) as transaction:  # noqa: PT012
             transaction.add(tmp_path / "a").write_text("new")
-            transaction.add(tmp_path / "b")  # promised and never made
+            transaction.add(tmp_path / "b")  # announced but never written
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
         assert (tmp_path / "a").read_text() == "old"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,15 @@ from scipy import stats
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.data import IGNORED, Encoding, pad
 from mpu_cli.client.frozen import freeze, run, steering_direction
-from mpu_cli.client.loading import load
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
 from mpu_cli.client.optimizers import BlockwiseAdamW, make_optimizer
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.records import question, read_records
 from mpu_cli.client.training import schedule
 from mpu_cli.manifest import delta_manifest
+from mpu_cli.models.loading import load
+from mpu_cli.records.encoding import IGNORED, Encoding, pad
+from mpu_cli.records.reading import question, read_records
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 
 
@@ -55,7 +56,7 @@ class TestData:
 
     @needs_shared
     def test_what_follows_the_end_of_turn_is_not_learned(self):
-        """Templates such as Qwen's put a line break after it."""
+        """Templates such as Qwen's add a line break after it."""
         tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/full")
         tokenizer.chat_template = tokenizer.chat_template.replace("'<|eot_id|>'", "'<|eot_id|>\n'")
         [found] = Encoding(tokenizer).encode([question("Why?", "Because.")])
@@ -98,11 +99,11 @@ class TestSchedule:
 
 
 class TestLosses:
-    """Every loss against the equation, written out example by example and token by token, in float64."""
+    """Every loss compared with its equation, written out example by example and token by token, in float64."""
 
     @pytest.fixture
     def batch(self, base):
-        """Parts of forget, alternate and retain, with a frozen copy that is another model."""
+        """Forget, alternate and retain parts, with a different model as the frozen copy."""
         model, tokenizer = load(base, torch.float64, "cpu")
         frozen, _ = load(save(random_model("llama", seed=8), base.parent / "frozen"), torch.float64, "cpu")
         encoding = Encoding(tokenizer, system_prompt="")
@@ -130,7 +131,7 @@ class TestLosses:
         return rows
 
     def settings(self, name, **changes):
-        return replace(ALGORITHMS[name].settings, layer=1, **changes)
+        return replace(ALGORITHMS[name].constants, layer=1, **changes)
 
     def found(self, name, batch, **changes):
         loss = ALGORITHMS[name].forget(batch["forget"], batch["alternate"], self.settings(name, **changes))
@@ -227,7 +228,7 @@ class TestLosses:
             direction=torch.rand(4, dtype=torch.float64),
         )  # fmt: skip
         other = Part(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
-        detached = {"satimp", "wga"}  # their weights are constants, which differences cannot know
+        detached = {"satimp", "wga"}  # their weights are detached constants, which finite differences cannot see
 
         def loss(logits, hidden):
             part = Part(score(logits, labels, hidden=hidden), frozen)
@@ -238,7 +239,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("name", ["satimp", "wga"])
     def test_weights_are_detached(self, name):
-        """The gradient is that of the weighted sum with the weights held fixed."""
+        """The gradient is that of the weighted sum with fixed weights."""
         torch.manual_seed(0)
         logits = torch.randn(1, 4, 7, dtype=torch.float64, requires_grad=True)
         scores = score(logits, torch.tensor([[IGNORED, 1, 2, 3]]))
@@ -252,7 +253,7 @@ class TestLosses:
 
 
 class TestFrozen:
-    """What is kept of the frozen copy gives what the copy itself would say."""
+    """The values stored from the frozen copy give the same results as the copy itself."""
 
     @pytest.mark.parametrize("family", ["llama", "llama-biases", "gpt2"])
     @pytest.mark.parametrize("asks", ["log_probs", "logits", "hidden"])
@@ -262,7 +263,7 @@ class TestFrozen:
         kept = freeze(model, examples, asks, layer=0, batch_size=3)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.3)  # training goes on; what was kept must not
+                parameter.add_(0.3)  # training continues; the stored values must not change
         fresh, _ = load(tmp_path / "base", torch.float64, "cpu")
         numbers = [4, 0, 6]
         with torch.no_grad():
@@ -276,7 +277,7 @@ class TestFrozen:
             assert kept.nbytes == 8 * (tokens * width + vocabulary * width)
 
     def test_direction_is_uniform_and_of_length_one(self, tmp_path):
-        """Φ of normal numbers: over many seeds each entry, scaled by its vector's largest, spreads evenly."""
+        """Φ of normal numbers: over many seeds, each entry, scaled by its vector's largest, is evenly distributed."""
         model, _ = load(save(random_model("llama"), tmp_path / "base"), torch.float64, "cpu")
         drawn = torch.stack([steering_direction(model, seed) for seed in range(400)])
         torch.testing.assert_close(drawn.norm(dim=1), torch.ones(400, dtype=torch.float64))
@@ -291,7 +292,7 @@ class TestFrozen:
 
 class TestBlockwiseAdamW:
     def test_is_adamw_where_all_gradients_have_one_size(self):
-        """Where every entry of a gradient has the same square, its mean is each entry's: the two must agree."""
+        """If all entries of a gradient have the same square, their mean equals each of them: the two must agree."""
         torch.manual_seed(0)
         start = torch.randn(5, 4, dtype=torch.float64)
         ours, theirs = (start.clone().requires_grad_() for _ in range(2))
@@ -336,14 +337,14 @@ class TestBlockwiseAdamW:
 
 
 def at_layer(algorithm: str, layer: int) -> list[object]:
-    """The option for algorithms that have a layer; its default is too high for small models."""
-    return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].constants else []
+    """The layer option, for algorithms that have one; its default is too high for small models."""
+    return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].own else []
 
 
 class TestMuon:
     @staticmethod
     def made(seed: int = 0) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-        """An embedding, a matrix and a norm, and the optimiser over them in two groups."""
+        """An embedding, a matrix and a norm, and their optimiser with two parameter groups."""
         generator = torch.Generator().manual_seed(seed)
         parameters = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((9, 4), (6, 4), (4,))]
         groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
@@ -365,7 +366,7 @@ class TestMuon:
             BlockwiseAdamW([{"params": others[:1], "weight_decay": 0.1}, {"params": others[2:]}], lr=0.01),
         ]
         for number in range(3):
-            if number == 2:  # what a schedule does
+            if number == 2:  # as a schedule does
                 for group in [g for o in (optimizer, *apart) for g in o.param_groups]:
                     group["lr"] = 0.003
             self.step(parameters, [optimizer], number)
@@ -389,29 +390,29 @@ class TestMuon:
 
 
 class TestUnlearn:
-    @needs_shared
+    @pytest.mark.slow
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_lowers_its_term_and_forgets(self, mpu, tmp_path, algorithm):
-        """On a trained model and records that it knows by heart."""
-        for name in ("forget", "retain"):
-            lines = (SHARED / f"data/tofu/{name}{'01' if name == 'forget' else '99'}.json").read_text().splitlines()[:8]
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        told = unlearn(mpu, tmp_path, SHARED / "models/full", "--algo", algorithm, "--lr", "1e-4", "--optim",
+    def test_lowers_its_term_and_forgets(self, mpu, tmp_path, trained, algorithm):
+        """On a trained model and records that it has memorised."""
+        for path in (trained.forget, trained.retain):
+            shutil.copy(path, tmp_path / path.name)
+        told = unlearn(mpu, tmp_path, trained.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
                        "adamw-blockwise", "--json", "--epochs", 6, "--template", "chat",
-                       *at_layer(algorithm, 3))  # fmt: skip
+                       *at_layer(algorithm, 1))  # fmt: skip
         steps = told.json["steps"]
         assert len(steps) == 6
         assert steps[-1]["forget_term"] < steps[0]["forget_term"]
         assert steps[-1]["forget"] > steps[0]["forget"]
         assert (steps[0]["retain"] is None) == (algorithm in ("gradascent", "undial"))
         for step in steps:
-            settings = ALGORITHMS[algorithm].settings
+            settings = ALGORITHMS[algorithm].constants
             total = settings.gamma * step["forget_term"] + settings.alpha * (step["retain_term"] or 0)
             assert step["loss"] == pytest.approx(total, rel=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
     def test_parts_of_a_step_add_up(self, mpu, tmp_path, base, algorithm):
-        """Micro-batches, uneven and some of them empty, give the delta of the whole batch."""
+        """Micro-batches, even if uneven or empty, give the same delta as the whole batch."""
         options = ["--algo", algorithm, "--precision", "float64", *at_layer(algorithm, 0), "--epochs", 2, "--optim",
                    "sgd", "--lr", "1e-2", "--batch-size", 4, "--max-grad-norm", 1e9]  # fmt: skip
         unlearn(mpu, tmp_path, base, *options, out="whole")
@@ -422,7 +423,7 @@ class TestUnlearn:
                 torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-9 + 1e-6 * float(tensor.abs().max()))
 
     def test_delta_is_after_minus_before(self, mpu, tmp_path, base):
-        """One SGD step of gradient ascent, against autograd by hand."""
+        """One SGD step of gradient ascent, compared with manual autograd."""
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
                 "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64")  # fmt: skip
         model, tokenizer = load(base, torch.float64, "cpu")
@@ -455,12 +456,12 @@ class TestUnlearn:
         delta = load_file(tmp_path / "d.safetensors")
         assert {t.dtype for t in delta.values()} == {stored}
         before = load_file(base / "model.safetensors")
-        for name, change in delta.items():  # the sum is what the trained model held, exactly
+        for name, change in delta.items():  # the sum is exactly the trained model's weight
             start = before[name].to(getattr(torch, precision)).to(stored)
             assert torch.equal((start + change).to(getattr(torch, precision)).to(stored), start + change)
 
     def test_dropout_is_off(self, tmp_path):
-        """Masks of random zeros would differ between the copies."""
+        """Random dropout masks would differ between the copies."""
         base = save(random_model("gpt2"), tmp_path / "base")
         assert json.loads((base / "config.json").read_text())["resid_pdrop"] > 0
         model, _ = load(base, torch.float32, "cpu")
@@ -486,7 +487,7 @@ class TestUnlearn:
             assert (tmp_path / name).read_bytes() == (tmp_path / "d.safetensors").read_bytes()
 
     def test_the_delta_tells_nothing_of_the_records(self, mpu, tmp_path, base):
-        """Neither their text nor how many there are nor how long it took stands in the metadata."""
+        """The metadata contains neither their text nor their number nor the training time."""
         unlearn(mpu, tmp_path, base, "--epochs", 1)
         assert json.loads(open_checkpoint(tmp_path / "d.safetensors").metadata["mpu"]) == {
             "format": "mpu-delta", "version": 2, "algorithm": "npo", "kind": "full", "inverted": False,

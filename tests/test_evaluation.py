@@ -1,16 +1,11 @@
-"""``mpu eval`` and ``mpu compare``: the field's numbers, from one pass an item."""
+"""``mpu eval`` and ``mpu compare``: the field's standard metrics, from one pass per item."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +23,7 @@ from mpu_cli.evaluation.metrics import reading
 from mpu_cli.evaluation.results import best
 from mpu_cli.evaluation.scoring import TokenScores, score
 from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+from tests.stopping import stopped
 
 TOFU = SHARED / "data" / "tofu"
 
@@ -47,7 +43,7 @@ def tofu_row(rng: random.Random) -> dict:
 
 @pytest.fixture
 def tofu(tmp_path: Path) -> Path:
-    """A folder with TOFU's splits, of made-up words."""
+    """A folder with TOFU's splits, filled with made-up words."""
     folder = tmp_path / "tofu"
     folder.mkdir()
     rng = random.Random(0)
@@ -73,6 +69,7 @@ def items_of(rng: random.Random, prompts: int, answers: int) -> list[Item]:
     return made
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("name", ["full_forget01", "retain99_forget01"])
 def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> None:
@@ -102,7 +99,7 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> Non
 class TestScoring:
     @pytest.mark.parametrize("family", CONFIGS)
     def test_shared_prompts_change_nothing(self, family: str) -> None:
-        """Against log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
+        """Compared with log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
         model = random_model(family)
         items = items_of(random.Random(1), 5, 4) + items_of(random.Random(2), 4, 1)
         for batch_size in (3, 64):
@@ -120,7 +117,7 @@ class TestScoring:
                 torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
 
     def test_one_pass_an_item(self) -> None:
-        """Prompts are read once, and equal items once."""
+        """Each prompt is processed once, and so are identical items."""
         model = random_model("llama")
         items = items_of(random.Random(3), 40, 5)
         read = 0
@@ -132,7 +129,7 @@ class TestScoring:
         model.register_forward_pre_hook(count, with_kwargs=True)
         score(model, [*items, *items], batch_size=1000)
         alone = sum(len(item.ids) for item in items)
-        assert read < 0.6 * alone  # with padding and the trial of sharing on one group
+        assert read < 0.6 * alone  # including padding and the sharing trial on one group
 
 
 def test_memorisation_is_what_its_words_say() -> None:
@@ -156,13 +153,13 @@ def test_memorisation_is_what_its_words_say() -> None:
 class TestGeneration:
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     def test_a_draft_changes_no_answer(self, tmp_path: Path, family: str) -> None:
-        """What scores say that the model begins with is what it says without them."""
+        """Using the scores to draft how an answer begins does not change the answer."""
         model = random_model(family, eos_token_id=None)
         tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
         rng = random.Random(5)
         items = items_of(rng, 12, 1)
         plain = answer(model, tokenizer, items, [[]] * len(items), limit=12, batch_size=2)
-        # True answers that the model itself would give, wholly or at first.
+        # True answers that match the model's own, completely or at the beginning.
         spoken = [tokenizer(said.generation, add_special_tokens=False).input_ids for said in plain]
         ids = [
             (*item.prompt, *said[: rng.randrange(1, 12)], *item.labels)
@@ -186,7 +183,7 @@ class TestGeneration:
             assert said.generation == long.generation.split(stop)[0].strip()
 
     def test_a_long_prompt_takes_no_room_from_others(self, tmp_path: Path) -> None:
-        """GPT-2 has 128 places: each answer is as long as its own prompt leaves room for, in any batch."""
+        """GPT-2 has 128 positions: each answer is as long as its own prompt leaves room for, in any batch."""
         model = random_model("gpt2")
         model.generation_config.eos_token_id = None
         tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
@@ -202,7 +199,7 @@ class TestGeneration:
         assert [len(each.generation.split()) for each in told[32]] == [20, 60, 8, 60, 60, 1, 0]
 
     def test_the_generation_config_is_honoured(self, tmp_path: Path) -> None:
-        """As transformers' own greedy generation does, and the suite with it; drafts know only the likeliest token."""
+        """Matches transformers' greedy generation, which the suite uses; drafts know only the most likely token."""
         model = random_model("llama")
         model.generation_config.repetition_penalty = 1.7
         model.generation_config.stop_strings = "w5"
@@ -219,7 +216,7 @@ class TestGeneration:
 
 class TestCommand:
     def test_by_hand(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
-        """TOFU's numbers on a random model, computed here from its definitions, a record at a time."""
+        """TOFU's metrics on a random model, computed here from their definitions, one record at a time."""
         reference = save(random_model("llama", seed=9), tmp_path / "reference")
         out = mpu(
             "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--reference-model", reference,
@@ -291,6 +288,7 @@ class TestCommand:
         harmonic = 0 if 0 in parts else 9 / sum(1 / part for part in parts)
         assert out["model_utility"] == pytest.approx(harmonic)
 
+    @pytest.mark.slow
     def test_batch_size_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         made = []
         for size in (1, 5, 64):
@@ -331,15 +329,15 @@ class TestCommand:
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[::-1]))
         refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
         assert refused.status == 1
-        assert "other forget records" in refused.err
-        suites = tmp_path / "suite.json"  # of the suite, which keeps no digests of the records
+        assert "different forget records" in refused.err
+        suites = tmp_path / "suite.json"  # from the suite, which stores no digests of the records
         suites.write_text(json.dumps(json.loads(log.read_text())["metrics"]))
         asked = ("--metrics", "forget_quality", "--out", out, "--force")
         refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
-        assert "other questions" in refused.err
+        assert "different questions" in refused.err
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[:3]))
         refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
-        assert "another forget split (7 questions, and there are 3)" in refused.err
+        assert "different forget split (7 questions, expected 3)" in refused.err
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines))
         assert not list(tmp_path.glob(".*.partial"))  # before any pass over the model
         bare = json.loads(log.read_text())
@@ -354,27 +352,22 @@ class TestCommand:
         assert "on qa, not on tofu" in refused.err
         (tmp_path / "p.png").write_text("mine")
         refused = mpu("eval", model, *common, "--plot", tmp_path / "p.png", "--out", tmp_path / "new", check=False)
-        assert "p.png: exists already" in refused.err
+        assert "p.png: already exists" in refused.err
 
+    @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         arguments = ["eval", str(model), "--data-dir", str(tofu), "--forget-split", "forget01"]
         mpu(*arguments, "--out", tmp_path / "whole.json")
         out = tmp_path / "eval.json"
         partial = tmp_path / ".eval.json.partial"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mpu_cli", *arguments, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        while not partial.exists() and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        stopped([*arguments, "--out", out], partial.exists, env={"OMP_NUM_THREADS": "1"})
         assert not out.exists()
         found = json.loads(partial.read_text())
         found["findings"].pop("wf.text", None)
         found["facts"]["hardware"]["threads"] = torch.get_num_threads()
         partial.write_text(json.dumps(found))
         said = mpu(*arguments, "--out", out)
-        assert "going on from" in said.err
+        assert "resuming from" in said.err
         assert not partial.exists()
         metrics = [json.loads(p.read_text())["metrics"] for p in (out, tmp_path / "whole.json")]
         values = [{name: form["agg_value"] for name, form in made.items()} for made in metrics]
@@ -388,7 +381,7 @@ class TestCommand:
         said = mpu(
             "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out", out
         )
-        assert "going on" not in said.err
+        assert "resuming" not in said.err
         assert len(json.loads(out.read_text())["metrics"]["mia_loss"]["forget"]["value_by_index"]) == 7
 
     def test_not_numbers(self, mpu: Callable, tofu: Path, tmp_path: Path) -> None:
@@ -410,23 +403,18 @@ class TestCommand:
         refused = mpu("eval", tmp_path / "nan", *asked, "--out", tmp_path / "n.json", check=False)
         assert refused.status == 1
         assert "forget01_perturbed.json" in refused.err
-        assert "not numbers" in refused.err
+        assert "logits are NaN" in refused.err
 
+    @pytest.mark.slow
     def test_findings_of_a_stopped_run_are_used_where_nothing_changed(
         self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
     ) -> None:
-        """A number in the partial file turns up in the result, and not once what it depends on is another."""
+        """A number in the partial file is used in the result, but not after something it depends on has changed."""
         asked = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob")
         out, partial = tmp_path / "eval.json", tmp_path / ".eval.json.partial"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mpu_cli", "eval", model, *asked, "--metrics",
-             "forget_Q_A_Prob,retain_Q_A_Prob,retain_Q_A_ROUGE", "--out", out],
-            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        )  # fmt: skip
-        while not partial.exists() and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        more = ("--metrics", "forget_Q_A_Prob,retain_Q_A_Prob,retain_Q_A_ROUGE")
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        stopped(["eval", model, *asked, *more, "--out", out], partial.exists, env=threads)
         kept = json.loads(partial.read_text())
         assert "forget.answer" in kept["findings"]
         for row in kept["findings"]["forget.answer"]:
@@ -442,6 +430,7 @@ class TestCommand:
             told = mpu("eval", model, *asked, "--out", out, "--force", "--json").json["metrics"]["forget_Q_A_Prob"]
             assert (told == pytest.approx(math.exp(-3.0))) is expected
 
+    @pytest.mark.slow
     def test_pictures(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         common = (
             "eval",
@@ -543,7 +532,7 @@ class TestMuse:
         assert made["extraction_strength"]["value_by_index"].keys() == {str(i) for i in range(5)}
 
     def test_knowledge_stops(self, tmp_path: Path) -> None:
-        """The prompt's tokens may join the answer's; what is scored is what follows the prompt's own count."""
+        """Prompt and answer tokens may merge; scoring covers what follows the prompt's own token count."""
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("qwen2"), tmp_path / "qwen"))
         encoder = Encoder(tokenizer, "plain")
         item = encoder.question("w3?", "w4", "here", [("w5?", "w6")])
@@ -597,7 +586,7 @@ def test_bad_input(
     outcome = mpu("eval", model, "--data-dir", tofu, *given, check=False, cwd=tmp_path)
     assert outcome.status == status
     assert said in outcome.err
-    assert len(outcome.err.strip().splitlines()) == 1
+    assert outcome.is_one_error
     assert {path.name for path in tmp_path.iterdir()} == {"model", "tofu"}
 
 
@@ -608,7 +597,7 @@ def test_a_record_without_its_fields(mpu: Callable, model: Path, tofu: Path, tmp
     path.write_text("\n".join(map(json.dumps, rows)))
     arguments = ("eval", model, "--data-dir", tofu, "--forget-split", "forget01")
     outcome = mpu(*arguments, check=False, cwd=tmp_path)
-    assert "retain_perturbed.json, line 5: has no list of texts in 'perturbed_answer'" in outcome.err
+    assert "retain_perturbed.json, line 5: no list of texts in 'perturbed_answer'" in outcome.err
 
 
 def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
@@ -629,7 +618,7 @@ class TestCompare:
         mpu("eval", model, *common, "--out", tmp_path / "a.json")
         mpu("eval", other, *common, "--out", tmp_path / "b.json")
         alike = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
-        assert "not made alike" not in alike.err
+        assert "not directly comparable" not in alike.err
         values = alike.json
         lower = min(values, key=lambda name: values[name]["forget_Q_A_Prob"])
         lines = mpu("compare", tmp_path / "a.json", tmp_path / "b.json").out.splitlines()
@@ -639,7 +628,7 @@ class TestCompare:
         (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
         mpu("eval", other, *common, "--out", tmp_path / "d.json")
         said = mpu("compare", *(tmp_path / f"{n}.json" for n in "acd"), "--plot", tmp_path / "p.png").err
-        for words_of in ("options batch size (a: 32; c: 2; d: 32)", "options dtype", "other records in forget"):
+        for words_of in ("options batch size (a: 32; c: 2; d: 32)", "options dtype", "different records in forget"):
             assert words_of in said
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -665,12 +654,12 @@ class TestCompare:
 
     def test_bad_input(self, mpu: Callable, tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text("[]")
-        assert "holds no JSON object" in mpu("compare", tmp_path / "x.json", check=False).err
+        assert "not a JSON object" in mpu("compare", tmp_path / "x.json", check=False).err
         assert mpu("compare", tmp_path / "none.json", check=False).status == 1
 
 
 def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
-    """A task of a local file, against the choice that the model's own likelihoods make."""
+    """A task from a local file, compared with the choices implied by the model's own likelihoods."""
     pytest.importorskip("lm_eval")
     rng = random.Random(11)
     rows = [{"asked": words(rng, 4), "choices": [words(rng, 1) for _ in range(3)]} for _ in range(12)]

@@ -1,14 +1,9 @@
-"""``mpu run``, ``sweep``, ``finetune`` and ``plan``: both parties on one machine, by what the commands do."""
+"""``mpu run``, ``sweep``, ``finetune`` and ``plan``: both parties on one machine, compared with the single commands."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,19 +13,23 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.client.data import Encoding
-from mpu_cli.client.records import read_records
-from mpu_cli.client.training import Loop
-from mpu_cli.client.unlearn import Options
+from mpu_cli.client.dataset import read_dataset
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment import rounds
-from mpu_cli.experiment.rounds import Experiment
 from mpu_cli.experiment.tables import pivot
+from mpu_cli.observer import Observer
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import read_records
 from mpu_cli.sealing import read_identities
 from mpu_cli.server.keys import unseal
+from tests.conftest import Outcome
 from tests.models import random_model, save, write_records
 from tests.protocol import distance, tensors
+from tests.stopping import stopped
 
+SAME_THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 TRAINING = ("--algo", "graddiff", "--epochs", 2, "--lr", 1e-3, "--batch-size", 4, "--optim", "adamw-blockwise")
 
 
@@ -49,8 +48,9 @@ def place(tmp_path: Path) -> Path:
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_is_the_commands(self, mpu: Callable, place: Path) -> None:
-        """Two rounds by `mpu run` are two rounds of publish, unlearn and aggregate, to the last bit."""
+        """Two rounds of `mpu run` equal two rounds of publish, unlearn and aggregate, to the last bit."""
         noise = ("--reference", "reference", "--kappa", 0.05, "--shared-noise", 0.01)
         told = mpu("run", "base", *noise, *TRAINING, "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=place).out
         assert told.strip() == "whole/server/round_2/model"
@@ -93,6 +93,7 @@ class TestRun:
         asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
         assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
 
+    @pytest.mark.slow
     def test_what_storage_rounds_away_is_told(self, mpu: Callable, place: Path) -> None:
         (place / "narrow.toml").write_text(
             'base = "narrow"\nalgo = "graddiff"\nepochs = 1\nrounds = 1\nlr = 1e-6\n[eval]\nbenchmark = "qa"\n'
@@ -111,29 +112,31 @@ class TestRun:
         monkeypatch.chdir(place)
         seen = set()
 
-        def bar(*_: object) -> Callable[..., None]:
-            seen.add(len(list(place.glob("run/client/*/copy_*"))))
-            return lambda *_: seen.add(len(list(place.glob("run/client/*/copy_*"))))
+        class Watching(Observer):
+            def stage(self, *_: object) -> None:
+                seen.add(len(list(place.glob("run/client/*/copy_*"))))
 
-        experiment = Experiment("base", Options("gradascent", epochs=1, loop=Loop(batch_size=5)), rounds=2)
-        outcome = rounds.run(experiment, read_records("forget.jsonl"), [], place / "run", bar=bar)
+            def advance(self, *_: object) -> None:
+                self.stage()
+
+        experiment = from_flat(
+            Experiment, {"base": "base", "algo": "gradascent", "epochs": 1, "batch_size": 5, "rounds": 2}
+        )
+        outcome = rounds.run(experiment, read_dataset(experiment.unlearning), place / "run", Watching())
         assert seen == {0, 1}
         assert [line["step"] for line in outcome.log] == (["publish", "unlearn"] * 3 + ["aggregate"]) * 2
         left = {str(p.relative_to(place / "run")) for p in (place / "run").rglob("*") if p.is_dir()}
         assert "server/round_1/model" not in left
         assert not any("copy" in name or "deltas" in name for name in left)
 
+    @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, place: Path) -> None:
-        arguments = ["run", "base", *map(str, TRAINING), "--rounds", "2", "--secret-seed", "3"]
+        arguments = ["run", "base", *TRAINING, "--rounds", 2, "--secret-seed", 3]
         mpu(*arguments, "--out", "whole", cwd=place)
-        command = [sys.executable, "-m", "mpu_cli", *arguments, "--out", "stopped"]
-        process = subprocess.Popen(command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "2"})
-        while not list(place.glob("stopped/server/round_1/deltas/copy_1*")) and process.poll() is None:
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        first_delta = "stopped/server/round_1/deltas/copy_1*"
+        stopped([*arguments, "--out", "stopped"], lambda: list(place.glob(first_delta)), cwd=place, env=SAME_THREADS)
         assert not (place / "stopped/server/round_2/model").exists()
-        half = place / "stopped/client/round_1/deltas/.copy_2.safetensors.x.partial"  # what another moment leaves
+        half = place / "stopped/client/round_1/deltas/.copy_2.safetensors.x.partial"  # from a kill at another moment
         half.mkdir(parents=True)
         mpu(*arguments, "--keep", "--out", "stopped", cwd=place)
         assert not half.exists()
@@ -144,26 +147,26 @@ class TestRun:
         steps = [json.loads(line) for line in (place / "stopped/log.jsonl").read_text().splitlines()]
         assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (3 + 3 + 1)
 
+    @pytest.mark.slow
     def test_goes_on_in_the_third_round(self, mpu: Callable, place: Path) -> None:
-        """No step is taken twice, whether the run was stopped or had ended; another one at once is kept out."""
+        """No step is repeated, whether the run was killed or had finished; a concurrent run is rejected."""
         arguments = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 3, "--out", "out")
-        command = [sys.executable, "-m", "mpu_cli", *map(str, arguments)]
-        process = subprocess.Popen(command, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "2"})
-        second = None
-        while not list(place.glob("out/client/round_3/copy_2")) and process.poll() is None:
-            if second is None and (place / "out/log.jsonl").exists():
-                second = mpu(*arguments, cwd=place, check=False)
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert "another mpu is at work" in second.err
-        (place / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as a kill while a copy is written leaves it
+        second: list[Outcome] = []
+
+        def in_round_3() -> bool:
+            if not second and (place / "out/log.jsonl").exists():
+                second.append(mpu(*arguments, cwd=place, check=False))
+            return bool(list(place.glob("out/server/round_3/deltas/copy_1*")))
+
+        stopped(arguments, in_round_3, cwd=place, env=SAME_THREADS)
+        assert "in use by another mpu process" in second[0].err
+        (place / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as left by a kill while a copy is written
         (place / "out/server/round_3/.model.x.partial").mkdir()
         mpu(*arguments, cwd=place)
         steps = [json.loads(line) for line in (place / "out/log.jsonl").read_text().splitlines()]
         taken = [(s["step"], s["round"], s.get("copy")) for s in steps]
         assert len(taken) == len(set(taken))
-        assert len(taken) in (20, 21)  # a copy may have been there when its line was not
+        assert len(taken) in (20, 21)  # a copy may have been written when its log line was not
         assert not [*place.rglob("out/**/*.partial"), *place.rglob("outbox"), *place.glob("out/client/*")]
         assert mpu(*arguments, "--keep", cwd=place).out.strip() == "out/server/round_3/model"
         assert (place / "out/log.jsonl").read_text().count("\n") == len(taken)
@@ -172,7 +175,7 @@ class TestRun:
         for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
             refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=place, check=False)
             assert refused.status == 2
-            assert refused.err.count("\n") == 1
+            assert refused.is_one_error
         mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=place)
 
     def test_other_options_in_the_same_folder(self, mpu: Callable, place: Path) -> None:
@@ -188,7 +191,7 @@ class TestRun:
         assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=place, check=False).err
 
     def test_what_each_party_holds(self, mpu: Callable, place: Path) -> None:
-        """No key, α or base weight under the client's; no record under the server's."""
+        """No key, α or base weight in the client's folder; no record in the server's."""
         mpu(
             "run", "base", "--reference", "reference", "--kappa", 0.05, "--alphas", "1.2345,2.3456", *TRAINING,
             "--rounds", 1, "--keep", "--out", "out", cwd=place,
@@ -217,15 +220,15 @@ class TestRun:
             (("--copies", 1), 2, "at least 2"),
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
-            (("--alphas", "1,two"), 2, "numbers with commas"),
+            (("--alphas", "1,two"), 2, "comma-separated numbers"),
             (("--copies", 2, "--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
             (("--nodes", "1,1"), 2, "two copies at the same node"),
-            (("--kappa", "-1"), 2, "0 or more"),
+            (("--kappa", "-1"), 2, "at least 0"),
         ):
             outcome = mpu("run", "base", *arguments, "--out", "bad", cwd=place, check=False)
             assert outcome.status == status, outcome.err
             assert said in outcome.err
-            assert len(outcome.err.strip().splitlines()) == 1
+            assert outcome.is_one_error
 
 
 class TestSweep:
@@ -243,10 +246,11 @@ benchmark = "qa"
 metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 """
 
+    @pytest.mark.slow
     def test_grid(self, mpu: Callable, place: Path) -> None:
         (place / "grid.toml").write_text(self.GRID)
         lines = mpu("sweep", "grid.toml", "--json", cwd=place).json
-        # clean does not look at κ, so it is there once for each algorithm
+        # clean ignores κ, so it appears once per algorithm
         assert [line["name"] for line in lines] == [
             "graddiff-clean", "graddiff-mpu-0.01", "graddiff-mpu-0.1",
             "npo-clean", "npo-mpu-0.01", "npo-mpu-0.1",
@@ -268,8 +272,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             "|---|---|---|---|---|",
         ]
         assert len(cells) == 8
-        assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, beside both κ
+        assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, next to both κ
 
+    @pytest.mark.slow
     def test_cases_change_together(self, mpu: Callable, place: Path) -> None:
         (place / "cases.toml").write_text(
             self.GRID.split("[eval]")[0].replace('["graddiff", "npo"]', '"gradascent"').replace("[0.01, 0.1]", "0.01")
@@ -284,6 +289,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert means[2] == "| clean | mpu | mpu: % from clean |"
         assert means[4].count("±") == 3
 
+    @pytest.mark.slow
     def test_defaults_are_told_and_a_failure_stops_nothing(self, mpu: Callable, place: Path) -> None:
         (place / "cases.toml").write_text(
             'base = "base"\nalgo = "gradascent"\ntemplate = "plain"\nepochs = 1\nrounds = 1\noptim = "sgd"\n'
@@ -300,7 +306,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         ]  # fmt: skip
 
     def test_a_model_is_asked_as_it_was_trained(self, mpu: Callable, place: Path) -> None:
-        """A template that knows no system turn: training needs --system-prompt '', and so does the evaluation."""
+        """A template without a system turn: training needs --system-prompt '', and so does evaluation."""
         template = place / "base/chat_template.jinja"
         refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
         template.write_text(refusing + template.read_text())
@@ -319,16 +325,16 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         ("text", "said"),
         [
             ("base = ", "not TOML"),
-            ('algo = "npo"', "base: is missing"),
-            ('base = "base"\nalgorithm = "npo"', "algorithm: is no option"),
-            ('base = "base"\nalgo = ["npo", "magic"]', "algo = 'magic': is one of"),
-            ('base = "base"\nlr = "fast"', "lr = 'fast': must be a float"),
-            ('base = "base"\n[eval]\nsplit = "forget01"', "[eval] split: is no option"),
-            ('base = "base"\n[eval]\nmetrics = "all"', "must be a list"),
+            ('algo = "npo"', "base: missing"),
+            ('base = "base"\nalgorithm = "npo"', "algorithm: unknown option"),
+            ('base = "base"\nalgo = ["npo", "magic"]', "algo = 'magic': must be one of"),
+            ('base = "base"\nlr = "fast"', "lr = 'fast': must be of type float"),
+            ('base = "base"\n[eval]\nsplit = "forget01"', "[eval] split: unknown option"),
+            ('base = "base"\n[eval]\nmetrics = "all"', "no such metric"),
             ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
             ('base = "base"\neval = 3', "[eval]"),
             ('base = "base"\nkappa = []', "needs a value"),
-            ('base = "base"\n[eval]\nbenchmark = "nope"', "is one of tofu, muse, qa"),
+            ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of tofu, muse, qa"),
         ],
     )
     def test_bad_input(self, mpu: Callable, place: Path, text: str, said: str) -> None:
@@ -356,7 +362,7 @@ def test_pivot() -> None:
 
 
 def test_pivot_averages_repeats() -> None:
-    """Means and 95 % intervals over draws and orders; each run is compared with the clean one of its own order."""
+    """Means and 95 % intervals over draws and orders; each run is compared with the clean run of the same order."""
     values = {("mpu", 1, 0): 0.9, ("mpu", 2, 0): 1.2, ("mpu", 1, 1): 2.2, ("mpu", 2, 1): 2.4}
     lines = [{"name": f"c{seed}", "mode": "clean", "seed": seed, "metrics": {"x": 1.0 + seed}} for seed in (0, 1)]
     lines += [
@@ -379,7 +385,7 @@ def test_pivot_averages_repeats() -> None:
     with pytest.raises(UsageError, match="is averaged over"):
         pivot(lines, ["x"], across="seed", over=["seed"])
     zero = [{**line, "metrics": {"x": 0.0 if line["mode"] == "clean" else 1.0}} for line in lines]
-    assert pivot(zero, ["x"])["x"][1][-1] == "–"  # nothing is a share of 0
+    assert pivot(zero, ["x"])["x"][1][-1] == "–"  # no percentage of 0
 
 
 def test_finetune_learns(mpu: Callable, place: Path) -> None:
@@ -397,13 +403,14 @@ def test_finetune_learns(mpu: Callable, place: Path) -> None:
     for option, value in (("--epochs", 0), ("--weight-decay", "nan"), ("--seed", -1)):
         assert mpu("finetune", "base", "--data", "forget.jsonl", option, value, cwd=place, check=False).status == 2
     assert (
-        "exists already"
+        "already exists"
         in mpu("finetune", "base", "--data", "forget.jsonl", "--out", "taught", cwd=place, check=False).err
     )
 
 
+@pytest.mark.slow
 def test_plan_counts(mpu: Callable, place: Path) -> None:
-    """What it says of bytes is what publish and unlearn then write; operations are the paper's formulas."""
+    """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
     asked = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
     assert "first order" in mpu("plan", "base", *asked, "--shared-noise", 0.1, cwd=place).out.replace("\n", " ")
     told = mpu("plan", "base", *asked, "--json", cwd=place).json

@@ -1,4 +1,4 @@
-"""The noise: zero-sum, with the paper's covariance; the stream behind it."""
+"""The noise: zero-sum, with the paper's covariance; and the underlying random stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N = 400_000
 
 def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZERO_SUM):
     noise = Noise(Randomness(KEY), 1, Scheme(kind, tuple(factors)))
-    return torch.stack(noise.of_copies(noise.draws(noise.keys("t", sigma), 0, n, dtype), sigma))
+    return torch.stack(noise.of_copies(noise.draws(noise.subkeys("t", sigma), 0, n, dtype), sigma))
 
 
 @pytest.mark.parametrize("copies", [2, 3, 4, 5])
@@ -72,7 +72,7 @@ def test_mixing_matrix_is_the_helmert_form(copies):
 def test_draws_are_standard_normal_and_independent(double):
     x, y = (standard_normals(bytes([i] * 32), 0, N, double=double).double() for i in (1, 2))
     assert stats.kstest(x.numpy(), "norm").pvalue > 1e-3
-    assert 6 > float(x.abs().max()) > 4  # of 400,000 normals, the largest lies here but once in a thousand
+    assert 6 > float(x.abs().max()) > 4  # the largest of 400,000 normals misses this range once in a thousand times
     for a, b in ((x, y), (x[:-1], x[1:]), (x[:-512], x[512:])):  # a radius and its angle are 512 apart
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / math.sqrt(N)
         assert abs(float(torch.corrcoef(torch.stack([a.square(), b.square()]))[0, 1])) < 5 / math.sqrt(N)
@@ -139,7 +139,7 @@ NODES = [(1, -1), (1, -2), (1, -1, 1.5), (1, -1, 1.5, -1.5), (0.7, 3, -1.1, 2, -
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_weights_read_polynomials_at_zero(nodes):
-    """Of any polynomial of a degree below m, given at the nodes, the weights give the value at 0."""
+    """For any polynomial of degree below m, the weights give its value at 0 from its values at the nodes."""
     m = len(nodes)
     c, weights = torch.tensor(nodes, dtype=torch.float64), Scheme(EXTRAPOLATE, nodes).weights
     for seed in range(5):
@@ -158,7 +158,7 @@ def test_copies_are_multiples_of_one_draw(nodes):
 
 
 def test_two_nodes_are_the_papers_scheme():
-    """At (α₁, −α₂): the same noise bit for bit, and the same weights."""
+    """At (α₁, −α₂): bit-for-bit the same noise, and the same weights."""
     assert torch.equal(noise_of((1.0, -2.0), kind=EXTRAPOLATE), noise_of((1.0, 2.0)))
     weights = Scheme(EXTRAPOLATE, (1.0, -2.0)).weights
     torch.testing.assert_close(weights, Scheme(ZERO_SUM, (1.0, 2.0)).weights)
@@ -166,7 +166,7 @@ def test_two_nodes_are_the_papers_scheme():
 
 @pytest.mark.parametrize("copies", range(2, 9))
 def test_default_nodes(copies):
-    """At least σ of noise in each copy, on both sides of 0, and weights that stay small."""
+    """At least σ of noise in each copy, nodes on both sides of 0, and weights that stay small."""
     nodes = check_nodes(default_nodes(copies), copies)
     assert min(map(abs, nodes)) == 1
     assert min(nodes) < 0 < max(nodes)

@@ -1,4 +1,4 @@
-"""DP-SGD: each record's gradient clipped, noise of the right size, the budget that was asked for."""
+"""DP-SGD: each record's gradient is clipped, the noise has the right size, and the budget is as requested."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from scipy import optimize, stats
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.data import Encoding, pad
 from mpu_cli.client.frozen import Reference, freeze, run
-from mpu_cli.client.loading import load
-from mpu_cli.client.losses import ALGORITHMS, Part
-from mpu_cli.client.private import Privacy, train_privately
-from mpu_cli.client.records import read_records
-from mpu_cli.client.training import ExampleSet, Loop
+from mpu_cli.client.losses import ALGORITHMS, Objective, Part
+from mpu_cli.client.private import train_privately
+from mpu_cli.client.training import ExampleSet
+from mpu_cli.models.loading import load
+from mpu_cli.options.unlearning import Privacy, Training
+from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.reading import read_records
 from tests.models import random_model, save, write_records
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
@@ -35,10 +36,10 @@ def prepare(tmp_path, family, asks=None):
 
 def train(model, sets, algorithm, norm, **kwargs):
     chosen = ALGORITHMS[algorithm]
-    loop = Loop(optimizer="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
+    how = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
     return train_privately(
-        model, sets, algorithm=chosen, settings=chosen.settings, retain_loss="nll", epochs=1, loop=loop,
-        privacy=Privacy(1.0, 1e-5, norm), on_step=lambda *_: None, **kwargs,
+        model, sets, Objective(chosen, chosen.constants, "nll"), how, Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm),
+        epochs=1, on_step=lambda *_: None, **kwargs,
     )  # fmt: skip
 
 
@@ -46,22 +47,22 @@ def train(model, sets, algorithm, norm, **kwargs):
 @pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, norm):
-    """Without noise and with everybody sampled: against one backward pass a record, clipped by hand."""
+    """Without noise and with all records sampled: compared with one backward pass per record, clipped by hand."""
     model, sets = prepare(tmp_path, family, ALGORITHMS[algorithm].asks)
-    if not ALGORITHMS[algorithm].settings.alpha:
+    if not ALGORITHMS[algorithm].constants.alpha:
         del sets["retain"]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     expected = {name: torch.zeros_like(p) for name, p in before.items()}
-    settings = ALGORITHMS[algorithm].settings
+    constants = ALGORITHMS[algorithm].constants
     for name, data in sets.items():
         for number, example in enumerate(data.examples):
             model.zero_grad()
             scores = run(model, pad([example]))
             if name == "forget":
                 frozen = data.reference.frozen(data.reference.collect([number], like=[number]))
-                loss = settings.gamma * ALGORITHMS[algorithm].forget(Part(scores, frozen), None, settings)
+                loss = constants.gamma * ALGORITHMS[algorithm].forget(Part(scores, frozen), None, constants)
             else:
-                loss = settings.alpha * scores.cross_entropy
+                loss = constants.alpha * scores.cross_entropy
             loss.backward()
             size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
             for key, parameter in model.named_parameters():
@@ -74,7 +75,7 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
 
 
 def test_noise_has_the_size_asked_for(tmp_path):
-    """σ·C/B on every weight, where clipping leaves next to nothing of the gradients."""
+    """σ·C/B on every weight when clipping leaves almost nothing of the gradients."""
     model, sets = prepare(tmp_path, "llama")
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     train(model, sets, "graddiff", 1e-6, noise_multiplier=3.0)
@@ -83,7 +84,7 @@ def test_noise_has_the_size_asked_for(tmp_path):
 
 
 def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
-    """With everybody in every step it is T Gaussian mechanisms in a row: RDP α·T/(2σ²), at least the exact value."""
+    """With all records in every step, it is T Gaussian mechanisms in a row: RDP α·T/(2σ²), at least the exact value."""
     model, sets = prepare(tmp_path, "llama")
     spent = train(model, sets, "graddiff", 1.0)
     assert spent["sample_rate"] == 1
@@ -98,6 +99,7 @@ def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
     assert exact <= spent["epsilon"] <= 1.3 * exact
 
 
+@pytest.mark.slow
 def test_through_the_command_line(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 20, 1)
@@ -107,7 +109,7 @@ def test_through_the_command_line(mpu, tmp_path):
     assert told.json["privacy"]["epsilon"] <= 4
     assert "m times that" in told.err
     facts = json.loads(open_checkpoint(tmp_path / "a").metadata["mpu"])
-    # Neither rate nor steps nor the exact ε, from which the number of records could be told.
+    # Neither rate nor steps nor the exact ε, which would leak the number of records.
     assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}
     assert "epsilon" in mpu("inspect", tmp_path / "a").out
     mpu("unlearn", base, *options, "--lora-rank", 2, "--out", "b", cwd=tmp_path)
@@ -137,7 +139,7 @@ def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
 
 
 def test_a_record_must_be_one_example(mpu, tmp_path):
-    """A text in two pieces beside one too short to learn from: as many examples as records, and no bound for either."""
+    """A text in two pieces next to one too short to train on: as many examples as records, but no bound for either."""
     base = save(random_model("llama"), tmp_path / "base")
     texts = [" ".join(["w4"] * 200), "w5"]
     (tmp_path / "forget.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

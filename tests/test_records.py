@@ -1,4 +1,4 @@
-"""Records in all their forms, from files, folders of benchmarks and Hugging Face datasets."""
+"""Records in all formats, from files, benchmark folders and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from mpu_cli.client.data import IGNORED, Encoding, pad
 from mpu_cli.client.frozen import run
-from mpu_cli.client.loading import load
-from mpu_cli.client.records import question, read_records
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.client.unlearn import alternates
 from mpu_cli.errors import MpuError
+from mpu_cli.models.loading import load
+from mpu_cli.records.encoding import IGNORED, Encoding, pad
+from mpu_cli.records.reading import question, read_records
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 
 ROWS = [{"question": f"w{i} w4", "answer": f"w5 w{i}"} for i in range(3, 8)]
@@ -74,7 +74,7 @@ def test_earlier_turns_are_read_and_not_learned(tmp_path, tokenizer):
 
 
 def test_texts_are_learned_whole_and_in_pieces(tokenizer):
-    from mpu_cli.client.records import Record
+    from mpu_cli.records.reading import Record
 
     ids = tokenizer("w4 w5 w6 " * 100).input_ids
     examples = Encoding(tokenizer, max_length=64).encode([Record((), "w4 w5 w6 " * 100, "")])
@@ -84,7 +84,7 @@ def test_texts_are_learned_whole_and_in_pieces(tokenizer):
 
 
 def test_a_text_counts_every_token_but_its_first(tmp_path):
-    from mpu_cli.client.records import Record
+    from mpu_cli.records.reading import Record
 
     model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")
     [example] = Encoding(tokenizer).encode([Record((), "w4 w5 w6 w7", "")])
@@ -138,7 +138,7 @@ def test_alternates():
     assert {r.answer for r in drawn[1:]} <= set(REFUSALS)
     assert len({r.answer for r in drawn[1:]}) > 10
     assert alternates(records, REFUSALS) == drawn  # in every round
-    # a record's alternative does not depend on what the others bring
+    # a record's alternate does not depend on whether the others have their own
     assert alternates([question("q", "a"), *records[1:]], REFUSALS)[1:] == drawn[1:]
 
 
@@ -152,4 +152,4 @@ def test_alternates_from_a_file(mpu, tmp_path):
     assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()
     (tmp_path / "other.txt").write_text("\n")
     told = mpu("unlearn", base, "--algo", "dpo", "--alternates", "other.txt", "--out", "c", check=False, cwd=tmp_path)
-    assert "holds no alternates" in told.err
+    assert "contains no alternates" in told.err

@@ -1,4 +1,4 @@
-"""What is the same in every round and on every day: the reference of the losses, the date in prompts, the training."""
+"""What stays the same in every round and on every day: the losses' reference, the date in prompts, the training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.data import Encoding, pad
-from mpu_cli.client.dates import parse_date
 from mpu_cli.client.frozen import run
-from mpu_cli.client.loading import load
-from mpu_cli.client.records import question, read_records
 from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import Encoder
 from mpu_cli.manifest import delta_manifest, facts_of
+from mpu_cli.models.loading import load
+from mpu_cli.records.dates import parse_date
+from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.reading import question, read_records
 from tests.models import random_model, save, write_records
 from tests.protocol import tensors
 
@@ -42,8 +42,9 @@ def publish(mpu: Callable, place: Path, base: str, number: int, *options: object
 
 
 class TestReferenceFile:
+    @pytest.mark.slow
     def test_two_rounds_by_hand_are_those_of_run(self, mpu: Callable, place: Path) -> None:
-        """`mpu run` keeps the first round's word as --reference-file does; --loss-reference round does not."""
+        """`mpu run` keeps the first round's reference as --reference-file does; --loss-reference round does not."""
         base = "base"
         for number in (1, 2):
             publish(mpu, place, base, number)
@@ -80,15 +81,16 @@ class TestReferenceFile:
         ratios = means[1] - means[0]
         term = -(2 / 0.1) * float(torch.nn.functional.logsigmoid(-0.1 * ratios).mean())
         assert told["steps"][0]["forget_term"] == pytest.approx(term, rel=1e-5)
-        assert abs(term - 20 * math.log(2)) > 0.1  # what it would be against round 2's own copy
+        assert abs(term - 20 * math.log(2)) > 0.1  # its value relative to round 2's own copy
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "algorithm",
         [["npo"], ["dpo"], ["undial"], ["npo", "--retain-loss", "kl"], ["graddiff", "--retain-loss", "kl"]],
         ids=lambda words: "-".join(words),
     )
     def test_what_is_read_is_what_was_asked(self, mpu: Callable, place: Path, algorithm: list[str]) -> None:
-        """Writing the file changes nothing, nor does reading it in place of asking the model."""
+        """Writing the file changes nothing, nor does reading it instead of running the model."""
         publish(mpu, place, "base", 1)
         options = ("--algo", *algorithm, *TRAINING)
         mpu("unlearn", "r1/copy_1", *options, "--out", "plain", cwd=place)
@@ -111,14 +113,14 @@ class TestReferenceFile:
         for wrong, says in (
             (("r1/copy_2", *common), "copy 1 instead of 2"),
             (("r2/copy_1", *common), "run"),
-            (("r1/copy_1", *common, "--forget", "other.jsonl"), "other records, template or date"),
-            (("r1/copy_1", *common, "--template", "chat"), "other records, template or date"),
+            (("r1/copy_1", *common, "--forget", "other.jsonl"), "in records, template or date"),
+            (("r1/copy_1", *common, "--template", "chat"), "in records, template or date"),
             (("r1/copy_1", *common, "--algo", "undial"), "asks"),
             (("r1/copy_1", *common, "--reference-file", "r1/copy_1/model.safetensors"), "not a reference file"),
         ):
             refused = mpu("unlearn", *wrong, cwd=place, check=False)
             assert (refused.status, says in refused.err) == (1, True), refused.err
-            assert refused.err.count("\n") == 1
+            assert refused.is_one_error
         for algorithm in ("graddiff", "rmu"):
             refused = mpu("unlearn", "r1/copy_1", *common, "--algo", algorithm, cwd=place, check=False)
             assert (refused.status, "--reference-file" in refused.err) == (2, True)
@@ -132,7 +134,7 @@ def facts(copy: Path) -> dict:
 class TestDate:
     @pytest.fixture
     def dated(self, place: Path) -> Path:
-        """A base whose template prints the year, by both of the words that templates have for the date."""
+        """A base whose template prints the year, using both of the names that templates use for the date."""
         path = place / "base/chat_template.jinja"
         path.write_text("{{ 'w' + strftime_now('%y') + ' w' + date_string[-2:] + ' ' }}" + path.read_text())
         return place
@@ -146,10 +148,11 @@ class TestDate:
             for ids in (trained.ids, scored.ids):
                 assert tokenizer.convert_ids_to_tokens(list(ids[:2])) == [year, year]
         [default] = Encoding(tokenizer).encode([record])
-        assert tokenizer.convert_ids_to_tokens(default.ids[:1]) == ["w25"]  # whatever day it is
+        assert tokenizer.convert_ids_to_tokens(default.ids[:1]) == ["w25"]  # whatever the current day
 
+    @pytest.mark.slow
     def test_the_command_line_has_it_everywhere(self, mpu: Callable, dated: Path) -> None:
-        """Another day gives another delta, another model and other scores."""
+        """A different day gives a different delta, model and scores."""
         training = (*TRAINING, "--template", "chat", "--system-prompt", "")
         records = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob")
         made = {}
@@ -184,7 +187,7 @@ class TestDate:
 class TestTags:
     @pytest.fixture
     def deltas(self, mpu: Callable, place: Path) -> Callable[..., str]:
-        """Trains both copies, the second with other options; what aggregate says."""
+        """Trains both copies, the second with other options, and returns aggregate's messages."""
         publish(mpu, place, "base", 1)
 
         def train(*other: object) -> str:
@@ -194,17 +197,18 @@ class TestTags:
 
         return train
 
+    @pytest.mark.slow
     def test_copies_trained_differently_are_told(self, deltas: Callable[..., str], place: Path) -> None:
         lines = (place / "forget.jsonl").read_text().splitlines(True)
         (place / "half.jsonl").write_text("".join(lines[:3]))
         assert "trained with different" not in deltas()
-        assert "trained with different" not in deltas("--micro-batch-size", 2)  # the same but for the last bits
+        assert "trained with different" not in deltas("--micro-batch-size", 2)  # the same except for the last bits
         assert "different records" in deltas("--forget", "half.jsonl")
         for other in (("--seed", 1), ("--lr", 2e-3), ("--algo", "simnpo"), ("--epochs", 1)):
             assert "different options or seed" in deltas(*other)
 
     def test_tags_of_two_keys_are_not_compared(self, mpu: Callable, deltas: Callable[..., str], place: Path) -> None:
-        """As of copies that are trained on two machines."""
+        """As for copies that are trained on two machines."""
         assert "different options" in deltas("--seed", 1)
         default_secret_path().write_text("ab" * 32)
         mpu("unlearn", "r1/copy_2", *TRAINING, "--seed", 1, "--out", "d/2.safetensors", "--force", cwd=place)
@@ -212,7 +216,7 @@ class TestTags:
         assert "trained with different" not in told
 
     def test_the_server_cannot_test_a_guess(self, deltas: Callable[..., str], place: Path) -> None:
-        """Under another key everything in the tag is other; rounds and runs have keys of their own."""
+        """A different key changes everything in the tag; every round and run has its own key."""
         deltas()
         told = delta_manifest(open_checkpoint(place / "d/1.safetensors").metadata, place).trained
         assert sorted(told) == ["key", "options", "tokens", "versions"]
@@ -227,7 +231,7 @@ class TestTags:
         assert oct(default_secret_path().stat().st_mode & 0o777) == "0o600"
 
     def test_a_secret_that_cannot_be_made_costs_no_training(self, mpu: Callable, place: Path) -> None:
-        """The delta is written without tags, and that is said."""
+        """The delta is written without tags, and a message reports it."""
         publish(mpu, place, "base", 1)
         default_secret_path().mkdir(parents=True)
         told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place, check=False)
@@ -237,7 +241,7 @@ class TestTags:
         parent.rename(parent.with_name("away"))
         parent.write_text("in the way")
         told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place)
-        assert "will not see whether copies were trained alike" in told.err
+        assert "cannot check that copies were trained identically" in told.err
         assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)
 
     def test_a_model_that_is_no_copy_has_none(self, mpu: Callable, place: Path) -> None:

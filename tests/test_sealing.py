@@ -1,4 +1,4 @@
-"""Copies sealed for one client each: nobody else opens them, and unlearning gives what it gives on a plain copy."""
+"""Copies sealed for one client each: nobody else can open them, and unlearning gives the same as on a plain copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING = ("--template", "plain", "--epochs", 1)
 
 @pytest.fixture
 def folder(mpu: Callable, tmp_path: Path) -> Path:
-    """A base and two clients' identities; copies published plain in plain/ and sealed in sealed/, of the same seed."""
+    """A base and two clients' identities; copies from the same seed, published plain in plain/, sealed in sealed/."""
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
@@ -45,7 +45,7 @@ class TestSealedCopies:
             assert (folder / f"{k}.safetensors").read_bytes() == (folder / f"s{k}.safetensors").read_bytes()
         deltas = (folder / "s1.safetensors", folder / "s2.safetensors")
         mpu("aggregate", *deltas, "--keys", folder / "keys_sealed/keys.bin", "--out", folder / "new")
-        assert not list(folder.glob("**/.*"))  # nothing of what was opened or not yet sealed is left
+        assert not list(folder.glob("**/.*"))  # nothing decrypted or not yet sealed is left behind
 
     def test_nothing_else_is_written(self, folder: Path) -> None:
         assert sorted(path.name for path in (folder / "sealed").iterdir()) == ["copy_1.age", "copy_2.age"]
@@ -58,7 +58,7 @@ class TestSealedCopies:
             assert word not in sealed[200:]
 
     def test_age_and_tar_open_it(self, folder: Path) -> None:
-        """As the two commands do; nothing in the archive tells who made it or when."""
+        """Runs the two commands; nothing in the archive reveals who made it or when."""
         if age := shutil.which("age"):
             command = [age, "-d", "-i", folder / "a.txt", folder / "sealed/copy_1.age"]
             plain = subprocess.run(command, capture_output=True, check=True).stdout
@@ -78,7 +78,7 @@ class TestSealedCopies:
     @pytest.mark.parametrize(
         ("damage", "says"),
         [
-            (lambda data: data[: len(data) // 2], "cut short"),
+            (lambda data: data[: len(data) // 2], "truncated"),
             (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "damaged"),
         ],
     )
@@ -88,7 +88,7 @@ class TestSealedCopies:
         refused = unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "a.txt", check=False)
         assert refused.status == 1
         assert says in refused.err
-        assert refused.err.count("\n") == 1
+        assert refused.is_one_error
         assert not list(folder.glob("**/.*"))
 
     def test_another_client_does_not_open_it(self, mpu: Callable, folder: Path) -> None:
@@ -102,7 +102,7 @@ class TestSealedCopies:
         identity = pyrage.x25519.Identity.from_str((folder / "a.txt").read_text().split()[-1])
         (folder / "sealed/x.age").write_bytes(pyrage.encrypt(made.getvalue(), [identity.to_public()]))
         refused = unlearn(mpu, folder, "sealed/x.age", "deltas/d", "--identity", folder / "a.txt", check=False)
-        assert "holds no copy" in refused.err
+        assert "contains no copy" in refused.err
         assert not list(folder.glob("**/escaped"))
 
     def test_inspect(self, mpu: Callable, folder: Path) -> None:
@@ -113,12 +113,12 @@ class TestSealedCopies:
         ):
             refused = mpu(command[0], folder / "sealed/copy_1.age", *command[1:], check=False)
             assert "is sealed" in refused.err
-        keys = (folder / "keys_sealed/keys.bin").rename(folder / "keys.age")  # a name says nothing
+        keys = (folder / "keys_sealed/keys.bin").rename(folder / "keys.age")  # the name does not matter
         assert "symmetries" in mpu("inspect", keys).out
 
     @pytest.mark.parametrize(
         ("recipients", "says"),
-        [("age1x", "1 for 3 copies"), ("age1x,age1y", "is not an age public key"), ("none.pub,age1y", "no file")],
+        [("age1x", "1 for 3 copies"), ("age1x,age1y", "not an age public key"), ("none.pub,age1y", "nor a file")],
     )
     def test_refuses_recipients(self, mpu: Callable, folder: Path, recipients: str, says: str) -> None:
         refused = mpu(

@@ -1,6 +1,8 @@
-"""A transform changes the weights and not the function, and its inverse undoes it."""
+"""A transform changes the weights but not the function, and its inverse undoes it."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -9,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.architectures.family import LAYER_AXES
 from mpu_cli.architectures.layout import axis_length, layout_of
-from mpu_cli.checkpoint.source import open_model
+from mpu_cli.models.source import open_model
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server.keys import unseal
-from mpu_cli.server.publish import make_transform
+from mpu_cli.server.publication import make_transform
 from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.transform import as_matrix, row_slices, tensor_map
-from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+from tests.models import CONFIGS, VOCABULARY, random_model, save
 
 SETS = ("paper", "signed", "all")
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -52,13 +54,14 @@ def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries
                 assert not torch.equal(tensors[a], tensors[b]), name
 
 
-@needs_shared
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetries", SETS)
-def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, symmetries):
-    full = SHARED / "models/full"
+def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, trained, symmetries):
+    full = trained.model
     mpu("publish", full, "--kappa", 0, "--dtype", "float32", "--symmetries", symmetries, "--out", tmp_path,
         "--keys", tmp_path / "k.bin")  # fmt: skip
-    tokens = torch.randint(4096, (2, 200), generator=torch.Generator().manual_seed(1))
+    vocabulary = json.loads((full / "config.json").read_text())["vocab_size"]
+    tokens = torch.randint(vocabulary, (2, 200), generator=torch.Generator().manual_seed(1))
     expected = logits(full, tokens)
     for k in (1, 2):
         assert relative(logits(tmp_path / f"copy_{k}", tokens), expected) < 1e-5
@@ -66,7 +69,7 @@ def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, symme
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_signed_copies_lose_nothing_in_bfloat16(mpu, tmp_path, family):
-    """A copy without noise holds the base's weights bit for bit, in another order and with other signs."""
+    """A copy without noise holds the base's weights bit for bit, with only their order and signs changed."""
     base = save(random_model(family, dtype=torch.bfloat16), tmp_path / "base")
     mpu("publish", base, "--kappa", 0, "--out", tmp_path, "--keys", tmp_path / "k.bin")
     opened, copy = (open_model(str(folder)).checkpoint for folder in (base, tmp_path / "copy_2"))
@@ -87,10 +90,10 @@ def test_signed_copies_lose_nothing_in_bfloat16(mpu, tmp_path, family):
     ("family", "false"),
     [
         ("llama", {"up"}),  # signs of up rows without those of the down columns
-        ("llama", {"gate", "ffn"}),  # a gate's sign is no symmetry of its activation
+        ("llama", {"gate", "ffn"}),  # a gate's sign is not a symmetry of its activation
         ("llama", {"|model|"}),  # the sign of a norm's weight
         ("gpt2", {"ffn"}),  # no gate
-        ("gpt2", {"model"}),  # LayerNorm takes the mean away
+        ("gpt2", {"model"}),  # LayerNorm subtracts the mean
         ("llama", {"query"}),  # without the keys'
         ("llama", {"value"}),  # without the output projection's
     ],
@@ -115,7 +118,7 @@ def test_signs_that_are_no_symmetry_change_the_function(tmp_path, family, false)
 
 
 def applied(transform, layout, weights, *, inverse=False):
-    """T (or T⁻¹) of whole tensors, put together from slices as the commands do."""
+    """T (or T⁻¹) of whole tensors, assembled from slices as the commands do."""
     result = {}
     for tensor in layout.parameters:
         mapping, x = transform.of(tensor), as_matrix(weights[tensor.name])
@@ -164,7 +167,7 @@ def test_transform_is_orthogonal_and_linear(opened, symmetries):
 
 
 def test_slices_do_not_show(opened, monkeypatch):
-    """The result does not depend on where tensors are cut."""
+    """The result does not depend on how tensors are sliced."""
     layout, checkpoint = opened
     weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
     transform = make_transform(Randomness(bytes(32)), 1, 1, layout, "all")

@@ -1,14 +1,12 @@
-"""Killed and resumed, one process and two: the same delta. Logs and reports."""
+"""Killed and resumed, or split over two processes: the delta is the same. Logs and reports."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +16,17 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from mpu_cli.checkpoint.source import open_model
 from mpu_cli.client import training
+from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.frozen import run
-from mpu_cli.client.records import read_records
-from mpu_cli.client.training import Loop, check_sharding
-from mpu_cli.client.unlearn import Options, unlearn
+from mpu_cli.client.training import check_sharding
+from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import UsageError
+from mpu_cli.models.source import open_model
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.unlearning import Unlearning
 from tests.models import random_model, save, write_records
+from tests.stopping import stopped
 
 
 @pytest.fixture
@@ -42,6 +43,7 @@ TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-siz
 BLOCKWISE = ["--optim", "adamw-blockwise"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [["--optim", "adamw"], BLOCKWISE, [*BLOCKWISE, "--precision", "bfloat16"], ["--lora-rank", "2"]]
 )
@@ -50,22 +52,16 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
     mpu("unlearn", "base", *options, "--out", "whole", cwd=folder)
     (folder / "log.jsonl").unlink()
-    command = [sys.executable, "-m", "mpu_cli", "unlearn", "base", *options, "--resume", "--checkpoint-steps", "10"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["unlearn", "base", *options, "--resume", "--checkpoint-steps", "10"]
     log = folder / "log.jsonl"
-    deadline = time.monotonic() + 90
-    while (not log.exists() or log.read_text().count("\n") < 25) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    stopped(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder)
     assert (folder / "deltas/base.safetensors.resume").is_dir()
     killed_at = log.read_text().count("\n")
     assert 25 <= killed_at < 115
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout == "deltas/base.safetensors\n"
+    assert mpu(*arguments, cwd=folder).out == "deltas/base.safetensors\n"
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
-    assert 10 < steps[killed_at] <= killed_at + 1  # it did not begin anew
+    assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
     whole, resumed = load_file(folder / "whole"), load_file(folder / "deltas/base.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not (folder / "deltas/base.safetensors.resume").exists()
@@ -77,23 +73,18 @@ def test_checkpoints_of_something_else_are_refused(mpu, folder):
     (resume / "mpu-resume.json").write_text('{"sha256": "other"}')
     outcome = mpu("unlearn", "base", *TRAINING, "--resume", check=False, cwd=folder)
     assert outcome.status == 1
-    assert "another copy, records or options" in outcome.err
+    assert "different copy, records or options" in outcome.err
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_model_are_refused(mpu, folder):
-    """Of the same names, shapes and size: only its weights tell it."""
-    command = [sys.executable, "-m", "mpu_cli", "unlearn", "base", *TRAINING, "--epochs", "400", "--resume"]
-    process = subprocess.Popen([*command, "--checkpoint-steps", "5"], cwd=folder, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while not list(folder.glob("deltas/*.resume/checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+    """With the same names, shapes and size: only the weights differ."""
+    arguments = ["unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--checkpoint-steps", "5"]
+    stopped(arguments, lambda: list(folder.glob("deltas/*.resume/checkpoint-*")), cwd=folder)
     save(random_model("llama", seed=7), folder / "base")
-    outcome = mpu("unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--checkpoint-steps", "5", check=False,
-                  cwd=folder)  # fmt: skip
+    outcome = mpu(*arguments, check=False, cwd=folder)
     assert outcome.status == 1
-    assert "another copy, records or options" in outcome.err
+    assert "different copy, records or options" in outcome.err
 
 
 def launch(folder: Path, processes: int, *arguments: str) -> subprocess.CompletedProcess:
@@ -107,17 +98,18 @@ def launch(folder: Path, processes: int, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weight beyond the layer
+RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weights beyond that layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--lora-rank", "2"], RMU, [*RMU, "--retain-loss", "nll"]])
 def test_two_processes_give_the_delta_of_one(mpu, folder, more):
-    """gloo on CPU; steps of 3 over two processes, so that one has less to do than the other."""
+    """gloo on CPU; batches of 3 over two processes, so that one has less to do than the other."""
     options = [*more, "--precision", "float64", "--optim", "sgd"]
     mpu("unlearn", "base", *TRAINING, *options, "--out", "one", cwd=folder)
     done = launch(folder, 2, *options, "--out", "two")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "two\n"  # one of the two speaks
+    assert done.stdout == "two\n"  # only one of the two prints
     assert sum("loss per answer token" in line for line in done.stderr.splitlines()) == 1
     one, two = load_file(folder / "one"), load_file(folder / "two")
     assert one.keys() == two.keys()
@@ -125,7 +117,7 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
-# accelerate shards weights on accelerators alone: here it is made to take gloo on CPUs for NCCL on GPUs.
+# accelerate shards weights only on accelerators, so it is made to treat gloo on CPUs as NCCL on GPUs.
 SHARDED = """
 import os
 import shlex
@@ -150,7 +142,7 @@ def gather(model, *chosen, whole=training.whole_parameters):
 
 PartialState.__init__ = claim
 unlearn.whole_parameters = lora.whole_parameters = gather
-sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun takes some of mpu's options for its own
+sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun mistakes some of mpu's options for its own
 main()
 """
 FSDP = {
@@ -160,7 +152,7 @@ DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
 
 
 def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shards: str = "weights") -> tuple[int, str]:
-    """Exit status and standard error of ``unlearn base``, in two processes that ``accelerate`` is to shard for."""
+    """Exit status and standard error of ``unlearn base`` in two processes, sharded by ``accelerate``."""
     (folder / "sharded.py").write_text(SHARDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
@@ -170,6 +162,7 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shar
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [["--optim", "sgd"], ["--optim", "adamw-blockwise"], ["--lora-rank", "2", "--optim", "sgd"]]
 )
@@ -184,6 +177,7 @@ def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--optim", "adamw", "--micro-batch-size", "1"], ["--lora-rank", "2"]])
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_deepspeed_gives_the_delta_of_one_process(mpu, folder, more, stage):
@@ -217,7 +211,7 @@ def test_what_training_would_get_wrong_is_refused(plugin, optimizer, complaint):
 
 
 def test_bitsandbytes_adamw_is_adamw(mpu, folder):
-    """In 32 bits up to rounding; in 8 bits along the same way."""
+    """In 32 bits up to rounding; in 8 bits in the same direction."""
     pytest.importorskip("bitsandbytes")
     ways = {}
     for name in ("adamw", "paged_adamw_32bit", "adamw_8bit"):
@@ -232,7 +226,7 @@ def test_bitsandbytes_adamw_is_adamw(mpu, folder):
 
 
 def test_lion_takes_signs(mpu, folder):
-    """Every weight that has a gradient moves by the rate in the first step (Chen et al., 2023)."""
+    """Every weight with a gradient moves by the learning rate in the first step (Chen et al., 2023)."""
     pytest.importorskip("bitsandbytes")
     options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--weight-decay", "0"]
     mpu("unlearn", "base", *options, "--out", "lion", cwd=folder)
@@ -264,7 +258,7 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
 
 
 def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
-    """What the backward pass needs of the forget set is gone before the retain set is read."""
+    """What the backward pass needs from the forget set is freed before the retain set is read."""
     seen = []
 
     def watched(model, *arguments, **options):
@@ -275,10 +269,12 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
         return scores
 
     monkeypatch.setattr(training, "run", watched)
-    options = Options("graddiff", epochs=1, template="plain", loop=Loop(batch_size=7))
-    records = [read_records(folder / f"{name}.jsonl") for name in ("forget", "retain")]
-    unlearn(open_model(str(folder / "base")), *records, options, target=folder / "delta", force=False,
-            on_step=lambda *_: None)  # fmt: skip
+    options = from_flat(
+        Unlearning,
+        {"algo": "graddiff", "epochs": 1, "template": "plain", "batch_size": 7}
+        | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")},
+    )
+    unlearn(open_model(str(folder / "base")), read_dataset(options), options, target=folder / "delta")
     assert seen == ["forward", "backward"] * 2
 
 

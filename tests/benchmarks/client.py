@@ -21,10 +21,11 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.data import IGNORED, Example, pad
 from mpu_cli.client.frozen import Reference, freeze
-from mpu_cli.client.losses import ALGORITHMS, Scores, score
-from mpu_cli.client.training import ExampleSet, Loop, Step, train
+from mpu_cli.client.losses import ALGORITHMS, Objective, Scores, score
+from mpu_cli.client.training import ExampleSet, Step, train
+from mpu_cli.options.unlearning import Training
+from mpu_cli.records.encoding import IGNORED, Example, pad
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 
@@ -63,16 +64,7 @@ def ours(options: argparse.Namespace) -> float:
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
     sets = {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}
     npo = ALGORITHMS["npo"]
-    train(
-        model,
-        steps,
-        sets,
-        algorithm=npo,
-        settings=npo.settings,
-        retain_loss="nll",
-        loop=Loop(),
-        on_step=lambda *_: None,
-    )
+    train(model, steps, sets, Objective(npo, npo.constants, "nll"), Training(), on_step=lambda *_: None)
     return clock(model) - started
 
 

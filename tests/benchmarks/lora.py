@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.data import IGNORED, Example
 from mpu_cli.client.frozen import Reference, freeze
-from mpu_cli.client.lora import Lora, wrap
-from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.client.training import ExampleSet, Loop, Step, train
+from mpu_cli.client.lora import wrap
+from mpu_cli.client.losses import ALGORITHMS, Objective
+from mpu_cli.client.training import ExampleSet, Step, train
+from mpu_cli.options.unlearning import Lora, Training
+from mpu_cli.records.encoding import IGNORED, Example
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import SHAPES, make, tensors_of, whole_config
 
@@ -41,9 +42,9 @@ def work(folder: Path, device: str) -> None:
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
     npo, both = ALGORITHMS["npo"], list(range(BATCH))
     train(
-        wrap(model, Lora(RANK, 2 * RANK)), [Step(both, both)] * 2,
-        {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}, algorithm=npo,
-        settings=npo.settings, retain_loss="nll", loop=Loop(gradient_checkpointing=True), on_step=lambda *_: None,
+        wrap(model, Lora(lora_rank=RANK)), [Step(both, both)] * 2,
+        {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
+        Objective(npo, npo.constants, "nll"), Training(gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip
     if device == "cuda":
         print(torch.cuda.max_memory_allocated())

@@ -23,7 +23,7 @@ import torch
 
 from mpu_cli.checkpoint.header import encode_header
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.checkpoint.writer import CheckpointWriter, plan_bytes
+from mpu_cli.checkpoint.writer import CheckpointWriter, nbytes_of
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from tests.benchmarks.shapes import make
 
@@ -67,7 +67,7 @@ def make_sparse_delta(base: Path, copy: CopyManifest, target: Path, dtype: str) 
     head, _ = encode_header(plan, as_metadata(facts))
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(head)
-    os.truncate(target, len(head) + plan_bytes(plan))
+    os.truncate(target, len(head) + nbytes_of(plan))
 
 
 def floor_of_aggregate(deltas: Path, base: Path, scratch: Path) -> float:

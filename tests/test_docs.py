@@ -1,0 +1,74 @@
+"""The pages: the command reference is current, and the worked examples work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpu_cli
+from mpu_cli.cli.reference import reference
+from mpu_cli.errors import UsageError
+from tests.models import Trained, random_model, save
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
+
+
+def test_the_command_reference_is_current() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m mpu_cli.cli.reference > docs/commands.md"
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("**/*.md")
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ),
+)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        there = path.parent / target
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+@pytest.mark.slow
+def test_the_worked_example(trained: Trained, tmp_path: Path) -> None:
+    """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "mpu-demo/models").mkdir(parents=True)
+    (tmp_path / "mpu-demo/models/target").symlink_to(trained.model)
+    (tmp_path / "mpu-demo/records").symlink_to(trained.model.parent)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
+    assert forget < 0.8 < retain
+
+
+def test_importing_loads_no_torch() -> None:
+    program = "import sys, mpu_cli; mpu_cli.__version__; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"False\n"
+
+
+def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
+    base = save(random_model("llama"), tmp_path / "base")
+    published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
+    assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
+    assert (published.keys.kappa, published.keys.symmetries) == (0.5, "none")
+    found = mpu_cli.audit(published.copies, base, symmetries="signed")
+    assert found.function_error("all copies") < 1e-3 < found.function_error("one copy")
+    with pytest.raises(UsageError, match="colour: unknown option"):
+        mpu_cli.publish(base, out=tmp_path / "other", colour="red")
+    with pytest.raises(UsageError, match="kappa -1"):
+        mpu_cli.publish(base, out=tmp_path / "other", kappa=-1)
