@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.auditing.attacks import Audit
-from mpu_cli.auditing.attacks import audit as _audit
+from mpu_cli.auditing.belief import Attempt, audit_as_believed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.tag import client_secret, default_secret_path
@@ -33,15 +32,14 @@ from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.options.publishing import Aggregating, Copies, Publishing
-from mpu_cli.options.unlearning import Logging, Records, Unlearning
+from mpu_cli.options.publishing import Aggregating, Publishing
+from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server import keys as _keys
 from mpu_cli.server.adapter import aggregate_adapter
 from mpu_cli.server.aggregate import Aggregation
 from mpu_cli.server.aggregate import aggregate as _aggregate
 from mpu_cli.server.deltas import open_deltas
-from mpu_cli.server.noise import scheme_of
 from mpu_cli.server.publication import publication_of
 from mpu_cli.server.publish import Published, Target
 from mpu_cli.server.publish import publish as _publish
@@ -72,7 +70,7 @@ def publish(
     """
     how = from_flat(Publishing, options)
     if how.calibration.epsilon is not None and {"kappa", "shared_noise"} & options.keys():
-        raise UsageError("epsilon sets the noise of every block\nleave out kappa and shared_noise")
+        raise UsageError("epsilon sets the noise of every block", "leave out kappa and shared_noise")
     publication = publication_of(how, seed=seed, run=run, round_=round)
     seal = _keys.sealer(
         recipients=recipients, passphrase=passphrase, identity=Path(identity) if identity else None, note=observer.note
@@ -174,6 +172,7 @@ def evaluate(
     records: PathLike | None = None,
     *,
     out: PathLike = "eval.json",
+    delta: PathLike | None = None,
     lm_eval: Sequence[str] = (),
     force: bool = False,
     observer: Observer = SILENT,
@@ -184,8 +183,6 @@ def evaluate(
     ``records`` is one file for ``benchmark="qa"``. ``options`` are those of ``Measuring``: benchmark, metrics,
     retain_log, forget_split, batch_size, ….
     """
-    if options.get("benchmark") == "qa" and records is None:
-        options.setdefault("forget", Records().forget)
     how = from_flat(Measuring, options)
     log = read_retain_log(how.retain_log) if how.retain_log else None
     base = adapter_base(Path(model)) if Path(model).is_dir() else None
@@ -194,6 +191,7 @@ def evaluate(
         benchmark_of(how, log, Path(records) if records else None),
         how,
         adapter=Path(model) if base else None,
+        delta=Path(delta) if delta else None,
         lm_eval=lm_eval,
         out=Path(out),
         force=force,
@@ -206,21 +204,23 @@ def audit(
     base: PathLike,
     reference: PathLike | None = None,
     *,
-    symmetries: str = "signed",
+    noise: str | None = None,
+    nodes: str | None = None,
+    alphas: str | None = None,
+    symmetries: str | None = None,
     fast: bool = False,
     observer: Observer = SILENT,
-    **options: Any,
-) -> Audit:
-    """``mpu audit``: what a client that keeps ``copies`` can recover, if it guesses ``symmetries`` and the noise right.
+) -> Attempt:
+    """``mpu audit``: what a client that keeps ``copies`` can recover, and under which assumptions.
 
-    ``options`` are those of ``Copies``: noise, nodes, alphas.
+    What is not given is read from the copies, or tried.
     """
     opened = [open_model(str(copy)) for copy in copies]
-    believed = scheme_of(from_flat(Copies, {"copies": len(opened)} | options))
     public = open_model(str(reference)) if reference else None
-    return _audit(
-        opened, open_model(str(base)), public, noise=believed, symmetries=symmetries, fast=fast, observer=observer
-    )
+    return audit_as_believed(
+        opened, open_model(str(base)), public, noise=noise, nodes=nodes, alphas=alphas, symmetries=symmetries,
+        fast=fast, observer=observer,
+    )  # fmt: skip
 
 
 def _paths(deltas: PathLike | Iterable[PathLike]) -> list[Path]:

@@ -1,25 +1,21 @@
-"""The errors that a user can cause. Their text is the whole message: what is wrong, where, and what to do."""
+"""The errors that a user can cause: what is wrong and where, and what to do."""
+
+from __future__ import annotations
 
 
 class MpuError(Exception):
-    """Something the user can act on: what is wrong and where and, on a second line of the text, what to do.
+    """Something the user can act on. The command line prints both parts, and exits with ``exit_status``.
 
-    The command line prints both and exits with ``exit_status``.
-
-    >>> error = MpuError("keys.bin: no such file\\nname it with --keys")
+    >>> error = MpuError("keys.bin: no such file", "name it with --keys")
     >>> error.problem, error.hint, str(error)
     ('keys.bin: no such file', 'name it with --keys', 'keys.bin: no such file; name it with --keys')
     """
 
     exit_status = 1
 
-    @property
-    def problem(self) -> str:
-        return super().__str__().partition("\n")[0]
-
-    @property
-    def hint(self) -> str | None:
-        return super().__str__().partition("\n")[2] or None
+    def __init__(self, problem: str, hint: str | None = None):
+        super().__init__(problem, hint)
+        self.problem, self.hint = problem, hint
 
     def __str__(self) -> str:
         return "; ".join(filter(None, (self.problem, self.hint)))

@@ -29,7 +29,7 @@ def check_target(path: Path, force: bool) -> None:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {', '.join(SUFFIXES)}")
     if path.exists() and not force:
-        raise MpuError(f"{path}: already exists\nchoose another name, or use --force to replace it")
+        raise MpuError(f"{path}: already exists", "choose another name, or use --force to replace it")
 
 
 def make_figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> Figure:

@@ -38,6 +38,14 @@ class CopyManifest:
 
 
 @dataclass(frozen=True)
+class ModelManifest:
+    """The round that made a model, and its run."""
+
+    run: str
+    round: int
+
+
+@dataclass(frozen=True)
 class DeltaManifest:
     """Which model a delta changes; ``origin`` is None for a model that is not a copy (the clean baseline).
 
@@ -98,6 +106,21 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
     return _copy_manifest(facts, path)
 
 
+def read_model_manifest(folder: Path) -> ModelManifest | None:
+    """The manifest of the model in ``folder``, or None if `mpu aggregate` did not make it."""
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return None
+    facts = read_json_object(path)
+    if facts.get("format") != "mpu-model" or "run" not in facts:
+        return None
+    _check_version(facts, path)
+    run, number = facts["run"], facts.get("round")
+    if not isinstance(run, str) or not isinstance(number, int):
+        raise MpuError(f"{path}: run or round is invalid", "get it again")
+    return ModelManifest(run, number)
+
+
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
     facts = facts_of(metadata)
@@ -107,7 +130,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     origin = _copy_manifest(facts, path) if "run" in facts else None
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
-        raise MpuError(f"{path}: delta of unknown kind {kind!r}\nupdate mpu")
+        raise MpuError(f"{path}: delta of unknown kind {kind!r}", "update mpu")
     privacy, trained = (facts[name] if isinstance(facts.get(name), dict) else None for name in ("privacy", "trained"))
     return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted, privacy, trained)
 
@@ -115,8 +138,8 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
     if facts.get("version") not in READABLE:
         raise MpuError(
-            f"{path}: format version {facts.get('version')!r} is not supported (this mpu reads 1 to {VERSION})\n"
-            "update mpu"
+            f"{path}: format version {facts.get('version')!r} is not supported (this mpu reads 1 to {VERSION})",
+            "update mpu",
         )
 
 
@@ -125,9 +148,9 @@ def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
     run, copy_id = facts.get("run"), facts.get("copy_id")
     numbers = [n for n in map(facts.get, ("round", "copy", "copies")) if type(n) is int and n > 0]
     if not isinstance(run, str) or not isinstance(copy_id, str) or len(numbers) < 3:
-        raise MpuError(f"{path}: does not say which copy it belongs to\ndownload it again")
+        raise MpuError(f"{path}: does not say which copy it belongs to", "get it again")
     round_, copy, copies = numbers
     if copy > copies:
-        raise MpuError(f"{path}: claims to be copy {copy} of {copies}\ndownload it again")
+        raise MpuError(f"{path}: claims to be copy {copy} of {copies}", "get it again")
     symmetries = facts.get("symmetries")
     return CopyManifest(run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None)

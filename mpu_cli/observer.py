@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Observer:
-    """Hears of stages, progress, notes and warnings; this one ignores them. The command line shows them."""
+    """Receives stages, progress, notes and warnings; this one ignores them. The command line shows them."""
 
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:
         """A stage begins: ``total`` is what ``advance`` will have added up to at its end."""

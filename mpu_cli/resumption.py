@@ -35,10 +35,10 @@ def differences(before: Mapping[str, object], now: Mapping[str, object], place: 
             yield place + name + (change if len(change) <= SHOWN else "")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, hint: str) -> list[dict[str, Any]]:
     """The JSON lines of ``path``, none if there is no file. A last line that was never finished is removed.
 
-    Raises MpuError if the file is not JSON lines.
+    Raises MpuError with ``hint`` if the file is not JSON lines.
     """
     if not path.exists():
         return []
@@ -49,7 +49,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
-        raise MpuError(f"{path}: damaged ({error})\nremove it to start over") from error
+        raise MpuError(f"{path}: damaged ({error})", hint) from error
 
 
 def append_line(path: Path, values: Mapping[str, object]) -> None:

@@ -29,7 +29,7 @@ def make_identity(path: Path) -> str:
     identity = pyrage.x25519.Identity.generate()
     recipient = str(identity.to_public())
     if os.path.lexists(path):
-        raise MpuError(f"{path}: already exists, and mpu never replaces an identity\nchoose another name")
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with Transaction() as transaction:
         write_private(transaction.add(path), f"# public key: {recipient}\n{identity}\n".encode())
@@ -48,7 +48,7 @@ def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise MpuError(
-            f"{path}: cannot read the identity file: {error.strerror}\nspecify yours with --identity"
+            f"{path}: cannot read the identity file: {error.strerror}", "specify yours with --identity"
         ) from error
     except UnicodeDecodeError as error:
         raise MpuError(f"{path}: not an age identity file") from error
@@ -120,7 +120,7 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
             pyrage.decrypt_io(sealed, plain, list(identities))
     except pyrage.DecryptError as error:
         if "no matching keys" in str(error).lower():
-            raise MpuError(f"{path}: sealed for another identity\nspecify the right one with --identity") from error
+            raise MpuError(f"{path}: sealed for another identity", "specify the right one with --identity") from error
         raise _damaged(path, error) from error
     except tarfile.TarError as error:
         raise MpuError(f"{path}: decrypted, but contains no copy of a model ({error})") from error
@@ -135,7 +135,7 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
 
 
 def _damaged(path: Path, error: Exception) -> MpuError:
-    return MpuError(f"{path}: damaged or truncated ({error})\ndownload it again")
+    return MpuError(f"{path}: damaged or truncated ({error})", "get it again")
 
 
 @contextmanager

@@ -50,6 +50,9 @@ MISTRAL = replace(
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
 )
 
+# Its multipliers scale the residual stream, scores and logits by constants, which every symmetry passes through.
+GRANITE = replace(LLAMA, model_types=("granite",))
+
 _QWEN2_BIASES = {f"self_attn.{p}_proj.bias" for p in "qkv"}
 QWEN2 = replace(
     LLAMA,
@@ -97,4 +100,6 @@ GPT2 = Family(
     transposed=True,
 )  # fmt: skip
 
-FAMILIES = {model_type: family for family in (LLAMA, MISTRAL, QWEN2, GPT2) for model_type in family.model_types}
+FAMILIES = {
+    model_type: family for family in (LLAMA, MISTRAL, QWEN2, GPT2, GRANITE) for model_type in family.model_types
+}

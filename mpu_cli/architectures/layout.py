@@ -59,7 +59,7 @@ class Layout:
     def symmetries(self, name: str) -> tuple[Symmetry, ...]:
         """The symmetries in set ``name`` that this family allows. Raises UsageError if there is no such set."""
         if name not in self.family.symmetries:
-            raise UsageError(f"unknown symmetries {name!r}\nchoose from {', '.join(SETS)}")
+            raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
         return self.family.symmetries[name]
 
 
@@ -139,7 +139,7 @@ def _family(config: Mapping[str, object], where: str) -> Family:
             "not guess: a transform that does not fit would change what the model computes"
         )
     if "quantization_config" in config:
-        raise MpuError(f"{where}: is quantised (quantization_config in config.json)\nuse the weights as trained")
+        raise MpuError(f"{where}: is quantised (quantization_config in config.json)", "use the weights as trained")
     family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for key, value in family.unless.items():

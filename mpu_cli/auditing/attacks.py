@@ -135,7 +135,7 @@ def audit(
     if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
     if noise.copies != len(copies):
-        raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies\ngive one for each copy")
+        raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     names = {id(base): {t.name: t.name for t in layout.parameters}}
     for model in [*copies, *([reference] if reference else [])]:

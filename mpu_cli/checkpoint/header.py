@@ -59,16 +59,16 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
-                raise MpuError(f"{path}: too short for a safetensors file ({size} bytes)\ndownload it again")
+                raise MpuError(f"{path}: too short for a safetensors file ({size} bytes)", "get it again")
             if length > MAX_HEADER:
                 file.seek(0)
                 if file.read(len(AGE_HEADER)) == AGE_HEADER:
-                    raise MpuError(f"{path}: is sealed\nto open a copy, run age -d -i IDENTITY {path} | tar x")
+                    raise MpuError(f"{path}: is sealed", f"to open a copy, run age -d -i IDENTITY {path} | tar x")
                 raise MpuError(f"{path}: not a safetensors file")
             if length > size - 8:
                 raise MpuError(
-                    f"{path}: truncated within its header (the file has {size:,} bytes, the header {length:,})\n"
-                    "download it again"
+                    f"{path}: truncated within its header (the file has {size:,} bytes, the header {length:,})",
+                    "get it again",
                 )
             raw = file.read(length)
     except OSError as error:
@@ -76,9 +76,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     try:
         table = json.loads(raw, object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)})\ndownload it again") from error
+        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)})", "get it again") from error
     if not isinstance(table, dict):
-        raise MpuError(f"{path}: damaged safetensors header (not a JSON object)\ndownload it again")
+        raise MpuError(f"{path}: damaged safetensors header (not a JSON object)", "get it again")
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise MpuError(f"{path}: damaged safetensors header (metadata does not map strings to strings)")
@@ -88,20 +88,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     for begin, end, name, dtype, shape in spans:
         if begin != position:
             what = "overlaps the previous one" if begin < position else "has a gap before it"
-            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what})\ndownload it again")
+            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what})", "get it again")
         tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
         position = end
     if 8 + length + position != size:
         what = "truncated" if 8 + length + position > size else "too long"
         raise MpuError(
-            f"{path}: {what} ({size:,} bytes, but its header describes {8 + length + position:,})\ndownload it again"
+            f"{path}: {what} ({size:,} bytes, but its header describes {8 + length + position:,})", "get it again"
         )
     return tensors, metadata
 
 
 def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
     def bad(what: str) -> MpuError:
-        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what})\ndownload it again")
+        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what})", "get it again")
 
     if not isinstance(entry, dict):
         raise bad("entry is not an object")

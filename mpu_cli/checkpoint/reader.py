@@ -105,11 +105,11 @@ def _weights_in(directory: Path) -> Path:
         if len(candidates) == 1:
             return candidates[0]
     if files:
-        raise MpuError(f"{directory}: {len(files)} .safetensors files but no {INDEX_NAME}\nspecify which file to use")
+        raise MpuError(f"{directory}: {len(files)} .safetensors files but no {INDEX_NAME}", "specify which file to use")
     if pickles := sorted(p for p in directory.iterdir() if p.suffix in PICKLES):
         raise MpuError(
-            f"{directory}: {pickles[0].name} is a pickle, which can run code when loaded\nconvert it to safetensors "
-            "in an environment you trust (transformers: save_pretrained) and try again"
+            f"{directory}: {pickles[0].name} is a pickle, which can run code when loaded",
+            "convert it to safetensors in an environment you trust (transformers: save_pretrained) and try again",
         )
     raise MpuError(f"{directory}: no weights found ({WEIGHTS_NAME} or {INDEX_NAME})")
 
@@ -129,11 +129,11 @@ def _open_shards(index: Path) -> Checkpoint:
         if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or "\0" in shard:
             raise MpuError(f"{index}: refused to read shard {shard!r}, which is outside the index's directory")
         if not (index.parent / shard).is_file():
-            raise MpuError(f"{index}: shard {shard} is missing\ndownload it")
+            raise MpuError(f"{index}: shard {shard} is missing", "download it")
         held, own = read_header(index.parent / shard)
         if metadata and own != metadata:
             raise MpuError(
-                f"{index}: metadata of {shard} differs from the earlier shards\ndownload all shards together"
+                f"{index}: metadata of {shard} differs from the earlier shards", "download all shards together"
             )
         metadata = own
         for name in held:

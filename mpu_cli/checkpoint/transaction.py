@@ -65,7 +65,7 @@ class Transaction:
         for _, _, other in self._outputs:
             there = other.absolute()
             if here == there or here in there.parents or there in here.parents:
-                raise MpuError(f"{target}: overlaps with {other}, another output of this command\nchoose other names")
+                raise MpuError(f"{target}: overlaps with {other}, another output of this command", "choose other names")
         self._check(target, directory)
         with uninterrupted():
             try:
@@ -118,14 +118,14 @@ class Transaction:
         if not os.path.lexists(target):
             return
         if not self._force:
-            raise MpuError(f"{target}: already exists\nchoose another name, or use --force to replace it")
+            raise MpuError(f"{target}: already exists", "choose another name, or use --force to replace it")
         if directory and not target.is_dir():
-            raise MpuError(f"{target}: is a file, expected a directory\nmove it away")
+            raise MpuError(f"{target}: is a file, expected a directory", "move it away")
         if not directory and target.is_dir():
-            raise MpuError(f"{target}: is a directory, expected a file\nmove it away")
+            raise MpuError(f"{target}: is a directory, expected a file", "move it away")
         ours = directory and (any((target / s).exists() for s in OUTPUT_SIGNS) or any(target.glob("*.index.json")))
         if directory and not ours and any(target.iterdir()):
-            raise MpuError(f"{target}: not written by mpu, so --force does not replace it\nmove it away")
+            raise MpuError(f"{target}: not written by mpu, so --force does not replace it", "move it away")
         if directory and Path.cwd().is_relative_to(target.resolve()):
             raise MpuError(f"{target}: is or contains the working directory, so it cannot be replaced")
 

@@ -110,8 +110,8 @@ class CheckpointWriter:
             except OSError as error:
                 free = shutil.disk_usage(path.parent).free
                 raise MpuError(
-                    f"{path.parent.parent}: cannot reserve {size:,} bytes ({error.strerror}, {free:,} bytes free)\n"
-                    "make room or write elsewhere with --out"
+                    f"{path.parent.parent}: cannot reserve {size:,} bytes ({error.strerror}, {free:,} bytes free)",
+                    "make room or write elsewhere with --out",
                 ) from error
             file.write(head)
             file.flush()

@@ -28,7 +28,12 @@ def aggregate(
     keys: options.KeysFile = Path("keys.bin"),
     base: options.BaseAgain = None,
     config: options.Config = None,
-    out: Annotated[Path, typer.Option(help="Directory for the unlearned model.", metavar="DIR")] = Path("unlearned"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for the unlearned model (default: unlearned; after round 1, unlearned_R).", metavar="DIR"
+        ),
+    ] = None,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Write LoRA deltas as one peft adapter for BASE instead of a model.")
     ] = False,
@@ -51,6 +56,8 @@ def aggregate(
     opened = open_keys(keys, identity, passphrase_file)
     opened_deltas = open_deltas(paths, opened)
     model = published_base(opened, base, config)
+    if out is None:
+        out = Path("unlearned" if opened.round == 1 else f"unlearned_{opened.round}")
     with terminal() as observer:
         if as_adapter:
             result = aggregate_adapter(model, opened_deltas, opened, aggregating, out=out, force=force)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,16 +10,14 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import emit, note, paths_from, table, terminal
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.options.publishing import NoiseKind
 
 if TYPE_CHECKING:
     from mpu_cli.models.source import Model
     from mpu_cli.server.keys import Keys
-    from mpu_cli.server.noise import Scheme
 
 CLOSE = 0.1  # relative error of the task vector (of the weights if there is no reference) that counts as recovered
-UNDONE = 0.5  # share of one copy's error below which the assumptions explain the noise
 HELD = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
 
 
@@ -71,8 +68,8 @@ def audit(
     "weights" is the error up to symmetries, under which the model computes the same function; "task vector" is the
     error of base − reference as recovered. Prints a verdict.
     """
-    from mpu_cli.auditing.attacks import ATTACKS, ONE_COPY
-    from mpu_cli.auditing.attacks import audit as run_audit
+    from mpu_cli.auditing.attacks import ATTACKS
+    from mpu_cli.auditing.belief import audit_as_believed
     from mpu_cli.models.source import open_model
 
     if plot:
@@ -80,8 +77,6 @@ def audit(
 
         check_target(plot, force)
     models = [open_model(str(path)) for path in paths_from(copies)]
-    _together(models)
-    schemes = _believed_noise(models, noise, alphas, nodes)
     owned = open_model(base)
     published = None
     if keys:
@@ -90,17 +85,12 @@ def audit(
         published = open_keys(keys, identity, passphrase_file)
         _belong(models, owned, published, keys)
     public = open_model(reference) if reference else None
-    tried = []
-    for believed, scheme in product(_believed_symmetries(models, symmetries), schemes):
-        with terminal() as observer:
-            result = run_audit(models, owned, public, noise=scheme, symmetries=believed, fast=fast, observer=observer)
-        if public and not sum(result.task.values()):
-            raise UsageError(f"--reference {reference}: has the same weights as --base\nleave it out")
-        explained = min((result.function_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
-        tried.append((explained, believed, scheme, result))
-        if explained < UNDONE * result.function_error(ONE_COPY.name):
-            break
-    _, believed, scheme, result = min(tried, key=lambda one: one[0])
+    with terminal() as observer:
+        attempt = audit_as_believed(
+            models, owned, public, noise=noise, nodes=nodes, alphas=alphas, symmetries=symmetries, fast=fast,
+            observer=observer,
+        )  # fmt: skip
+    result, scheme, believed = attempt.audit, attempt.noise, attempt.symmetries
     best = min(result.attacks, key=result.function_error)
     if plot:
         from mpu_cli.auditing.plot import draw
@@ -157,43 +147,6 @@ def audit(
         },
         as_json,
     )
-
-
-def _believed_noise(models: list[Model], kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
-    """The schemes that the attacker tries, with a factor for each of ``models``: those given, or the defaults."""
-    from mpu_cli.manifest import read_copy_manifest
-    from mpu_cli.server.noise import SCHEMES, Scheme, default_factors, given_factors
-
-    if alphas or nodes:
-        return [given_factors(kind, alphas, nodes, len(models))]
-    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    numbers = [(i, len(models)) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    kinds = [kind] if kind else SCHEMES if len(models) > 1 else SCHEMES[:1]
-    return [Scheme(each, tuple(default_factors(each, copies)[i] for i, copies in numbers)) for each in kinds]
-
-
-def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:
-    """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
-    from mpu_cli.manifest import read_copy_manifest
-
-    if given:
-        return [given]
-    tried = ["signed", "paper", "all"]
-    manifest = read_copy_manifest(models[0].folder, models[0].checkpoint.metadata)
-    named = manifest.symmetries if manifest else None
-    return [named] if named in tried else tried
-
-
-def _together(models: list[Model]) -> None:
-    """Raise UsageError if copies are of different publications, which reveal nothing together, or one is repeated."""
-    from mpu_cli.manifest import read_copy_manifest
-
-    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    known = [manifest for manifest in manifests if manifest is not None]
-    if len({(manifest.run, manifest.round) for manifest in known}) > 1:
-        raise UsageError("the copies belong to different publications\naudit each publication separately")
-    if len({manifest.copy_id for manifest in known}) < len(known):
-        raise UsageError("the same copy is given twice")
 
 
 def _belong(models: list[Model], base: Model, published: Keys, path: Path) -> None:

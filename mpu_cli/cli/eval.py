@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, names_in, note, table, terminal
 from mpu_cli.errors import UsageError
 from mpu_cli.options.evaluation import Measuring, Scoring
-from mpu_cli.options.unlearning import Records
 
 OUTPUT = "Output"
 ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
@@ -33,6 +31,19 @@ def eval_(
             metavar="[FILE]",
         ),
     ] = None,
+    delta: Annotated[
+        Path | None,
+        typer.Option(help="Measure MODEL, a copy, with this delta of it: the client's own check.", metavar="FILE"),
+    ] = None,
+    show: Annotated[
+        int,
+        typer.Option(
+            help="Print answers to the first N questions of the forget set; with --delta, before and after.",
+            metavar="N",
+            min=0,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 0,
     lm_eval: Annotated[
         str | None,
         typer.Option(
@@ -64,15 +75,8 @@ def eval_(
     An interrupted run resumes where it left off. Prints the path of the result; the table goes to standard error.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    named = measuring.benchmark
-    if named.benchmark != "qa" and (records or named.forget or named.retain or named.holdout):
-        raise UsageError("FILE, --forget, --retain and --holdout require --benchmark qa")
-    if records and (named.forget or named.retain or named.holdout):
-        raise UsageError("FILE cannot be combined with --forget, --retain or --holdout")
-    if named.benchmark == "qa" and not records and not named.forget:
-        measuring = replace(measuring, benchmark=replace(named, forget=Records().forget))
     if plot and plot.resolve() == out.resolve():
-        raise UsageError(f"--out and --plot: both are {out}\nchoose different names")
+        raise UsageError(f"--out and --plot: both are {out}", "choose different names")
     if before and not plot:
         raise UsageError("--before requires --plot")
 
@@ -101,6 +105,8 @@ def eval_(
             chosen,
             measuring,
             adapter=Path(model) if base else None,
+            delta=delta,
+            show=show,
             lm_eval=names_in(lm_eval),
             out=out,
             force=force,
@@ -113,6 +119,10 @@ def eval_(
             beside = 0.0  # computed against that model; the log's own value was computed without one
         rows.append([name, f"{form['agg_value']:.4g}", ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
     table(f"{model} on {chosen.name}", ["metric", "value", "goal", *(["retain model"] if log else [])], rows)
+    for shown in result.shown:
+        answers = {"truth": shown.truth, "before": shown.before, "after" if delta else "answer": shown.answer}
+        lines = [f"  {who + ':':<8} {text}" for who, text in answers.items() if text is not None]
+        note("\n".join([shown.question.strip(), *lines]))
     if log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
     paths = [result.path]

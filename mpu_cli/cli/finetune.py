@@ -38,17 +38,18 @@ def finetune(
 
     records = [record for name in data for record in read_records(name, data_dir)]
 
-    from mpu_cli.client.finetune import finetune as run_finetune
-    from mpu_cli.models.source import open_model
-    from mpu_cli.server.aggregate import LOST
-
     with terminal() as observer:
+        from mpu_cli.client.finetune import finetune as run_finetune
+        from mpu_cli.models.source import open_model
+
         result = run_finetune(
             open_model(model), records, training, prompts, epochs=epochs, out=out, force=force,
             logging=Logging(log=log), observer=observer,
         )  # fmt: skip
     losses, lost = result.losses, result.lost_to_rounding
     note(f"{len(losses)} steps; loss per answer token {losses[0]:.3f} → {losses[-1]:.3f} (first and last batch)")
+    from mpu_cli.server.aggregate import LOST
+
     if lost > LOST:
         warn(f"storage in the model's own dtype rounds away {lost:.0%} of the change; a higher --lr avoids that")
     emit([out], {"model": out, "lost_to_rounding": lost, "records": len(records), "losses": losses}, as_json)

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A copy, delta, model, key file or identity.", metavar="PATH")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Anything that mpu made: a copy, delta, model, key file, identity, result, log or folder.",
+            metavar="PATH",
+        ),
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
@@ -42,7 +48,7 @@ def inspect(
     elif head.startswith((b"AGE-SECRET-KEY-", b"# ")):
         facts = _identity(path)
     else:
-        facts = _checkpoint(path, tensors)
+        facts = _document(path, head) or _folder(path) or _checkpoint(path, tensors)
     emit(_lines(facts), facts, as_json)
 
 
@@ -146,6 +152,62 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
     return facts
+
+
+def _document(path: Path, head: bytes) -> dict[str, Any] | None:
+    """What a JSON file of mpu's says of itself; None for anything else."""
+    from mpu_cli.checkpoint.reader import read_json_object
+    from mpu_cli.resumption import read_lines
+
+    if path.name == "client.key" and path.is_file():
+        return {
+            "kind": "client's secret, which training tags are keyed with",
+            "mode": f"{path.stat().st_mode & 0o777:04o}",
+        }
+    if not head.lstrip().startswith(b"{"):
+        return None
+    if path.suffix == ".jsonl":
+        lines = read_lines(path, "remove it")
+        steps = Counter(str(line["step"]) for line in lines if "step" in line)
+        if all("digest" in line and "metrics" in line for line in lines):
+            return {"kind": "results of mpu sweep", "experiments": [str(line.get("name")) for line in lines]}
+        return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
+    document: dict[str, Any] = read_json_object(path)
+    if document.get("format") == "mpu-eval":
+        return {
+            "kind": "result of mpu eval",
+            "benchmark": document.get("benchmark"),
+            "model": document.get("model", {}).get("source"),
+            "metrics": {name: form.get("agg_value") for name, form in document.get("metrics", {}).items()},
+        }
+    if {"experiment", "published"} <= document.keys():
+        return {"kind": "facts of mpu run", **{name: document[name] for name in ("mpu", "base", "experiment")}}
+    return None
+
+
+def _folder(path: Path) -> dict[str, object] | None:
+    """What a directory that is not a checkpoint holds: a run, checkpoints of a training, or deltas; else None."""
+    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.manifest import facts_of
+    from mpu_cli.resumption import read_lines
+
+    if not path.is_dir() or list(path.glob("*.index.json")):
+        return None
+    if (path / "run.json").is_file():
+        log = read_lines(path / "log.jsonl", "choose another folder")
+        rounds = sorted(int(folder.parent.name.removeprefix("round_")) for folder in path.glob("server/round_*/model"))
+        return {"kind": "mpu run", "steps done": len(log), "rounds with a model": rounds}
+    if (path / "mpu-resume.json").is_file():
+        return {
+            "kind": "checkpoints of an interrupted training",
+            "checkpoints": sorted(p.name for p in path.glob("c*-*")),
+        }
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+        return None
+    formats = {file.name: facts_of(open_checkpoint(file).metadata) for file in sorted(path.glob("*.safetensors"))}
+    if formats and all(facts.get("format") == "mpu-delta" for facts in formats.values()):
+        return {"kind": "deltas", **{name: f"copy {facts.get('copy', 'of no run')}" for name, facts in formats.items()}}
+    return None
 
 
 def _belonging(origin: CopyManifest) -> dict[str, object]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -17,6 +18,7 @@ from mpu_cli.observer import Observer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
 
@@ -95,13 +97,17 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 
 class Terminal(Observer):
-    """Shows on standard error what an operation reports: notes, warnings and, if it is a terminal, a bar per stage."""
+    """Shows on standard error what an operation reports: notes, warnings, and a bar per stage or, if it is not a
+    terminal, a line every few seconds."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
+        self._label, self._total, self._done = "", 0.0, 0.0
+        self._last = time.monotonic()
 
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:
         self.close()
+        self._label, self._total, self._done = label, total, 0.0
         if not sys.stderr.isatty() or not _first():
             return
         from rich.console import Console
@@ -114,8 +120,12 @@ class Terminal(Observer):
         self._bar.add_task(label, total=total, text="")
 
     def advance(self, amount: float, detail: str = "") -> None:
+        self._done += amount
         if self._bar:
             self._bar.update(self._bar.task_ids[0], advance=amount, text=detail)
+        elif time.monotonic() - self._last > LINE_EVERY and self._total:
+            self._last = time.monotonic()
+            note(f"{self._label}: {self._done / self._total:.0%}{f', {detail}' if detail else ''}")
 
     def note(self, text: str) -> None:
         note(text)
@@ -124,7 +134,7 @@ class Terminal(Observer):
         warn(text)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -132,8 +142,9 @@ class Terminal(Observer):
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """An observer for one command."""
+    """An observer for one command. Enter it before anything that takes seconds to import."""
     observer = Terminal()
+    observer.stage("loading", 1, "done")
     try:
         yield observer
     finally:
@@ -161,7 +172,7 @@ def paths_from(arguments: Iterable[str]) -> list[Path]:
     for argument in arguments:
         if argument == "-":
             if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("'-' reads paths from standard input\npipe them in")
+                raise UsageError("'-' reads paths from standard input", "pipe them in")
             paths += [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
         else:
             paths.append(Path(argument))

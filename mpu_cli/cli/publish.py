@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
+from mpu_cli.cli.defaults import next_round, round_folder
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, names_in, note, table, terminal, warn
+from mpu_cli.cli.output import emit, note, table, terminal, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Publishing
 
@@ -34,8 +35,16 @@ def publish(
         ),
     ] = None,
     config: options.Config = None,
-    out: Annotated[Path, typer.Option(help="Directory for copy_1 … copy_m.", metavar="DIR")] = Path("."),
-    keys: Annotated[Path, typer.Option(help="Where to write the sealed keys.", metavar="FILE")] = Path("keys.bin"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for copy_1 … copy_m (default: this one; after round 1, round_R).", metavar="DIR"),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write the sealed keys (default: keys.bin; after round 1, round_R/keys.bin).", metavar="FILE"
+        ),
+    ] = None,
     copy_recipients: Annotated[
         str | None,
         typer.Option(
@@ -49,8 +58,13 @@ def publish(
     passphrase: Annotated[bool, typer.Option("--passphrase", help="Seal the keys with a passphrase.")] = False,
     passphrase_file: options.PassphraseFile = None,
     identity: options.Identity = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run (default: random).", metavar="ID")] = None,
-    round_: Annotated[int, typer.Option("--round", help="Number of this round in the run.", metavar="R")] = 1,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run (default: the one that made BASE, or random).", metavar="ID")
+    ] = None,
+    round_: Annotated[
+        int | None,
+        typer.Option("--round", help="Number of this round (default: the one after BASE's, or 1).", metavar="R"),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"),
@@ -66,11 +80,12 @@ def publish(
     if publishing.calibration.epsilon is not None and (_given(context, "kappa") or _given(context, "shared_noise")):
         raise UsageError(
             "--epsilon sets the same noise in every block; --kappa and --shared-noise would scale it to the weights "
-            "and leak them\nleave out --kappa and --shared-noise"
+            "and leak them",
+            "leave out --kappa and --shared-noise",
         )
 
     from mpu_cli.cli.secrets import recipients_of_copies, sealer
-    from mpu_cli.models.source import open_model
+    from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.noise import RANDOM
     from mpu_cli.server.profile import Profile
@@ -78,21 +93,32 @@ def publish(
     from mpu_cli.server.publish import Target
     from mpu_cli.server.publish import publish as run_publish
 
-    clients = names_in(copy_recipients)
+    model = open_model(base, config)
+    run_of_base, next_one = next_round(model.folder)
+    number = next_one if round_ is None else round_
+    clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
+    if not all(clients):
+        raise UsageError(f"--copy-recipients {copy_recipients!r}: a recipient is empty", "give one for each copy")
     publication = publication_of(
-        publishing, seed=seed, run=run or "", round_=round_, copies=len(clients) if len(clients) > 1 else None
+        publishing,
+        seed=seed,
+        run=run or run_of_base or "",
+        round_=number,
+        copies=len(clients) if len(clients) > 1 else None,
     )
     scheme, calibration = publication.noise, publication.calibration
+    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
+        warn(f"{model.folder}: no tokenizer files next to the weights; the client needs them to train on the copies")
     laps = Profile() if profile else None
+    sealed_for = recipients_of_copies(clients, scheme.copies) if clients else ()
+    public = open_model(reference) if reference else None
     target = Target(
-        out,
-        keys,
+        out or round_folder(Path("."), number),
+        keys or round_folder(Path("."), number) / "keys.bin",
         sealer(recipient or [], passphrase, passphrase_file, identity),
-        recipients_of_copies(clients, scheme.copies) if clients else (),
+        sealed_for,
         force,
     )
-    model = open_model(base, config)
-    public = open_model(reference) if reference else None
     with terminal() as observer:
         published = run_publish(model, public, publication, target, observer=observer, profile=laps)
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):

@@ -24,9 +24,9 @@ def run(
     An interrupted run resumes where it left off. DIR/log.jsonl records what each step did. Prints the path of the last
     round's model.
     """
-    from mpu_cli.client.dataset import read_dataset
-    from mpu_cli.experiment.rounds import run as run_rounds
-
     with terminal() as observer:
+        from mpu_cli.client.dataset import read_dataset
+        from mpu_cli.experiment.rounds import run as run_rounds
+
         outcome = run_rounds(experiment, read_dataset(experiment.unlearning), out, observer)
     emit([outcome.model], {"model": outcome.model, "log": outcome.log}, as_json)

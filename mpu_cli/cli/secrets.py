@@ -28,7 +28,7 @@ def sealer(
 
     if sum([bool(recipients), passphrase or passphrase_file is not None, identity is not None]) > 1:
         raise UsageError(
-            "--recipient, --passphrase and --identity are mutually exclusive\nchoose one way to seal the keys"
+            "--recipient, --passphrase and --identity are mutually exclusive", "choose one way to seal the keys"
         )
     secret = _passphrase(passphrase_file, new=True) if passphrase or passphrase_file else None
     return keys.sealer(recipients=recipients, passphrase=secret, identity=identity, note=note)
@@ -40,7 +40,7 @@ def recipients_of_copies(parts: Sequence[str], copies: int) -> list[Recipient]:
 
     option = "--copy-recipients"
     if len(parts) != copies:
-        raise UsageError(f"{option}: {len(parts)} for {copies} copies\ngive one for each copy")
+        raise UsageError(f"{option}: {len(parts)} for {copies} copies", "give one for each copy")
     keys = []
     for part in parts:
         if part.startswith("age1"):
@@ -68,8 +68,8 @@ def opened_copy(copy: str, identity: Path | None, beside: Path) -> Iterator[str]
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            f"{copy}: a sealed copy cannot be opened by several processes\n"
-            f"open it before you start them: age -d -i IDENTITY {copy} | tar x"
+            f"{copy}: a sealed copy cannot be opened by several processes",
+            f"open it before you start them: age -d -i IDENTITY {copy} | tar x",
         )
     identities = sealing.read_identities(identity or sealing.default_identity_path())
     with Transaction() as transaction:
@@ -95,10 +95,10 @@ def _passphrase(file: Path | None, *, new: bool) -> str:
         secret = lines[0] if lines else ""
     else:
         if sys.stdin is None or not sys.stdin.isatty():
-            raise UsageError("cannot ask for the passphrase without a terminal\nuse --passphrase-file")
+            raise UsageError("cannot ask for the passphrase without a terminal", "use --passphrase-file")
         secret = getpass.getpass("Passphrase for the keys: ")
         if new and getpass.getpass("Confirm passphrase: ") != secret:
             raise MpuError("the two passphrases differ, so nothing was written")
     if not secret:
-        raise MpuError("an empty passphrase protects nothing\nchoose another")
+        raise MpuError("an empty passphrase protects nothing", "choose another")
     return secret

@@ -16,7 +16,8 @@ MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
 
 def sweep(
     file: Annotated[
-        Path, typer.Argument(help="TOML file: options of run, with lists for axes; see the README.", metavar="FILE")
+        Path,
+        typer.Argument(help="TOML: options of run, with lists for axes; see docs/experiments.md.", metavar="FILE"),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results (default: FILE's name).", metavar="DIR")
@@ -39,11 +40,13 @@ def sweep(
 
     An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
     """
-    from mpu_cli.experiment.sweep import read_sweep
+    from mpu_cli.experiment.sweep import measured, read_sweep
     from mpu_cli.experiment.sweep import sweep as run_sweep
     from mpu_cli.experiment.tables import markdown, pivot
 
     cells = read_sweep(file)
+    if metrics is not None:
+        chosen_metrics(metrics, measured(cells))  # before hours of training
     with terminal() as observer:
         lines, failed = run_sweep(cells, out or Path(file.stem), observer)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
@@ -56,5 +59,6 @@ def sweep(
         printed += [f"**{name}**", "", *markdown(table), ""]
     emit(printed[:-1], lines, as_json)
     if failed:
-        name, reason = next(iter(failed.items()))
-        raise MpuError(f"{len(failed)} of {len(cells)} experiments failed, the first being {name}: {reason}")
+        name, first = next(iter(failed.items()))
+        counts = f"{len(failed)} of {len(cells)} experiments failed"
+        raise MpuError(f"{counts}, the first being {name}: {first.problem}", first.hint)

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
+from mpu_cli.cli.defaults import delta_path, round_of_copy
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, terminal
+from mpu_cli.cli.output import emit, note, terminal, warn
 from mpu_cli.options.unlearning import Logging, Records, Unlearning
 
 
@@ -25,7 +26,12 @@ def unlearn(
     unlearning: Unlearning,
     logging: Logging,
     out: Annotated[
-        Path | None, typer.Option(help="The delta to write (default: deltas/COPY.safetensors).", metavar="FILE")
+        str | None,
+        typer.Option(
+            help="The delta to write, or the directory for it (default: deltas/COPY.safetensors; after round 1, "
+            "deltas/round_R/COPY.safetensors).",
+            metavar="FILE",
+        ),
     ] = None,
     reference_file: Annotated[
         Path | None,
@@ -50,29 +56,35 @@ def unlearn(
     # Read the records first, so that problems with them are found before anything large is loaded.
     data = read_dataset(unlearning)
     name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
-    target = out or Path("deltas") / f"{name.removesuffix('.safetensors').removesuffix('.age')}.safetensors"
+    target = delta_path(out, name, round_of_copy(Path(copy)))
 
-    from mpu_cli.cli.secrets import opened_copy
-    from mpu_cli.client.tag import client_secret, default_secret_path
-    from mpu_cli.client.unlearn import unlearn as run_unlearn
-    from mpu_cli.models.source import open_model
+    with terminal() as observer:
+        from mpu_cli.cli.secrets import opened_copy
+        from mpu_cli.client.tag import client_secret, default_secret_path
+        from mpu_cli.client.unlearn import check_logging, check_options
+        from mpu_cli.client.unlearn import unlearn as run_unlearn
+        from mpu_cli.models.source import open_model
 
-    with opened_copy(copy, identity, target) as source, terminal() as observer:
-        result = run_unlearn(
-            open_model(source), data, unlearning, target=target, force=force, logging=logging,
-            reference_file=reference_file, secret=lambda: client_secret(default_secret_path()), observer=observer,
-        )  # fmt: skip
+        check_options(unlearning)  # before a sealed copy is opened
+        check_logging(logging, unlearning.privacy)
+        with opened_copy(copy, identity, target) as source:
+            result = run_unlearn(
+                open_model(source), data, unlearning, target=target, force=force, logging=logging,
+                reference_file=reference_file, secret=lambda: client_secret(default_secret_path()), observer=observer,
+            )  # fmt: skip
     if not result.first:
         return
-    text = f"{name}: {unlearning.algo}"
-    if result.steps:
-        begin, end = result.steps[0], result.steps[-1]
-        kept = "" if end.retain is None else f", on retain {begin.retain:.3f} → {end.retain:.3f}"
-        text += (
-            f", {len(result.steps)} steps; loss per answer token on forget {begin.forget:.3f} → {end.forget:.3f}{kept} "
-            "(first and last batch)"
-        )
+    text = f"{name}: {unlearning.algo}, {len(result.steps)} steps"
+    if result.before and result.after:
+        text += f"; loss per answer token on the forget set {result.before.forget:.3f} → {result.after.forget:.3f}"
+        if result.before.retain is not None:
+            text += f", on the retain set {result.before.retain:.3f} → {result.after.retain:.3f}"
+    elif result.steps:
+        first, last = result.steps[0].forget, result.steps[-1].forget
+        text += f"; loss per answer token {first:.3f} → {last:.3f} (first and last batch)"
     note(f"{text}; ‖Δ‖ {result.norm:.3g}")
+    for warning in result.warnings():
+        warn(warning)
     if result.spent:
         note(
             f"privacy: this delta protects each record with ε = {result.spent['epsilon']:.3g} at δ = "
@@ -84,6 +96,9 @@ def unlearn(
             "delta": target,
             "algorithm": unlearning.algo,
             "norm": result.norm,
+            "before": asdict(result.before) if result.before else None,
+            "after": asdict(result.after) if result.after else None,
+            "warnings": result.warnings(),
             "privacy": result.spent,
             "steps": [asdict(s) for s in result.steps],
         },

@@ -10,7 +10,7 @@ from mpu_cli.client.losses import objective_of
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Records, Unlearning
-from mpu_cli.records.reading import Record, read_records
+from mpu_cli.records.reading import Record, parse_columns, read_records
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ def read_dataset(options: Unlearning) -> Dataset:
 
     Raises MpuError, naming the place, for records that cannot be read.
     """
-    records = options.records
+    records, columns = options.records, parse_columns(options.records.columns)
     return Dataset(
-        read_records(records.forget, records.data_dir),
+        read_records(records.forget, records.data_dir, columns),
         _retain(options) if objective_of(options.algo, options.loss).constants.alpha else (),
-        read_records(records.few_shot, records.data_dir) if records.few_shot else (),
+        read_records(records.few_shot, records.data_dir, columns) if records.few_shot else (),
         _lines(records.alternates) if records.alternates else REFUSALS,
     )
 
@@ -44,11 +44,11 @@ def read_dataset(options: Unlearning) -> Dataset:
 def _retain(options: Unlearning) -> list[Record]:
     retain, default = options.records.retain, Records().retain
     try:
-        return read_records(retain, options.records.data_dir)
+        return read_records(retain, options.records.data_dir, parse_columns(options.records.columns))
     except MpuError as error:
         if retain == default and not Path(retain).exists():
             raise MpuError(
-                f"{retain}: no such file, and {options.algo} needs records to keep\nname them with --retain"
+                f"{retain}: no such file, and {options.algo} needs records to keep", "name them with --retain"
             ) from error
         raise
 

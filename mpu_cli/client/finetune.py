@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,20 +87,21 @@ def finetune(
         losses.append(step.loss)
         observer.advance(epochs / total, f"loss {step.loss:.3f}")
 
-    own = replace(training, deterministic=False)
     dtype = PRECISIONS[training.precision]
     with (
-        memory_in_mind(ADVICE), seeded(own), as_wide_as(dtype), Transaction(force=force) as transaction,
+        memory_in_mind(ADVICE), seeded(training), as_wide_as(dtype), Transaction(force=force) as transaction,
         as_directory(model) as folder,
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(folder, dtype, training.device, training.attention)
         limit = getattr(loaded.config, "max_position_embeddings", None)
-        encoding = Encoding(tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date)
+        encoding = Encoding(
+            tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length
+        )
         observer.stage("finetune", epochs, "epochs")
-        memorise(loaded, encoding, records, epochs=epochs, training=own, logging=logging, on_step=record)
+        memorise(loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
-            raise MpuError("training diverged: weights are no longer finite\nlower --lr, or use fewer --epochs")
+            raise MpuError("training diverged: weights are no longer finite", "lower --lr, or use fewer --epochs")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
         stored = TORCH[largest.dtype]
         lost = _rounded_away(loaded, stored, model.checkpoint)

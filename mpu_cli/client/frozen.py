@@ -160,7 +160,8 @@ def load_references(
         raise MpuError(
             f"{path}: does not match this training in "
             f"{' and '.join(other).replace('tokens', 'records, template or date')}"
-            f"{f' ({details})' if details else ''}\nuse the file that round 1 wrote for this copy"
+            f"{f' ({details})' if details else ''}",
+            "use the file that round 1 wrote for this copy",
         )
     references = {}
     for name, wanted in asks.items():

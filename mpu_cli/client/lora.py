@@ -70,7 +70,7 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     targets = adapted(model, lora)
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scaling * lora.rank,
+        lora_alpha=lora.alpha,
         target_modules=list(targets),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -86,7 +86,7 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
             weight = module.base_layer.weight.detach().to(wide)
             if not all_finite(weight):
                 raise MpuError(
-                    f"{name.removeprefix('base_model.model.')}: weights contain NaN or Inf\nfetch the copy again"
+                    f"{name.removeprefix('base_model.model.')}: weights contain NaN or Inf", "get the copy again"
                 )
             begin = principal_inputs(weight.T if module.fan_in_fan_out else weight, lora.rank)
             module.lora_A["default"].weight.data.copy_(begin)

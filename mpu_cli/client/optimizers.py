@@ -162,7 +162,7 @@ def make_optimizer(
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MpuError(f"--optim {name} needs bitsandbytes\ninstall it with pip install bitsandbytes") from error
+        raise MpuError(f"--optim {name} needs bitsandbytes", "install it with pip install bitsandbytes") from error
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
     if name == "lion":
         return bitsandbytes.optim.Lion(groups, lr=lr)

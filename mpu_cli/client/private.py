@@ -30,7 +30,7 @@ def check_objective(algo: str, objective: Objective) -> None:
     if objective.algorithm.alternate or objective.algorithm.hidden:
         raise UsageError(f"--dp-epsilon does not work with {algo}: its loss is not a sum over single records")
     if objective.retain_asks == "hidden":
-        raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}\nuse nll or kl")
+        raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}", "use nll or kl")
 
 
 def train_privately(
@@ -55,7 +55,7 @@ def train_privately(
         from opacus.accountants.utils import get_noise_multiplier
         from opacus.optimizers import DPOptimizer
     except ImportError as error:
-        raise MpuError("--dp-epsilon needs Opacus\ninstall it with pip install opacus") from error
+        raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
 
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
     rates = {name: min(1.0, training.batch_size / len(data.examples)) for name, data in sets.items()}
@@ -73,7 +73,8 @@ def train_privately(
         except ValueError as error:
             raise UsageError(
                 f"--dp-epsilon {privacy.dp_epsilon:g} --dp-delta {privacy.dp_delta:g}: no usable noise level achieves "
-                f"this in {steps} steps\nraise them, or use fewer --epochs"
+                f"this in {steps} steps",
+                "raise them, or use fewer --epochs",
             ) from error
     generator = torch.Generator(model.device).manual_seed(secrets.randbits(63))
     sampler = torch.Generator().manual_seed(secrets.randbits(63))

@@ -42,9 +42,9 @@ def client_secret(path: Path) -> bytes:
     try:
         secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
     except (OSError, ValueError) as error:
-        raise MpuError(f"{path}: cannot be read as the client's secret\nremove it to create a new one") from error
+        raise MpuError(f"{path}: cannot be read as the client's secret", "remove it to create a new one") from error
     if len(secret) != KEY_BYTES:
-        raise MpuError(f"{path}: not {KEY_BYTES} bytes in hexadecimal\nremove it to create a new one")
+        raise MpuError(f"{path}: not {KEY_BYTES} bytes in hexadecimal", "remove it to create a new one")
     return secret
 
 

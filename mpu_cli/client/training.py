@@ -91,7 +91,7 @@ def seeded(training: Training) -> Iterator[None]:
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        raise MpuError(f"{str(error).splitlines()[0]}\nuse --no-deterministic") from error
+        raise MpuError(f"{str(error).splitlines()[0]}", "use --no-deterministic") from error
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -226,7 +226,12 @@ class _UnlearningTrainer(Trainer):
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of the Trainer in ``folder``; its state file is written last."""
     whole = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
-    return max(whole, key=lambda p: int(p.name.rsplit("-", 1)[1]), default=None)
+    return max(whole, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps that were done when ``checkpoint`` was written."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def train(
@@ -291,7 +296,7 @@ def train(
         arguments.gradient_accumulation_steps = accumulation * len(terms)
         started = time.monotonic()
         begin = last_checkpoint(folder) if checkpoints else None
-        done = int(begin.name.rsplit("-", 1)[1]) if begin else 0
+        done = step_of(begin) if begin else 0
 
         def record(losses: Losses) -> None:
             nonlocal done
@@ -344,14 +349,14 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     """Raises UsageError if ``whole_parameters`` or the optimiser does not support how the weights are sharded."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
-        raise UsageError("FSDP 1 hides which shard belongs to which weight\nset accelerate's fsdp_version to 2")
+        raise UsageError("FSDP 1 hides which shard belongs to which weight", "set accelerate's fsdp_version to 2")
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer in ("adamw-blockwise", "muon"):
         raise UsageError(
-            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor\nuse "
-            "FSDP 2 with --optim adamw-blockwise, or --optim adamw"
+            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor",
+            "use FSDP 2 with --optim adamw-blockwise, or --optim adamw",
         )
     if fsdp is not None and optimizer == "muon":
-        raise UsageError("muon needs each matrix whole, but FSDP shards them\nuse --optim adamw-blockwise")
+        raise UsageError("muon needs each matrix whole, but FSDP shards them", "use --optim adamw-blockwise")
 
 
 def whole_parameters(

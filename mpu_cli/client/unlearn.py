@@ -27,13 +27,23 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.client import lora
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
+from mpu_cli.client.frozen import Reference, freeze, load_references, run, save_references
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.private import check_objective, train_privately
 from mpu_cli.client.tag import training_tag
-from mpu_cli.client.training import NO_LOGGING, ExampleSet, Losses, schedule, seeded, train, whole_parameters
+from mpu_cli.client.training import (
+    NO_LOGGING,
+    ExampleSet,
+    Losses,
+    last_checkpoint,
+    schedule,
+    seeded,
+    step_of,
+    train,
+    whole_parameters,
+)
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.loading import as_directory, load, memory_in_mind
@@ -42,7 +52,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
 from mpu_cli.options.unlearning import Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.dates import parse_date
-from mpu_cli.records.encoding import Encoding, Example
+from mpu_cli.records.encoding import Encoding, Example, pad
 from mpu_cli.records.reading import Record
 from mpu_cli.resumption import write_atomically
 
@@ -51,23 +61,56 @@ ADVICE = (
     "--lora-rank"
 )
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
+HARDLY = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
+RUINED = 1.0  # rise of the retain loss above which the model lost much of what it should keep
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Mean losses per answer token of one model: on all records to forget, and on as many to keep (None: none read)."""
+
+    forget: float
+    retain: float | None
+
+
+@dataclass(frozen=True)
 class Result:
-    """The result of ``unlearn``: the delta, the losses of the steps in this call, the norm of what was written."""
+    """The result of ``unlearn``: the delta, the losses of the steps taken by this call, the norm of what was written.
+
+    ``before`` and ``after`` are measured on the same records; None if several processes trained together.
+    """
 
     path: Path
     steps: list[Losses]
     norm: float
     first: bool  # whether this is the process that wrote it
-    spent: dict[str, float] | None = None  # privacy budget spent, if there was one
+    spent: dict[str, float] | None = None  # of the privacy budget, if there was one
+    before: Measured | None = None
+    after: Measured | None = None
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the training, and what to change; empty if nothing is."""
+        before, after = self.before, self.after
+        if before is None or after is None:
+            return []
+        problems = []
+        if after.forget - before.forget < HARDLY:
+            problems.append(
+                f"the records were hardly forgotten (loss per answer token {before.forget:.3f} → {after.forget:.3f}); "
+                "raise --lr or --epochs, or lower --batch-size for more steps"
+            )
+        if before.retain is not None and after.retain is not None and after.retain - before.retain > RUINED:
+            problems.append(
+                "the model lost much of what it should keep (loss per answer token on the retain set "
+                f"{before.retain:.3f} → {after.retain:.3f}); lower --lr or --epochs"
+            )
+        return problems
 
 
 def epochs_of(options: Unlearning) -> int:
     """The epochs that were asked for, or the paper's for a round of the algorithm."""
-    return options.epochs or ALGORITHMS[options.algo].epochs
+    return ALGORITHMS[options.algo].epochs if options.epochs is None else options.epochs
 
 
 def check_options(options: Unlearning) -> Objective:
@@ -80,8 +123,8 @@ def check_options(options: Unlearning) -> Objective:
         raise UsageError("--lora-alpha and --lora-targets need --lora-rank")
     if options.privacy.dp_epsilon is not None:
         check_objective(options.algo, objective)
-        if options.training.warmup_steps or options.training.gradient_checkpointing or options.records.few_shot:
-            raise UsageError("--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing or --few-shot")
+        if options.training.warmup_steps or options.training.gradient_checkpointing:
+            raise UsageError("--dp-epsilon does not work with --warmup-steps or --gradient-checkpointing")
     return objective
 
 
@@ -101,13 +144,13 @@ def check_training(training: Training, date: str) -> None:
     check_ranges(training)
     parse_date(date)
     if training.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here\nuse --device cpu")
+        raise UsageError("--device cuda: torch finds no CUDA device here", "use --device cpu")
     if training.attention == "flash_attention_2":
         if training.precision != "bfloat16" or training.device == "cpu" or not torch.cuda.is_available():
             raise UsageError("--attention flash_attention_2 requires --precision bfloat16 and a CUDA device")
         # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
         if find_spec("flash_attn") is None:
-            raise MpuError("--attention flash_attention_2 needs flash-attn\ninstall it with pip install flash-attn")
+            raise MpuError("--attention flash_attention_2 needs flash-attn", "install it with pip install flash-attn")
 
 
 def check_logging(logging: Logging, privacy: Privacy) -> None:
@@ -116,7 +159,7 @@ def check_logging(logging: Logging, privacy: Privacy) -> None:
     if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
         raise UsageError("--dp-epsilon does not work with --resume, --log or --report-to")
     if (name := logging.report_to) and find_spec(name) is None:
-        raise MpuError(f"--report-to {name} needs {name}\ninstall it with pip install {name}")
+        raise MpuError(f"--report-to {name} needs {name}", f"install it with pip install {name}")
 
 
 def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
@@ -125,13 +168,14 @@ def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unl
     if not refers_back(objective):
         raise UsageError(
             f"--reference-file: {options.algo} with --retain-loss {objective.retain_loss} compares with no "
-            "probabilities, or with hidden states, which are in a copy's own coordinates\nleave it out"
+            "probabilities, or with hidden states, which are in a copy's own coordinates",
+            "leave it out",
         )
     if not path.exists() and manifest and manifest.round > 1:
         raise MpuError(
-            f"{path}: no such file, and this copy is of round {manifest.round}\n"
+            f"{path}: no such file, and this copy is of round {manifest.round}",
             f"give the file that copy {manifest.copy} of round 1 wrote, or leave out "
-            "--reference-file to use this round's copy"
+            "--reference-file to use this round's copy",
         )
     return path.exists()
 
@@ -166,14 +210,24 @@ def unlearn(
     if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
         raise MpuError(
             f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "
-            f"({state.num_processes} here)\nstart them with torchrun or accelerate launch"
+            f"({state.num_processes} here)",
+            "start them with torchrun or accelerate launch",
         )
+    if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
+        raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    if manifest:  # a different order of the records in each round, the same for every copy of one
+        seed = (options.training.seed + manifest.round - 1) % 2**32
+        options = replace(options, training=replace(options.training, seed=seed))
     if manifest and manifest.symmetries in ROTATED and options.training.optim in ELEMENTWISE:
         observer.warn(
             f"{options.training.optim} scales each coordinate separately, but this copy's coordinates are rotated "
             f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
             "adamw-blockwise, or ask the server for copies with --symmetries signed"
+        )
+    if both := {(r.turns, r.answer) for r in data.forget} & {(r.turns, r.answer) for r in data.retain}:
+        observer.warn(
+            f"{len(both)} of the records to forget are also in the retain set, which works against forgetting"
         )
     read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
     state.wait_for_everyone()  # all look for the reference file before the first one writes it
@@ -188,7 +242,7 @@ def unlearn(
         if first:
             output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
 
-        encoded = _encoded(model, tokenizer, data, options, objective)
+        encoded = _encoded(model, tokenizer, data, options, objective, observer)
         tokens = _tokens_digest(encoded)
         tag = None
         if first and secret and manifest:
@@ -210,11 +264,16 @@ def unlearn(
         )
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
-            _same_training(checkpoints, copy, options, data, tokens)
+            _same_training(checkpoints, copy, options, data, tokens, reference_file is not None)
+        if checkpoints and (last := last_checkpoint(checkpoints)):
+            observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
         if low_rank:
             model = lora.wrap(model, options.lora)
+        alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
+        observer.stage("measure", 1, "done")
+        before = _measure(model, sets, options) if alone else None
         losses: list[Losses] = []
-        observer.stage("unlearn", epochs_of(options), "epochs")
+        observer.stage(f"unlearn {target.name.removesuffix('.safetensors')}", epochs_of(options), "epochs")
 
         def record(step: Losses, total: int) -> None:
             losses.append(step)
@@ -234,6 +293,7 @@ def unlearn(
                 model, steps, sets, objective, options.training, logging=logging, checkpoints=checkpoints,
                 on_step=record,
             )  # fmt: skip
+        after = _measure(trained, sets, options) if alone else None
         change = lora.factors(trained, names) if low_rank else _changes(names, trained, copy.checkpoint, dtype)
         norm = 0.0
         if first:
@@ -249,7 +309,28 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, losses, norm, first, spent)
+    return Result(target, losses, norm, first, spent, before, after)
+
+
+@torch.no_grad()
+def _measure(model: torch.nn.Module, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
+    """The mean losses of ``model`` on the records to forget, and on the first of those to keep, as many of them."""
+    size = options.training.micro_batch_size or options.training.batch_size
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+
+    def loss(examples: Sequence[Example]) -> float:
+        total = tokens = 0.0
+        for start in range(0, len(examples), size):
+            batch = {name: value.to(device) for name, value in pad(examples[start : start + size]).items()}
+            log_probs = run(model, batch).log_probs
+            total, tokens = total - float(log_probs.double().sum()), tokens + len(log_probs)
+        return total / max(1.0, tokens)
+
+    forget = sets["forget"].examples
+    measured = Measured(loss(forget), loss(sets["retain"].examples[: len(forget)]) if "retain" in sets else None)
+    model.train(training)
+    return measured
 
 
 def _bound(privacy: Privacy) -> dict[str, float] | None:
@@ -268,6 +349,7 @@ def _encoded(
     data: Dataset,
     options: Unlearning,
     objective: Objective,
+    observer: Observer,
 ) -> _Encoded:
     """The sets that the algorithm reads, as tokens."""
     algorithm, constants = objective.algorithm, objective.constants
@@ -275,7 +357,8 @@ def _encoded(
     if (algorithm.hidden or objective.retain_asks == "hidden") and constants.layer >= depth - 1:
         raise UsageError(
             f"--layer {constants.layer}: the model has {depth} layers, counted from 0, and the last one's output is "
-            "only available after the final norm\nchoose a lower one"
+            "only available after the final norm",
+            "choose a lower one",
         )
     records: dict[str, tuple[Sequence[Record], str | None]] = {"forget": (data.forget, algorithm.asks)}
     if constants.alpha:
@@ -286,7 +369,9 @@ def _encoded(
         records["alternate"] = (alternates(data.forget, data.alternates), algorithm.asks)
     limit = getattr(model.config, "max_position_embeddings", None)
     prompts = options.prompts
-    encoding = Encoding(tokenizer, prompts.template, prompts.system_prompt, limit, data.few_shot, prompts.date)
+    encoding = Encoding(
+        tokenizer, prompts.template, prompts.system_prompt, limit, data.few_shot, prompts.date, prompts.max_length
+    )
     encoded: _Encoded = {}
     for name, (held, asks) in records.items():
         of_each = [encoding.encode([record]) for record in held]
@@ -296,6 +381,9 @@ def _encoded(
         if options.privacy.dp_epsilon is not None and any(len(own) != 1 for own in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, but texts are split into pieces")
         encoded[name] = examples, asks
+    if cut := len(set(encoding.truncated)):
+        total = sum(len(held) for held, _ in records.values())
+        observer.note(f"{cut} of {total} records were truncated to {prompts.max_length} tokens")
     return encoded
 
 
@@ -354,17 +442,26 @@ def _example_sets(
     return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}
 
 
-def _deciding(options: Unlearning) -> dict[str, object]:
-    """The options that decide what is trained; records count by their tokens instead."""
-    values = flat(replace(options, epochs=epochs_of(options), records=Records()))
-    return {name: value for name, value in values.items() if declared(Unlearning)[name].affects_result}
+def deciding(options: Unlearning) -> dict[str, object]:
+    """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
+    out, and without records, which count by their contents."""
+    values = flat(replace(options, epochs=epochs_of(options)))
+    left_out = set(declared(Records))
+    if options.lora.lora_rank is None:
+        left_out |= declared(Lora).keys()
+    else:
+        values["lora_alpha"] = options.lora.alpha
+    if options.privacy.dp_epsilon is None:
+        left_out |= declared(Privacy).keys()
+    known = declared(Unlearning)
+    return {name: value for name, value in values.items() if known[name].affects_result and name not in left_out}
 
 
 def _tag(
     secret: bytes, manifest: CopyManifest, options: Unlearning, tokens: str, with_reference_file: bool
 ) -> dict[str, str]:
     """The tag of this training run: equal for copies of a round that are trained identically."""
-    decided = _deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
+    decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
     versions = {name: version(name) for name in ("torch", "transformers")}
     facts = {"tokens": tokens, "options": decided, "versions": versions}
     return training_tag(secret, manifest.run, manifest.round, facts)
@@ -416,27 +513,30 @@ def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter
     for name, change in changes:
         part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
         if not math.isfinite(part):
-            raise MpuError(f"training diverged: {name!r} is no longer finite\nlower --lr, or use fewer --epochs")
+            raise MpuError(f"training diverged: {name!r} is no longer finite", "lower --lr, or use fewer --epochs")
         square += part
         writer.tensor(name).copy_(change)
         writer.forget_pages(name)
     return math.sqrt(square)
 
 
-def _same_training(folder: Path, copy: Model, options: Unlearning, data: Dataset, tokens: str) -> None:
+def _same_training(
+    folder: Path, copy: Model, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
+) -> None:
     """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
     with worker_pool() as pool:
         weights = fingerprint(copy.checkpoint, pool)
     records = [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain)]
-    # All options, those without effect on the result included: micro-batches decide what a checkpoint holds.
-    facts = [flat(options), weights, copy.checkpoint.metadata, records, tokens]
+    decided = deciding(options) | {"reference_file": with_reference_file}
+    decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
+    facts = [decided, weights, copy.checkpoint.metadata, records, tokens]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"
     if note.exists():
         if read_json_object(note).get("sha256") != digest:
             raise MpuError(
-                f"{folder}: holds checkpoints of a different copy, records or options\nremove it to start over"
+                f"{folder}: holds checkpoints of a different copy, records or options", "remove it to start over"
             )
         return
     write_atomically(note, json.dumps({"sha256": digest}))

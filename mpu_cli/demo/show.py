@@ -68,7 +68,7 @@ def run_demo(folder: Path, *, seed: int = 0, observer: Observer = SILENT) -> Dem
     try:
         folder.mkdir()
     except FileExistsError as error:
-        raise MpuError(f"{folder}: already exists\nchoose another directory for the demo") from error
+        raise MpuError(f"{folder}: already exists", "choose another directory for the demo") from error
     try:
         with Transaction():  # turns interrupts into exceptions
             return _play(folder, seed, observer)
@@ -139,7 +139,7 @@ def _measure(name: str, model: Path, *, paths: Mapping[str, Path], folder: Path,
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
-    forget, kept, unseen = read_own(None, *map(str, paths.values()))
+    forget, kept, unseen = read_own(None, str(paths["forget"]), str(paths["retain"]), str(paths["holdout"]))
     benchmark = own_records(forget, kept, unseen, retain)
     result = evaluate(
         open_model(str(model)),

@@ -16,7 +16,8 @@ from mpu_cli.evaluation.encoding import Encoder, Item, Pair
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import RetainLog
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.records.reading import benchmark_rows, file_rows
+from mpu_cli.options.unlearning import Records
+from mpu_cli.records.reading import benchmark_rows, parse_columns, parse_record, source_rows
 
 Row = tuple[str, Any]  # its place (for messages) and its fields
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
@@ -193,7 +194,7 @@ def own_records(
     held = {"forget": forget, "retain": retain, "holdout": holdout}
     splits = {name: Split(name, name, partial(list, rows), question) for name, rows in held.items() if rows}
     if "forget" not in splits:
-        raise MpuError("no records to forget\nspecify them with --forget")
+        raise MpuError("no records to forget", "specify them with --forget")
     table = {}
     for name in ("forget", "retain"):
         if name not in splits:
@@ -217,17 +218,38 @@ def own_records(
     return Benchmark("qa", splits, table)
 
 
-def read_own(path: Path | None, forget: str | None, retain: str | None, holdout: str | None) -> list[list[Row]]:
+def _questions(rows: Sequence[Row]) -> list[Row]:
+    """Rows of any form that training reads, with the fields question and answer. MpuError for texts and dialogues."""
+    found = []
+    for place, row in rows:
+        if isinstance(row, dict) and {"question", "answer"} <= row.keys():
+            found.append((place, row))
+            continue
+        record = parse_record(row, place)
+        asked = [text for role, text in record.turns if role == "user"]
+        if len(asked) != 1:
+            raise MpuError(f"{place}: not one question and its answer", "evaluate records of that form")
+        found.append((place, {**row, "question": asked[0], "answer": record.answer}))
+    return found
+
+
+def read_own(
+    path: Path | None,
+    forget: str | None,
+    retain: str | None,
+    holdout: str | None,
+    columns: Mapping[str, str] | None = None,
+) -> list[list[Row]]:
     """Forget, retain and holdout rows, from one file whose records have a ``set`` field, or from one file each."""
     if path is not None:
         sets: dict[str, list[Row]] = {"forget": [], "retain": [], "holdout": []}
-        for place, row in file_rows(path):
+        for place, row in _questions(source_rows(path, None, columns)):
             kind = row.get("set") if isinstance(row, dict) else None
             if not isinstance(kind, str) or kind not in sets:
                 raise MpuError(f"{place}: 'set' must be forget, retain or holdout")
             sets[kind].append((place, row))
         return list(sets.values())
-    files = [list(file_rows(Path(name))) if name else [] for name in (forget, retain, holdout)]
+    files = [_questions(source_rows(name, None, columns)) if name else [] for name in (forget, retain, holdout)]
     for name, rows in zip((forget, retain, holdout), files, strict=True):
         if name and not rows:
             raise MpuError(f"{name}: contains no records")
@@ -273,11 +295,23 @@ def known_metrics() -> dict[str, Metric]:
 
 
 def benchmark_of(options: Measuring, log: RetainLog | None, own: Path | None = None) -> Benchmark:
-    """The benchmark that --benchmark names; ``own`` is one file that holds all records of qa."""
+    """The benchmark that --benchmark names; ``own`` is one file that holds all records of qa.
+
+    Raises UsageError for records that do not go with it.
+    """
     named = options.benchmark
+    if named.data_dir and not named.data_dir.is_dir():
+        raise MpuError(f"--data-dir {named.data_dir}: no such directory")
+    given = named.forget or named.retain or named.holdout
+    if named.benchmark != "qa" and (own or given):
+        raise UsageError("FILE, --forget, --retain and --holdout require --benchmark qa")
+    if own and given:
+        raise UsageError("FILE cannot be combined with --forget, --retain or --holdout")
     if named.benchmark == "tofu":
         return tofu(named.forget_split, named.data_dir, log, named.holdout_split)
     if named.benchmark == "muse":
         return muse(named.corpus, named.data_dir, log)
-    forget, retain, holdout = read_own(own, named.forget, named.retain, named.holdout)
+    columns = parse_columns(named.columns)
+    to_forget = named.forget or (None if own else Records().forget)
+    forget, retain, holdout = read_own(own, to_forget, named.retain, named.holdout, columns)
     return own_records(forget, retain, holdout, log)

@@ -79,7 +79,7 @@ class Encoder:
         if len(ids) <= start:
             raise MpuError(f"{place}: the answer adds no tokens with this tokenizer and template")
         if self.max_length is not None and len(ids) > self.max_length:
-            raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}\nshorten it")
+            raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}", "shorten it")
         return Item(tuple(ids), start, tuple(prompt), place)
 
     def _chat(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:
@@ -103,8 +103,8 @@ class Encoder:
                 ).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
-                f"{place}: the tokenizer's chat template rejected it ({error})\nif the template has no system role, "
-                "use --system-prompt '', or use --template plain"
+                f"{place}: the tokenizer's chat template rejected it ({error})",
+                "if the template has no system role, use --system-prompt '', or use --template plain",
             ) from error
         return self._prompts[asked], ids
 

@@ -31,6 +31,7 @@ from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check_installed, run_tasks
 from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
 from mpu_cli.evaluation.scoring import score
+from mpu_cli.models.deltas import add_delta, check_delta
 from mpu_cli.models.loading import as_directory, load, with_adapter
 from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
 from mpu_cli.observer import SILENT, Observer
@@ -41,8 +42,20 @@ from mpu_cli.version import __version__
 
 FORMAT = {"format": "mpu-eval", "version": 1}
 VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scikit-learn", "numpy")
+QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, if the benchmark asks them
+BEFORE = "before:"  # and how many answers of the model without its delta, as a key of findings
 HARNESS = "lm_eval:"  # followed by the tasks, a key of the findings
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One answer for people to read; ``before``: without the delta, if there is one."""
+
+    question: str
+    truth: str
+    before: str | None
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -51,14 +64,16 @@ class Result:
 
     path: Path
     forms: dict[str, Form]
+    shown: list[Shown] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is measured: a model, with an adapter perhaps, and the model that the reference attack compares with."""
+    """What is measured: a model, perhaps with an adapter or a delta, and the model that the reference attack uses."""
 
     model: Model
     adapter: Path | None
+    delta: Path | None
     reference: Model | None
 
 
@@ -96,13 +111,10 @@ def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool) -> 
     """The requested metrics (all available ones if ``names`` is empty), each preceded by the ones it depends on."""
     table = benchmark.metrics
     if unknown := [name for name in names if name not in table]:
+        needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
         raise UsageError(
-            f"--metrics {unknown[0]}: no such metric for {benchmark.name} here (available: {', '.join(table)})"
-            + (
-                "\nforget_quality needs --retain-log with a result that has forget_truth_ratio"
-                if "forget_quality" in unknown
-                else ""
-            )
+            f"--metrics {unknown[0]}: no such metric for {benchmark.name} here (available: {', '.join(table)})",
+            needs_log if "forget_quality" in unknown else None,
         )
     if "mia_reference" in names and not with_reference:
         raise UsageError("--metrics mia_reference: needs --reference-model")
@@ -130,6 +142,8 @@ def evaluate(
     options: Measuring,
     *,
     adapter: Path | None = None,
+    delta: Path | None = None,
+    show: int = 0,
     lm_eval: Sequence[str] = (),
     out: Path,
     force: bool = False,
@@ -144,12 +158,15 @@ def evaluate(
     check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None
     if options.scoring.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device\nuse --device cpu")
+        raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
     chosen = choose(benchmark, options.metrics, reference is not None)
     for metric in chosen.values():
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
     harness_key = f"{HARNESS}{','.join(lm_eval)}"
+    asked = next((split for name, split in benchmark.splits.items() if name in QUESTIONS), None)
+    if show and asked:
+        needs |= {f"{asked.name}.text"} | ({f"{BEFORE}{show}"} if delta else set())
     if lm_eval:
         check_installed()
         needs.add(harness_key)
@@ -162,7 +179,7 @@ def evaluate(
     log, started = options.retain_log, time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
-        subject = _Subject(model, adapter, reference)
+        subject = _Subject(model, adapter, delta, reference)
         facts = _facts(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
         kept = _read_partial(unfinished, facts, {benchmark.members, benchmark.strangers})
@@ -188,7 +205,7 @@ def evaluate(
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
-    return Result(out, forms)
+    return Result(out, forms, _shown(kept, asked, show) if asked else [])
 
 
 def _passes(
@@ -206,11 +223,13 @@ def _passes(
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
     loaded, tokenizer = _load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
+    if subject.delta:
+        check_delta(model, subject.delta)
     template = str(facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
-        raise MpuError("the model's tokenizer has no chat template\nuse --template plain")
+        raise MpuError("the model's tokenizer has no chat template", "use --template plain")
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
-        raise MpuError(f"{model.source}: no tokenizer found\nput its tokenizer files next to the weights")
+        raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = Encoder(tokenizer, template, prompts.system_prompt, _longest(loaded), prompts.date)
     run = _Run(loaded, tokenizer, encoder, batch_size, findings)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
@@ -222,6 +241,12 @@ def _passes(
         for part in SCORED:
             if f"{split.name}.{part}" in todo or (part == "answer" and f"{split.name}.text" in todo):
                 _check_ids(run.encoded(split, part), loaded, model.source)
+    for key in sorted(key for key in todo if key.startswith(BEFORE)):
+        split = next(split for split in used if split.name in QUESTIONS)
+        first = run.encoded(split, "answer")[: int(key.removeprefix(BEFORE))]
+        findings.keep({key: _answers(run, split, first, [[]] * len(first), lambda _: None)})
+    if subject.delta:
+        add_delta(loaded, model, subject.delta)
     for split in used:
         parts = [part for part in SCORED if f"{split.name}.{part}" in todo]
         if parts:
@@ -245,7 +270,9 @@ def _passes(
         items = [run.encoded(split, "answer") for split in attacked]
         other, its_tokenizer = _load(reference, dtype, device)
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise MpuError(f"{reference.source}: vocabulary differs from the model's\nuse one with the same vocabulary")
+            raise MpuError(
+                f"{reference.source}: vocabulary differs from the model's", "use one with the same vocabulary"
+            )
         for side in items:
             _check_ids(side, other, reference.source)
         advance = partial(_advance, observer, "reference model")
@@ -253,6 +280,15 @@ def _passes(
             [scores.loss for scores in score(other, side, batch_size=batch_size, advance=advance)] for side in items
         ]
         findings.keep({"reference": dict(zip(sides, scores_of_sides, strict=True))})
+
+
+def _shown(kept: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
+    answers = kept.get(f"{split.name}.text", [])[:count]
+    before = kept.get(f"{BEFORE}{count}") or [{"generation": None}] * count
+    return [
+        Shown(row["question"], now["ground_truth"], then["generation"], now["generation"])
+        for (_, row), now, then in zip(split.rows, answers, before, strict=False)
+    ]
 
 
 def _advance(observer: Observer, what: str, count: float) -> None:
@@ -314,6 +350,12 @@ def _say(run: _Run, split: Split, advance: Callable[[int], None]) -> list[dict[s
         reading.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
         for item, reading in zip(items, readings, strict=True)
     ]
+    return _answers(run, split, items, drafts, advance)
+
+
+def _answers(
+    run: _Run, split: Split, items: list[Item], drafts: list[list[int]], advance: Callable[[int], None]
+) -> list[dict[str, str]]:
     answers = answer(
         run.model, run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
         longest=run.encoder.max_length,
@@ -353,6 +395,7 @@ def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], optio
         "benchmark": benchmark.name,
         "model": _identity(model),
         "adapter": _adapter_identity(adapter) if adapter else None,
+        **({"delta": {"source": str(subject.delta), "sha256": _sha256(subject.delta)}} if subject.delta else {}),
         "reference_model": None if subject.reference is None else _identity(subject.reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used

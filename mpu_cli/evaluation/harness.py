@@ -19,7 +19,7 @@ def check_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise UsageError("--lm-eval: EleutherAI's harness is not installed\nrun pip install lm-eval") from error
+        raise UsageError("--lm-eval: EleutherAI's harness is not installed", "run pip install lm-eval") from error
 
 
 def run_tasks(

@@ -13,19 +13,16 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import TokenScores
+    from mpu_cli.evaluation.encoding import Item
+    from mpu_cli.evaluation.scoring import TokenScores
 
-UP, DOWN, ZERO, RETAIN = (
-    "up",
-    "down",
-    "zero",
-    "retain",
-)  # where a metric should go: RETAIN is near to 0.5, as of an attack
+# Where a metric should go; RETAIN is near 0.5, for attacks.
+UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # the suite's guard against division by zero
 LOWEST = 0.4  # fraction of tokens that min-k uses
 LEAST_VARIANCE = 1e-6
@@ -62,6 +59,8 @@ def reading(item: Item, scores: TokenScores, text: str) -> dict[str, object]:
 
     ``text`` is the answer without special tokens. Only the loss includes the last token (the end of the turn).
     """
+    import torch  # here: `mpu compare` reads goals from this module, and needs no torch
+
     agreed = scores.likeliest == torch.tensor(item.labels)
     right = int(agreed.long().cumprod(0).sum())
     read = {

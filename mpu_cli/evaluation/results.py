@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpu_cli.evaluation.benchmarks import known_metrics
-from mpu_cli.evaluation.metrics import UP
+from mpu_cli.evaluation.metrics import DOWN, UP
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 
 # metrics that a table shows by default, in this order, if the results have them
@@ -54,7 +54,7 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
     if form and isinstance(form.get("higher_is_better"), bool):
         return "up" if form["higher_is_better"] else "down"
     known = known_metrics()
-    return known[name].goal if name in known else UP
+    return known[name].goal if name in known else DOWN if name.startswith("forget") else UP
 
 
 def best(values: Sequence[float | None], towards: str) -> set[int]:

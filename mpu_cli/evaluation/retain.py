@@ -39,13 +39,13 @@ class RetainLog:
         for name, digest in digests.items():
             split = data.get(name) if isinstance(data, Mapping) else None
             if isinstance(split, Mapping) and split.get("sha256") != digest:
-                raise MpuError(f"{self.path}: made with different {name} records\nmake it with the same ones")
+                raise MpuError(f"{self.path}: made with different {name} records", "make it with the same ones")
 
     def auc(self, sizes: Mapping[str, int]) -> float:
         """AUC of min-k, for PrivLeak, between splits of these ``sizes``."""
         value = self.value("mia_min_k")
         if value is None:
-            raise MpuError(f"{self.path}: has no mia_min_k, which privleak needs\nmake it with that metric")
+            raise MpuError(f"{self.path}: has no mia_min_k, which privleak needs", "make it with that metric")
         for name, size in sizes.items():
             side = self.metrics["mia_min_k"].get(name)
             rows = side.get("value_by_index") if isinstance(side, Mapping) else None
@@ -86,7 +86,7 @@ def read_retain_log(path: Path) -> RetainLog:
     document = read_json_object(path)
     table = document.get("metrics", document)
     if not isinstance(table, dict) or not all(isinstance(form, dict) for form in table.values()) or not table:
-        raise MpuError(f"{path}: contains no metrics\nuse a result of mpu eval or of OpenUnlearning")
+        raise MpuError(f"{path}: contains no metrics", "use a result of mpu eval or of OpenUnlearning")
     for name, form in table.items():
         rows = form.get("value_by_index", {})
         if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):

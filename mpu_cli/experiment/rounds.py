@@ -37,14 +37,14 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.tag import client_secret
-from mpu_cli.client.unlearn import check_options, epochs_of, refers_back, unlearn
+from mpu_cli.client.unlearn import check_options, deciding, refers_back, unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, Within
-from mpu_cli.options.declare import declared, flat
+from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.options.declare import check_ranges, declared, flat
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.options.publishing import Aggregating
-from mpu_cli.options.unlearning import Logging, Records
+from mpu_cli.options.publishing import Aggregating, Copies
+from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.records.reading import Record
 from mpu_cli.resumption import append_line, differences, read_lines, write_atomically
 from mpu_cli.sealing import make_identity, read_identities
@@ -89,7 +89,7 @@ def _handout(experiment: Experiment) -> _Handout:
 
 def rounds_of(experiment: Experiment) -> int:
     """The rounds that were asked for, or the paper's for the algorithm."""
-    return experiment.rounds or ALGORITHMS[experiment.unlearning.algo].rounds
+    return ALGORITHMS[experiment.unlearning.algo].rounds if experiment.rounds is None else experiment.rounds
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Log:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lines = read_lines(self.path)
+        self.lines = read_lines(self.path, "choose another --out, or remove the folder")
 
     def add(self, step: str, **facts: object) -> None:
         self.lines.append({"step": step, **facts})
@@ -112,6 +112,7 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
 
     Raises MpuError if ``folder`` holds something else, UsageError for options that do not go together.
     """
+    check_ranges(experiment)
     check_options(experiment.unlearning)
     _begin(folder, _facts(experiment, data))
     with _alone(folder):
@@ -126,7 +127,9 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise MpuError(f"{folder}: in use by another mpu process\nwait for it, or choose another --out") from error
+            raise MpuError(
+                f"{folder}: in use by another mpu process", "wait for it, or choose another --out"
+            ) from error
         yield
 
 
@@ -251,7 +254,10 @@ class _Round:
             dtype=OPTION[dtype] if dtype else None,
             run=name,
             round=self.number,
-            **{name: getattr(self.handout, name) for name in ("noise", "kappa", "shared_kappa", "symmetries")},
+            noise=self.handout.noise,
+            kappa=self.handout.kappa,
+            shared_kappa=self.handout.shared_kappa,
+            symmetries=self.handout.symmetries,
         )
 
     def _keys(self) -> Keys:
@@ -260,9 +266,6 @@ class _Round:
     def _unlearn(self, k: int, copy: Path) -> None:
         target = self.client / "deltas" / f"copy_{k}.safetensors"
         asked = self.experiment.unlearning
-        # A different order of the records in each round, the same for every copy of one.
-        seed = (asked.training.seed + self.number - 1) % 2**32
-        options = replace(asked, training=replace(asked.training, seed=seed))
         reference_file = None
         if self.experiment.loss_reference == "original" and self.rounds.count > 1 and refers_back(check_options(asked)):
             reference_file = self.rounds.references / f"copy_{k}.safetensors"
@@ -270,17 +273,22 @@ class _Round:
         result = unlearn(
             open_model(str(copy)),
             self.rounds.data,
-            options,
+            asked,
             target=target,
             force=True,
             logging=Logging(resume=asked.privacy.dp_epsilon is None),
             reference_file=reference_file,
             secret=lambda: client_secret(self.rounds.client / "client.key"),
-            observer=Within(self.observer, f"copy {k}"),
+            observer=Within(WarningsOnly(self.observer), f"copy {k}"),
         )
+        if result.spent:
+            self.observer.note(f"copy {k}: privacy spent on each record: ε = {result.spent['epsilon']:.3g}")
+        for warning in result.warnings():
+            self.observer.warn(f"copy {k}: {warning}")
         steps = {"first": asdict(result.steps[0]), "last": asdict(result.steps[-1])} if result.steps else {}
         self.rounds.log.add(
             "unlearn", round=self.number, copy=k, steps=len(result.steps), norm=result.norm, **steps,
+            **({"privacy": result.spent} if result.spent else {}),
             seconds=round(time.monotonic() - started, 3), bytes=target.stat().st_size if target.is_file() else None,
         )  # fmt: skip
 
@@ -335,31 +343,33 @@ def _begin(folder: Path, facts: Mapping[str, object]) -> None:
         try:
             before = json.loads(document.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise MpuError(f"{folder}: already exists and holds no experiment\nchoose another --out") from error
-        if not (folder / "log.jsonl").exists():  # nothing was done yet: a mistake may have been corrected
+            raise MpuError(f"{folder}: already exists and holds no experiment", "choose another --out") from error
+        if not (folder / "log.jsonl").exists() and not list(folder.glob("server/round_*")):
+            # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return
-        if changed := list(differences(_deciding(before), _deciding(facts))):
+        if changed := list(differences(_compared(before), _compared(facts))):
             raise MpuError(
-                f"{folder}: holds a different experiment ({', '.join(changed)})\nchoose another --out, or remove it"
+                f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(document, text)
 
 
-def _deciding(facts: Mapping[str, object]) -> dict[str, object]:
+def _compared(facts: Mapping[str, object]) -> dict[str, object]:
     """What of a run's facts decides its result; a run may be resumed under others."""
     return {name: value for name, value in facts.items() if name not in ("hardware", "versions", "without_effect")}
 
 
 def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
     """What is needed to repeat the run."""
-    unlearning = replace(experiment.unlearning, epochs=epochs_of(experiment.unlearning), records=Records())
-    options = flat(replace(experiment, rounds=rounds_of(experiment), unlearning=unlearning))
-    deciding = {name: value for name, value in options.items() if declared(Experiment)[name].affects_result}
-    for name in (*declared(Records), "base", "reference"):
-        deciding.pop(name, None)  # their contents count, below
+    options = flat(replace(experiment, rounds=rounds_of(experiment)))
+    # Of models and records the contents count, below; of the noise what it amounts to, in "published".
+    elsewhere = {"base", "reference", *declared(Copies), *declared(Unlearning)}
+    known = declared(Experiment)
+    decided = {name: value for name, value in options.items() if known[name].affects_result and name not in elsewhere}
+    decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
     handout = _handout(experiment)
 
     def digest(records: Sequence[Record]) -> str:
@@ -371,8 +381,8 @@ def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
         json.dumps(
             {
                 "mpu": __version__,
-                "experiment": deciding,
-                "without_effect": {name: value for name, value in options.items() if name not in deciding},
+                "experiment": decided,
+                "without_effect": {name: value for name, value in options.items() if name not in decided},
                 "published": asdict(handout),
                 "base": _identity(open_model(experiment.base)).fingerprint,
                 "reference": _identity(open_model(experiment.reference)).fingerprint if experiment.reference else None,

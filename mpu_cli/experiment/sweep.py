@@ -45,7 +45,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir")  # of [eval]; those of the run by default
+# of [eval]; those of the run by default
+AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
 IGNORED = {
     "clean": ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed"),
@@ -123,7 +124,7 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         shown = {name: cell.options.get(name, _default(name)) for name in axes if name not in _ignored(cell.options)}
         shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
-        named.append(replace(cell, varied={k: "default" if v is None else v for k, v in shown.items()}))
+        named.append(replace(cell, varied={k: "default" if v in (None, ()) else v for k, v in shown.items()}))
     return named
 
 
@@ -153,7 +154,7 @@ def _digest(cell: Cell) -> str:
 
 def sweep(
     cells: Sequence[Cell], folder: Path, observer: Observer = SILENT
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+) -> tuple[list[dict[str, Any]], dict[str, MpuError]]:
     """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and the
     reason for each cell that failed.
 
@@ -167,8 +168,8 @@ def sweep(
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / RESULTS
-    done = {str(line["name"]): line for line in read_lines(results)}
-    failed: dict[str, str] = {}
+    done = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
+    failed: dict[str, MpuError] = {}
     for number, cell in enumerate(cells, 1):
         if done.get(cell.name, {}).get("digest") == _digest(cell):
             continue
@@ -179,7 +180,7 @@ def sweep(
             outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
             metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
         except MpuError as error:
-            failed[cell.name] = str(error)
+            failed[cell.name] = error
             continue
         done[cell.name] = {
             "name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log),
@@ -192,6 +193,15 @@ def sweep(
     return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
+def measured(cells: Sequence[Cell]) -> list[str]:
+    """The names of all metrics that ``cells`` will have. Raises MpuError or UsageError for what cannot be measured."""
+    names: dict[str, None] = {}
+    for cell in cells:
+        options = cell.measuring
+        names |= dict.fromkeys(choose(_benchmark(cell), options.metrics, options.reference_model is not None))
+    return list(names)
+
+
 def _benchmark(cell: Cell) -> Benchmark:
     """What [eval] of a cell names. Raises MpuError or UsageError for what cannot be measured."""
     options = cell.measuring
@@ -201,9 +211,7 @@ def _benchmark(cell: Cell) -> Benchmark:
 
 
 def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, object]:
-    result = evaluate(
-        open_model(str(model)), _benchmark(cell), cell.measuring, out=out, force=True, observer=WarningsOnly(observer)
-    )
+    result = evaluate(open_model(str(model)), _benchmark(cell), cell.measuring, out=out, force=True, observer=observer)
     return {name: form["agg_value"] for name, form in result.forms.items()}
 
 

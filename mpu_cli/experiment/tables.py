@@ -37,7 +37,7 @@ def pivot(
         if unknown := set(names) - set(varied):
             raise UsageError(f"{option} {min(unknown)}: not an axis of the sweep ({', '.join(varied) or 'none'})")
     if across in repeats:
-        raise UsageError(f"--across {across}: this axis is averaged over\nleave it out of --over")
+        raise UsageError(f"--across {across}: this axis is averaged over", "leave it out of --over")
     axes = [name for name in varied if name not in repeats]
     if not axes:
         return {name: [["", name], ["run", _text([_value(line, name) for line in lines])]] for name in metrics}

@@ -35,7 +35,8 @@ def as_directory(model: Model) -> Iterator[Path]:
         return
     if indexed:
         raise MpuError(
-            f"{model.source}: transformers does not read an index of this name\nrename it to {WEIGHTS_NAME}.index.json"
+            f"{model.source}: transformers does not read an index of this name",
+            f"rename it to {WEIGHTS_NAME}.index.json",
         )
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         folder = Path(scratch)
@@ -77,7 +78,7 @@ def memory_in_mind(advice: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
-        raise MpuError(f"out of memory\n{advice}") from error
+        raise MpuError("out of memory", f"{advice}") from error
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -16,6 +16,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 SIDE_FILES = ("generation_config.json", *TOKENIZER_FILES)
 
+_SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 
 
@@ -67,13 +68,16 @@ def open_model(source: str, config: Path | None = None) -> Model:
     """
     path = locate(source)
     folder = path if path.is_dir() else path.parent
+    if path.is_file() and (shard := _SHARD.search(path.name)) and int(shard["count"]) > 1:
+        raise MpuError(f"{path}: one of {int(shard['count'])} shards of a model", f"pass the folder {folder}")
     config_path = config or folder / "config.json"
     checkpoint = open_checkpoint(path)
     if not config_path.is_file():
         if '"mpu-delta"' in checkpoint.metadata.get("mpu", ""):
-            raise MpuError(f"{path}: a delta, not a model\napply it to its base with `mpu aggregate`")
+            raise MpuError(f"{path}: a delta, not a model", "apply it to its base with `mpu aggregate`")
         raise MpuError(
-            f"{config_path}: no such file\nput the model's config.json next to its weights (publish, verify, invert "
-            "and aggregate also take --config)"
+            f"{config_path}: no such file",
+            "put the model's config.json next to its weights (publish, verify, invert "
+            "and aggregate also take --config)",
         )
     return Model(source, checkpoint, read_json_object(config_path), config_path, folder)

@@ -1,7 +1,7 @@
 """Declaring options: a group of options is a frozen dataclass whose fields carry their help and range.
 
 A group may hold other groups; seen from outside, its options are flat and each name occurs once. The command line
-(``mpu_cli.cli.commands``), recipes (``from_flat``), environment variables and the Python functions all read these
+(``mpu_cli.cli.grouped``), recipes (``from_flat``), environment variables and the Python functions all read these
 declarations, so a new option is one line in a group and its use.
 
 >>> @dataclass(frozen=True, kw_only=True)
@@ -159,9 +159,9 @@ def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") ->
     known = declared(cast(AnyClass, of))
     for name in values:
         if name not in known:
-            raise UsageError(f"{where}{name}: unknown option\nchoose from {', '.join(known)}")
+            raise UsageError(f"{where}{name}: unknown option", f"choose from {', '.join(known)}")
     group = _build(of, values, where)
-    check_ranges(group)
+    check_ranges(group, where)
     return group
 
 
@@ -174,8 +174,7 @@ def _build(of: type[Group], values: Mapping[str, object], where: str) -> Group:
         elif own.name in values:
             arguments[own.name] = known[own.name].convert(values[own.name], where)
         elif known[own.name].required:
-            raise UsageError(f"{where}{own.name}: missing\n{known[own.name].help[0].lower()}"
-                             f"{known[own.name].help[1:].rstrip('.')}")  # fmt: skip
+            raise UsageError(f"{where}{own.name}: missing", f"set it to {known[own.name].help}")
     return of(**arguments)
 
 
@@ -188,7 +187,7 @@ def flat(group: object) -> dict[str, object]:
     return values
 
 
-def check_ranges(group: object) -> None:
+def check_ranges(group: object, where: str = "") -> None:
     """Raise UsageError for a number of the group that is not finite or out of the range that its option declares."""
     known = declared(cast(AnyClass, type(group)))
     for name, value in flat(group).items():
@@ -196,7 +195,8 @@ def check_ranges(group: object) -> None:
             allowed = known[name].range or Range()
             if value not in allowed:
                 finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
-                raise UsageError(f"{known[name].flag} {value}: must be {finite}{allowed}")
+                place = f"{where}{name} =" if where else known[name].flag
+                raise UsageError(f"{place} {value}: must be {finite}{allowed}")
 
 
 def _own_fields(of: AnyClass) -> Iterator[tuple[Field, type]]:

@@ -24,6 +24,13 @@ class Benchmark:
         None, "TOFU's split that no model saw (default: the one of the same size).", metavar="SPLIT"
     )
     corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
+    columns: str | None = option(
+        None,
+        "qa: names of your fields, such as question=instruction,answer=response. Besides question and answer, "
+        "paraphrased_answer (text) and perturbed_answer (list of wrong answers) give the truth ratio and, with "
+        "--retain-log, forget quality.",
+        metavar="NAME=COLUMN,…",
+    )
     forget: str | None = option(None, "qa: records to forget.", metavar="FILE")
     retain: str | None = option(None, "qa: records to keep.", metavar="FILE")
     holdout: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="FILE")
@@ -55,7 +62,7 @@ class Scoring:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """Everything that decides the numbers of an evaluation, but for the model."""
+    """Everything that decides the numbers of an evaluation, except the model."""
 
     metrics: tuple[str, ...] = option((), "Metrics to compute, comma-separated (default: all).", metavar="NAMES")
     retain_log: Path | None = option(

@@ -18,7 +18,8 @@ class Experiment:
 
     base: str = option(..., "The server's model: file, directory or Hub id.", metavar="BASE", argument=True)
     mode: Mode = option(
-        "mpu", "The protocol; the model itself handed to the client; or one copy with noise and nothing that undoes it."
+        "mpu",
+        "The protocol; the model itself handed to the client; or one noisy copy whose noise is never removed.",
     )
     rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
     keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)

@@ -30,12 +30,15 @@ class Records:
 
     forget: str = option(
         "forget.jsonl",
-        "Records to forget: JSON lines, JSON, CSV, Parquet, tofu:SPLIT, muse-news:SPLIT, or a Hub dataset "
+        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, tofu:SPLIT, muse-news:SPLIT, or a Hub dataset "
         "OWNER/NAME@CONFIG:SPLIT.",
         metavar="DATA",
     )
     retain: str = option("retain.jsonl", "Records to keep, for algorithms that use them.", metavar="DATA")
     data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
+    columns: str | None = option(
+        None, "Names of your fields: question=instruction,answer=response.", metavar="NAME=COLUMN,…"
+    )
     alternates: Path | None = option(
         None,
         "Answers for dpo to prefer, one per line, where a record has no 'alternate' (default: refusals).",
@@ -58,7 +61,12 @@ class ChatTemplate:
 class Prompts(ChatTemplate):
     """How records become text for training."""
 
-    template: Template = option("chat", "The tokenizer's chat template, or 'Question: … Answer: …'.")
+    template: Template | None = option(
+        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
+    )
+    max_length: int | None = option(
+        None, "Truncate records to this many tokens (default: longer ones than the model reads are errors).", above=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +103,7 @@ class Training:
         "Optimiser: adamw is the paper's; adamw-blockwise follows any change of coordinates.",
     )
     lr: float = option(1e-5, "Learning rate, constant after warm-up.", least=0)
-    batch_size: int = option(32, "Forget records per step, with as many retain records.", above=0)
+    batch_size: int = option(32, "Records per step; in unlearning, so many to forget and as many to keep.", above=0)
     micro_batch_size: int | None = option(
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
     )
@@ -109,7 +117,10 @@ class Training:
     max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
     warmup_steps: int = option(0, "Steps of linear warm-up.", least=0)
     seed: int = option(
-        0, "Seed for the order of the records. Use the same for every copy of a round.", least=0, below=2**32
+        0,
+        "Seed for the order of the records, which differs in each round. Use the same for every copy.",
+        least=0,
+        below=2**32,
     )
     device: Device = option("auto", "Where to train.", affects_result=False)
 
@@ -128,14 +139,14 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """The rank, where LoRA is on."""
+        """The rank, if LoRA is on."""
         assert self.lora_rank is not None
         return self.lora_rank
 
     @property
-    def scaling(self) -> float:
-        """alpha/rank, by which the product of the factors is multiplied."""
-        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.rank
+    def alpha(self) -> float:
+        """alpha, if LoRA is on; the product of the factors is multiplied by alpha/rank."""
+        return 2.0 * self.rank if self.lora_alpha is None else self.lora_alpha
 
 
 @dataclass(frozen=True, kw_only=True)

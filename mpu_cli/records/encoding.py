@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,16 +33,20 @@ class Encoding:
     """How to tokenize records.
 
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
-    end-of-sequence token. ``few_shot`` are records placed before each record as earlier turns. ``max_length`` is how
-    many tokens the model accepts, None for no limit; ``date`` is the day that the template prints, if it prints one.
+    end-of-sequence token; None is "chat" if the tokenizer has a template. ``few_shot`` are records placed before each
+    record as earlier turns. ``max_length`` is how many tokens the model accepts, None for no limit; ``date`` is the
+    day that the template prints, if it prints one. Records longer than ``truncate_to`` tokens are cut, and their places
+    are added to ``truncated``.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    template: str = "chat"
+    template: str | None = None
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
     few_shot: Sequence[Record] = ()
     date: str = DATE
+    truncate_to: int | None = None
+    truncated: list[str] = field(default_factory=list)
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
@@ -54,24 +58,32 @@ class Encoding:
     def _examples(self, record: Record) -> list[Example]:
         if not record.turns:
             ids = self.tokenizer(record.answer).input_ids
-            step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS)
+            step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
             pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
             return [Example(piece, piece) for piece in pieces if len(piece) > 1]
         turns = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
         turns += record.turns
-        prompt, ids = self._chat(turns, record) if self.template == "chat" else self._plain(turns, record)
+        chat = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
+        prompt, ids = self._chat(turns, record) if chat else self._plain(turns, record)
+        labels = self._labels(ids, len(prompt))
+        if self.truncate_to is not None and len(ids) > self.truncate_to:
+            ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
+            self.truncated.append(record.place)
+            if all(label == IGNORED for label in labels):
+                raise MpuError(f"{record.place}: the prompt alone is longer than --max-length {self.truncate_to}")
         if self.max_length is not None and len(ids) > self.max_length:
             raise MpuError(
-                f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}\nshorten it"
+                f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}",
+                f"shorten it, or truncate records with --max-length {self.max_length}",
             )
-        return [Example(ids, self._labels(ids, len(prompt)))]
+        return [Example(ids, labels)]
 
     def _chat(self, turns: Sequence[Turn], record: Record) -> tuple[list[int], list[int]]:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
             raise MpuError(
-                "the model's tokenizer has no chat template\nuse --template plain, or add a chat_template.jinja"
+                "the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja"
             )
         messages = [{"role": role, "content": content} for role, content in turns]
         if self.system_prompt and messages[0]["role"] != "system":
@@ -85,13 +97,14 @@ class Encoding:
             ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **day).input_ids
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise MpuError(
-                f"the tokenizer's chat template rejected a record ({error})\nif it does not support system turns, "
-                "use --system-prompt ''"
+                f"the tokenizer's chat template rejected a record ({error})",
+                "if it does not support system turns, use --system-prompt ''",
             ) from error
         if ids[: len(prompt)] != prompt:
             raise MpuError(
                 "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
-                "separated from it\nuse --template plain"
+                "separated from it",
+                "use --template plain",
             )
         return prompt, ids
 

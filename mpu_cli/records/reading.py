@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 
 Turn = tuple[str, str]  # role, content
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
 _BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books):(?P<split>[\w.-]+)\Z")
 _HUB_NAMES = {"tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books"}
-FORMS = "question/answer, prompt/completion, messages, or text"
+FORMS = "question/answer, prompt/completion, messages, conversations, or text"
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+DELIMITERS = ",;\t|"
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,34 @@ def question(text: str, answer: str, place: str = "", alternate: str | None = No
     return Record((("user", text),), answer, place, alternate)
 
 
-def read_records(source: str | Path, data_dir: Path | None = None) -> list[Record]:
+def parse_columns(text: str | None) -> dict[str, str]:
+    """``question=instruction,answer=response`` as our name → the column's name. Raises UsageError if it is not that."""
+    columns = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        ours, equals, theirs = (word.strip() for word in part.partition("="))
+        if not (ours and equals and theirs):
+            raise UsageError(f"--columns {part}: expected NAME=COLUMN, such as question=instruction,answer=response")
+        columns[ours] = theirs
+    return columns
+
+
+def read_records(
+    source: str | Path, data_dir: Path | None = None, columns: Mapping[str, str] | None = None
+) -> list[Record]:
     """The records of ``source``.
 
-    A file of JSON lines, one JSON array, CSV or Parquet; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``,
-    from the Hub or from the folder ``data_dir``; or a Hub dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. Raises MpuError
+    A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text;
+    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
+    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's. Raises MpuError
     if a row is not a record, naming its place, or if there are no records.
     """
+    return [parse_record(row, place) for place, row in source_rows(source, data_dir, columns)]
+
+
+def source_rows(
+    source: str | Path, data_dir: Path | None = None, columns: Mapping[str, str] | None = None
+) -> list[tuple[str, object]]:
+    """The rows of ``source``, as ``read_records`` takes it, each with its place."""
     path = Path(source)
     rows: Iterable[tuple[str, object]]
     if path.is_file():
@@ -56,29 +81,43 @@ def read_records(source: str | Path, data_dir: Path | None = None) -> list[Recor
     elif (match := _HUB.match(str(source))) and not path.suffix:
         rows = _rows_of_hub(match["name"], match["config"], match["split"])
     else:
-        raise MpuError(f"{source}: no such file\npass a file of records, such as JSON lines")
-    records = [_record(row, place) for place, row in rows]
-    if not records:
+        raise MpuError(f"{source}: no such file", "pass a file of records, such as JSON lines")
+    named = [(place, renamed(row, columns or {}, place)) for place, row in rows]
+    if not named:
         raise MpuError(f"{source}: contains no records")
-    return records
+    return named
+
+
+def renamed(row: object, columns: Mapping[str, str], place: str) -> object:
+    """``row`` with the fields that ``columns`` names also under our names. MpuError if it has no such field."""
+    if not columns or not isinstance(row, dict):
+        return row
+    if missing := [theirs for theirs in columns.values() if theirs not in row]:
+        raise MpuError(f"{place}: no field {missing[0]!r} (its fields: {', '.join(map(str, row)) or 'none'})")
+    return row | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Rows of a file of JSON lines, one JSON array, CSV or Parquet, each with its place for messages."""
-    if path.suffix in (".csv", ".parquet"):
-        yield from _through_datasets(str(path), path.suffix[1:], data_files=str(path), split="train")
+    """Rows of a file of records, each with its place for messages; ``read_records`` lists the formats."""
+    if path.suffix == ".parquet":
+        yield from _through_datasets(str(path), "parquet", data_files=str(path), split="train")
         return
+    if path.suffix in (".csv", ".tsv"):
+        yield from _table(path)
+        return
+    values: list[object] | None = None
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MpuError(f"{path}: not a UTF-8 text file") from error
-    if text.lstrip().startswith("["):
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MpuError(f"{path}: not JSON ({error})") from error
+    if path.suffix == ".txt":
+        yield str(path), {"text": text}
+        return
+    if text.lstrip().startswith("[") or path.suffix == ".json":
+        values = _array(text, path)
+    if values is not None:
         yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -90,12 +129,46 @@ def file_rows(path: Path) -> Iterator[tuple[str, object]]:
                 raise MpuError(f"{place}: not JSON ({error})") from error
 
 
+def _array(text: str, path: Path) -> list[object] | None:
+    """The records of a JSON document: an array, or one under "data"; None for what may be JSON lines."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("{"):
+            return None
+        raise MpuError(f"{path}: not JSON ({error})") from error
+    if isinstance(document, dict) and isinstance(document.get("data"), list):
+        return document["data"]
+    return document if isinstance(document, list) else None
+
+
+def _table(path: Path) -> Iterator[tuple[str, object]]:
+    """Rows of a CSV or TSV file, whose delimiter is found out."""
+    csv.field_size_limit(sys.maxsize)  # a field may hold a whole text
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            delimiter = "\t" if path.suffix == ".tsv" else max(DELIMITERS, key=head.count)
+            for number, row in enumerate(csv.DictReader(file, delimiter=delimiter, strict=True), 1):
+                place = f"{path}, record {number}"
+                if None in row or None in row.values():
+                    raise MpuError(f"{place}: the number of fields differs from the header's")
+                yield place, row
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise MpuError(f"{path}: not a table ({error})") from error
+
+
 def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[tuple[str, object]]:
     """The rows of one split of tofu, muse-news or muse-books, each with its place: ``DIR/SPLIT.json`` for TOFU,
     ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
 
     Raises MpuError if the split does not exist, listing those that do.
     """
+    if data_dir and not data_dir.is_dir():
+        raise MpuError(f"--data-dir {data_dir}: no such directory")
     if data_dir is None:
         hub = _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
         return list(hub)
@@ -126,20 +199,26 @@ def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator
             rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            offline = "; if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else ""
+            hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
             raise MpuError(
-                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]}){offline}"
+                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})", hint
             ) from error
 
 
-def _record(row: object, place: str) -> Record:
+def parse_record(row: object, place: str) -> Record:
+    """The record in a row. Raises MpuError, naming the place, if there is none."""
     if not isinstance(row, dict):
         raise MpuError(f"{place}: not a JSON object with {FORMS}")
-    alternate = row.get("alternate")
+    alternate = row.get("alternate") or None  # an empty cell of a table is no answer
     if alternate is not None and not isinstance(alternate, str):
         raise MpuError(f"{place}: 'alternate' is not a string")
     if "messages" in row:
         turns = _turns(row["messages"], place)
+        if turns[-1][0] != "assistant":
+            raise MpuError(f"{place}: the last message is not the assistant's, so there is no answer")
+        return Record(tuple(turns[:-1]), turns[-1][1], place, alternate)
+    if "conversations" in row:
+        turns = _turns(_from_sharegpt(row["conversations"]), place)
         if turns[-1][0] != "assistant":
             raise MpuError(f"{place}: the last message is not the assistant's, so there is no answer")
         return Record(tuple(turns[:-1]), turns[-1][1], place, alternate)
@@ -150,6 +229,18 @@ def _record(row: object, place: str) -> Record:
     if "text" in row:
         return Record((), _text(row, "text", place), place, alternate)
     raise MpuError(f"{place}: none of {FORMS} found (its fields: {', '.join(map(str, row)) or 'none'})")
+
+
+def _from_sharegpt(messages: object) -> object:
+    """Messages of {"from": …, "value": …} as {"role": …, "content": …}; anything else as it is."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {"role": ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+        if isinstance(message, dict) and "from" in message
+        else message
+        for message in messages
+    ]
 
 
 def _text(row: dict, name: str, place: str) -> str:

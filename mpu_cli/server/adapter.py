@@ -34,7 +34,8 @@ def aggregate_adapter(
     for delta in deltas:
         if delta.manifest.kind != "lora":
             raise MpuError(
-                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas\nmake them with unlearn --lora-rank"
+                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
+                "make them with unlearn --lora-rank",
             )
     layout, weights = check_round(base, deltas, keys, options)
     with worker_pool() as pool:

@@ -1,6 +1,6 @@
 """Aggregating: from the clients' deltas back to the server's model. Streams; holds no model.
 
-Δ̄ = Σ_k w_k T_k⁻¹(Δ_k) and θ_r = θ_{r−1} + η·Δ̄, with the weights w_k of the publication's noise (DESIGN §3): harmonic
+Δ̄ = Σ_k w_k T_k⁻¹(Δ_k) and θ_r = θ_{r−1} + η·Δ̄, with the weights w_k of its noise (docs/design.md): harmonic
 ones, w_k ∝ 1/α_k, for the paper's zero-sum noise.
 """
 
@@ -250,7 +250,7 @@ def _combine(
         stored = (clean + update).to(target.dtype)
         if not all_finite(stored):
             raise MpuError(
-                f"{tensor.name!r}: overflows its dtype after the update\nlower --server-lr or choose a wider --dtype"
+                f"{tensor.name!r}: overflows its dtype after the update", "lower --server-lr or choose a wider --dtype"
             )
         target[start:stop] = stored
         if not measured:

@@ -45,14 +45,15 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     adversary, bound, rounds = options.adversary, options.bound, options.budget_rounds
     if bound == "classical":
         if epsilon > 1:
-            raise UsageError(f"--bound classical is valid only for ε ≤ 1, not {epsilon:g}\nuse --bound analytic")
+            raise UsageError(f"--bound classical is valid only for ε ≤ 1, not {epsilon:g}", "use --bound analytic")
         multiplier = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
     else:
         multiplier = _analytic(epsilon, delta)
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
             f"--epsilon {epsilon:g} at --delta {delta:g}: needs so little noise that the cut-off of our normals, "
-            f"at {DOUBLE_REACH:.1f} σ, would show\nchoose a smaller ε or a larger δ"
+            f"at {DOUBLE_REACH:.1f} σ, would show",
+            "choose a smaller ε or a larger δ",
         )
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
@@ -81,5 +82,5 @@ def _analytic(epsilon: float, delta: float) -> float:
     try:
         from dp_accounting.gaussian_mechanism import get_sigma_gaussian
     except ImportError as error:
-        raise MpuError("--epsilon needs dp-accounting\ninstall it with pip install dp-accounting") from error
+        raise MpuError("--epsilon needs dp-accounting", "install it with pip install dp-accounting") from error
     return float(get_sigma_gaussian(epsilon, delta))

@@ -11,7 +11,9 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.checkpoint.dtypes import all_finite
+from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.header import FLOATS
+from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import LEFT, RIGHT, DeltaManifest, delta_manifest
@@ -70,10 +72,10 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
         if origin.round != keys.round:
             raise MpuError(f"{path}: belongs to round {origin.round}, but these keys are for round {keys.round}")
         if origin.copy > keys.copies or keys.copy_ids[origin.copy - 1] != origin.copy_id:
-            raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication\nuse its keys")
+            raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication", "use its keys")
         if origin.copy in deltas:
             raise MpuError(
-                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}\ngive one of the two"
+                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}", "give one of the two"
             )
         deltas[origin.copy] = Delta(path, checkpoint, manifest)
     return [deltas[copy] for copy in sorted(deltas)]
@@ -87,7 +89,7 @@ def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, 
     else:
         expected = {tensor.name: shapes[tensor.name] for tensor in layout.parameters}
     if missing := set(expected) - set(held):
-        raise MpuError(f"{delta.path}: lacks {listed(missing)}\nask the client for the complete delta")
+        raise MpuError(f"{delta.path}: lacks {listed(missing)}", "ask the client for the complete delta")
     if unknown := set(held) - set(expected):
         raise MpuError(f"{delta.path}: contains {listed(unknown)}, which the base does not have")
     for name, shape in expected.items():
@@ -107,8 +109,8 @@ def check_same_tensors(deltas: Sequence[Delta]) -> None:
             continue
         if odd := set(first.checkpoint.tensors) ^ set(delta.checkpoint.tensors):
             raise MpuError(
-                f"{delta.path}: tensors differ from {first.path} ({listed(odd)})\n"
-                "train all copies of a round with the same options"
+                f"{delta.path}: tensors differ from {first.path} ({listed(odd)})",
+                "train all copies of a round with the same options",
             )
 
 
@@ -179,8 +181,13 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
         )
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
-    for delta in deltas:
-        check_tensors(delta, layout, shapes)
+    try:
+        for delta in deltas:
+            check_tensors(delta, layout, shapes)
+    except MpuError:
+        with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
+            check_base(base, keys, fingerprint(base.checkpoint, pool))
+        raise
     check_same_tensors(deltas)
     return layout, keys.noise.weights
 
@@ -188,6 +195,6 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
 def check_base(base: Model, keys: Keys, digest: str) -> None:
     if digest != keys.base.fingerprint:
         raise MpuError(
-            f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)\n"
-            "specify the right one with --base"
+            f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)",
+            "specify the right one with --base",
         )

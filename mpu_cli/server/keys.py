@@ -123,11 +123,11 @@ def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passph
         reason = str(error).lower()
         if "no matching keys" in reason:
             raise MpuError(
-                f"{path}: sealed for another identity (or damaged)\nspecify the right one with --identity"
+                f"{path}: sealed for another identity (or damaged)", "specify the right one with --identity"
             ) from error
         if passphrase is not None and "decryption failed" in reason:
             raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
-        raise MpuError(f"{path}: key file is damaged ({error})\nrestore it from a backup") from error
+        raise MpuError(f"{path}: key file is damaged ({error})", "restore it from a backup") from error
     return _parse(document, path)
 
 
@@ -153,7 +153,7 @@ def _parse(document: bytes, path: Path) -> Keys:
     version = table.pop("version", None)
     if version not in (1, VERSION):
         raise MpuError(
-            f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})\nupdate mpu"
+            f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})", "update mpu"
         )
     try:
         if version == 1:  # version 1 had only zero-sum noise
@@ -215,4 +215,4 @@ def published_base(keys: Keys, source: str | None, config: Path | None) -> Model
     try:
         return open_model(keys.base.path, config or Path(keys.base.config))
     except MpuError as error:
-        raise MpuError(f"cannot open the published base ({error})\nspecify its location with --base") from error
+        raise MpuError(f"cannot open the published base ({error})", "specify its location with --base") from error

@@ -124,7 +124,7 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
         raise UsageError(f"--copies {copies}: must be at most {MOST_COPIES}")
     if alphas == RANDOM and nodes is None and kind != EXTRAPOLATE:
         if secret is None:
-            raise UsageError("--alphas random: drawn only when publishing\ngive numbers here")
+            raise UsageError("--alphas random: drawn only when publishing", "give numbers here")
         return Scheme(ZERO_SUM, random_alphas(*secret, copies))
     if given is not None:
         return given_factors(kind, alphas, nodes, copies)
@@ -136,9 +136,9 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
 def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copies: int) -> Scheme:
     """The scheme with the factors in ``alphas`` or ``nodes``. Raises UsageError if they do not form one."""
     if alphas is not None and (kind == EXTRAPOLATE or nodes is not None):
-        raise UsageError("--alphas is only for --noise zero-sum\nuse --nodes with --noise extrapolate")
+        raise UsageError("--alphas is only for --noise zero-sum", "use --nodes with --noise extrapolate")
     if nodes is not None and kind == ZERO_SUM:
-        raise UsageError("--nodes is only for --noise extrapolate\nuse --alphas with --noise zero-sum")
+        raise UsageError("--nodes is only for --noise extrapolate", "use --alphas with --noise zero-sum")
     if alphas is not None:
         return Scheme(ZERO_SUM, check_alphas(_numbers(alphas, "--alphas"), copies))
     return Scheme(EXTRAPOLATE, check_nodes(_numbers(nodes or "", "--nodes"), copies))
@@ -172,13 +172,13 @@ def check_nodes(nodes: Sequence[float], copies: int) -> tuple[float, ...]:
         raise UsageError("--nodes: two copies at the same node have the same noise, which does not cancel")
     scheme = Scheme(EXTRAPOLATE, tuple(map(float, nodes)))
     if not float(scheme.weights.abs().sum()) < MOST_WEIGHT:
-        raise UsageError("--nodes: so close together that the weights amplify rounding beyond use\nspread them out")
+        raise UsageError("--nodes: so close together that the weights amplify rounding beyond use", "spread them out")
     return scheme.factors
 
 
 def _count(option: str, numbers: Sequence[float], copies: int) -> None:
     if len(numbers) != copies:
-        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies\ngive one for each copy")
+        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies", "give one for each copy")
 
 
 def mixing_matrix(copies: int) -> torch.Tensor:

@@ -25,10 +25,10 @@ from mpu_cli.symmetry.transform import Transform
 class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
 
-    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (DESIGN 3); ``calibration`` sets σ, the
-    same in every block, in their place (they are 0 then). ``dtype`` is safetensors' name of the dtype to store in, None
-    for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base has the
-    same bytes. Raises UsageError for numbers out of range.
+    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
+    the same in every block, in their place (they are 0 then). ``dtype`` is safetensors' name of the dtype to store in,
+    None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base
+    has the same bytes. Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -98,9 +98,9 @@ def publication_of(
     if given.epsilon is None and (given.delta is not None or given.sensitivity is not None):
         raise UsageError("--delta and --sensitivity calibrate noise for --epsilon, which is missing")
     if given.epsilon is not None and seed is not None:
-        raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing\nleave out --seed")
+        raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if given.epsilon is not None and round_ > given.budget_rounds:
-        raise UsageError(f"--round {round_}: ε and δ only cover {given.budget_rounds} (--budget-rounds)")
+        raise UsageError(f"--round {round_}: ε and δ cover {given.budget_rounds} rounds", "raise --budget-rounds")
     if disguise.copies is None and disguise.nodes is None and disguise.alphas in (None, RANDOM):
         disguise = replace(disguise, copies=copies)
     master = new_seed() if seed is None else seed_from_number(seed)

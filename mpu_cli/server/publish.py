@@ -98,7 +98,7 @@ def publish(
 ) -> Published:
     """Write the copies of ``publication`` and its sealed keys to ``target``, all or nothing.
 
-    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base where there is none (DESIGN 3). ``only``
+    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base without one (docs/design.md). ``only``
     names the copies to write, counted from 1, if not all are wanted. ``profile`` collects where the time goes.
 
     Raises MpuError if the base or the reference does not fit, holds NaN, or an output exists.
@@ -315,8 +315,8 @@ class _Writing:
                 written = turned.to(stored)
                 if not all_finite(written):
                     raise MpuError(
-                        f"{self.base.path}: {tensor.name!r} overflows {WORD[NAME[stored]]} with its noise\n"
-                        "choose a wider --dtype or a smaller --kappa"
+                        f"{self.base.path}: {tensor.name!r} overflows {WORD[NAME[stored]]} with its noise",
+                        "choose a wider --dtype or a smaller --kappa",
                     )
                 mapping.put(target, written, start)
                 lap("convert and write")
@@ -348,7 +348,8 @@ def _check_alias(base: Model, layout: Layout) -> None:
     if not torch.equal(base.checkpoint.tensor(layout.alias), base.checkpoint.tensor(embedding)):
         raise MpuError(
             f"{base.source}: its config.json ties the head to the embedding, but {layout.alias!r} differs from "
-            f"{embedding!r}\nset tie_word_embeddings to false, or remove the one that is not used"
+            f"{embedding!r}",
+            "set tie_word_embeddings to false, or remove the one that is not used",
         )
 
 
@@ -366,7 +367,7 @@ def _matching(base: Model, layout: Layout, reference: Model | None) -> dict[str,
         shapes = base.checkpoint.tensors[name].shape, reference.checkpoint.tensors[match].shape
         if shapes[0] != shapes[1]:
             raise MpuError(
-                f"{reference.source}: {match!r} has shape {list(shapes[1])}, but {list(shapes[0])} in the base\n"
-                "use a reference with the base's shapes"
+                f"{reference.source}: {match!r} has shape {list(shapes[1])}, but {list(shapes[0])} in the base",
+                "use a reference with the base's shapes",
             )
     return {name: reference.checkpoint.tensor(match) for name, match in zip(names, others, strict=True)}

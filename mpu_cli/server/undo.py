@@ -97,7 +97,7 @@ def invert(
     Raises MpuError if the delta is already inverted, does not fit the base, or contains NaN or Inf.
     """
     if delta.manifest.inverted:
-        raise MpuError(f"{delta.path}: is already inverted\npass it to `mpu aggregate` as it is")
+        raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     check_tensors(delta, layout, {name: info.shape for name, info in base.checkpoint.tensors.items()})
     undoing = Undoing([delta], keys, layout)

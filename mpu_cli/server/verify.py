@@ -75,7 +75,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     if manifest is None:
         raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
-        raise MpuError(f"{copy.source}: belongs to another publication\nuse the keys of that publication")
+        raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
         t.name for t in layout_of(copy.checkpoint.tensors, copy.config, copy.source).parameters

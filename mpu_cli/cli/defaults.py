@@ -1,0 +1,38 @@
+"""Where outputs go if no option says: names that hold the round, so that the next one does not collide with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mpu_cli.manifest import read_copy_manifest, read_model_manifest
+
+SUFFIX = ".safetensors"
+
+
+def next_round(folder: Path) -> tuple[str | None, int]:
+    """The run and round in which the model in ``folder`` is published: those after the one that made it."""
+    made = read_model_manifest(folder)
+    return (made.run, made.round + 1) if made else (None, 1)
+
+
+def round_of_copy(copy: Path) -> int:
+    """The round of the copy in a directory; 1 for anything else."""
+    manifest = read_copy_manifest(copy) if copy.is_dir() else None
+    return manifest.round if manifest else 1
+
+
+def round_folder(parent: Path, number: int) -> Path:
+    """``parent`` in round 1, ``parent/round_R`` after it."""
+    return parent if number == 1 else parent / f"round_{number}"
+
+
+def delta_path(out: str | None, copy: str, number: int) -> Path:
+    """The delta of the copy called ``copy`` in round ``number``: ``out``, or a file in it if it is a directory."""
+    name = copy.removesuffix(SUFFIX).removesuffix(".age") + SUFFIX
+    if out is None:
+        return round_folder(Path("deltas"), number) / name
+    path = Path(out)
+    if out.endswith(os.sep) or (path.is_dir() and not list(path.glob("*.index.json"))):
+        return path / name
+    return path

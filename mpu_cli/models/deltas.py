@@ -1,0 +1,51 @@
+"""A delta on the model that it belongs to, so that a client can look at what it is about to return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import LEFT, RIGHT, delta_manifest, read_copy_manifest
+from mpu_cli.models.source import Model
+
+
+def check_delta(source: Model, path: Path) -> Checkpoint:
+    """The delta in ``path``; MpuError if it is not one of ``source``."""
+    held = open_checkpoint(path)
+    delta = delta_manifest(held.metadata, path)
+    copy = read_copy_manifest(source.folder, source.checkpoint.metadata)
+    if copy and delta.inverted:
+        raise MpuError(f"{path}: inverted, so it is a change of the base", "pass the base instead of a copy")
+    if copy and (delta.origin is None or delta.origin.copy_id != copy.copy_id):
+        raise MpuError(f"{path}: not a delta of {source.source}", "pass the copy that it was made from")
+    return held
+
+
+@torch.no_grad()
+def add_delta(model: PreTrainedModel, source: Model, path: Path) -> None:
+    """Add the delta in ``path`` to the weights of ``model``, loaded from ``source``; the product of LoRA's factors.
+
+    Raises MpuError if it belongs to a different model or does not fit this one.
+    """
+    held = check_delta(source, path)
+    left = dict.fromkeys(held.tensors)
+    for name, parameter in model.named_parameters():
+        stored = name if name in source.checkpoint.tensors else name.removeprefix(f"{model.base_model_prefix}.")
+        if stored in held.tensors:
+            change = held.tensor(stored).to(parameter.device)
+            left.pop(stored)
+        elif stored + LEFT in held.tensors and stored + RIGHT in held.tensors:
+            change = held.tensor(stored + LEFT).to(parameter.device) @ held.tensor(stored + RIGHT).to(parameter.device)
+            left.pop(stored + LEFT)
+            left.pop(stored + RIGHT)
+        else:
+            continue
+        if change.shape != parameter.shape:
+            raise MpuError(f"{path}: {stored!r} has shape {list(change.shape)}, expected {list(parameter.shape)}")
+        parameter.copy_((parameter.to(change.dtype) + change).to(parameter.dtype))
+    if left:
+        raise MpuError(f"{path}: contains {listed(left)}, which {source.source} does not have")
