@@ -3,6 +3,8 @@
     python examples/optimizers.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
         --retain mpu-demo/records/retain.jsonl
 
+Needs bitsandbytes for lion and adamw_8bit (`pip install bitsandbytes`).
+
 For each optimiser, runs `mpu unlearn` on the base (clean) and, for each set of symmetries, `mpu publish` of two copies
 without noise, `mpu unlearn` and `mpu aggregate`, and reports the distance between the updates. Then reports that
 distance at two noise scales, with the default nodes for two copies in signed coordinates, and its slope: 2 if the noise

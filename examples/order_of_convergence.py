@@ -6,7 +6,7 @@
 Runs `mpu publish`, `mpu unlearn` and `mpu invert` in a temporary folder for each noise scale, in float64, with copies
 at the nodes 1, −1, 1.5, −1.5. The aggregate of m copies uses the first m, whose nodes are the defaults for m. With SGD
 and blockwise AdamW its error falls as κ^m and that of a single copy as κ; AdamW's step is close to the sign of the
-gradient, which is not smooth. Needs matplotlib (`pip install matplotlib`).
+gradient, which is not smooth.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 #
 # Run it on the server's machine. With CLIENT=user@host the client's part runs there, through ssh, in CLIENT_DIR, and
 # copies and deltas travel by scp; without, the client is a folder beside the server's. Copies go one way, deltas the
-# other, and nothing else travels. In earnest each side types its own half; MODEL, FORGET and RETAIN name what each owns.
-# Without them the model and the records are those of `mpu demo`.
+# other, and nothing else travels. In earnest each side types its own half. MODEL, FORGET and RETAIN (absolute paths; all
+# three or none, or with CLIENT only MODEL) name what each owns; with CLIENT, put forget.jsonl and retain.jsonl into
+# CLIENT_DIR first. Without them the model and the records are those of `mpu demo`.
 set -euo pipefail
 work=${1:-two_machines}
 mkdir -p "$work/server" "$work/client"

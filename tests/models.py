@@ -48,6 +48,10 @@ CONFIGS = {
         "model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128,
         "bos_token_id": 0, "eos_token_id": 1,
     },
+    "granite": {
+        "model_type": "granite", **_LLAMA, "tie_word_embeddings": True, "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    },
 }  # fmt: skip
 
 

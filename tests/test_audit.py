@@ -27,7 +27,7 @@ from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
 
-FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]
+FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2", "granite"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -70,7 +70,7 @@ def test_the_four_commands(workplace, trained, shell):
 
 @pytest.mark.slow
 def test_the_pipeline(workplace, trained, shell):
-    """The pipeline of docs/design.md; a few steps at a higher rate instead of five epochs."""
+    """The pipeline of README; a few steps at a higher rate instead of five epochs."""
     done = shell(
         "mpu publish base.safetensors --copies 2 --kappa 0.01 "
         "| MPU_UNLEARN_EPOCHS=1 MPU_UNLEARN_LR=1e-4 xargs -n1 mpu unlearn --algo npo "
@@ -370,7 +370,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--weight-decay", "inf"], "--weight-decay", 2),
         (["--algo", "wish"], "--algo", 2),
         (["--retain", "gone.jsonl"], "gone.jsonl: no such file", 1),
-        (["--out", "base"], "base", 1),
+        (["--out", "base/config.json"], "already exists", 1),
     ]
     + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device", 2)]),
 )
@@ -387,8 +387,11 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 2, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    refused(mpu(*arguments, check=False, cwd=tmp_path), "--template plain")
-    mpu(*arguments, "--template", "plain", cwd=tmp_path)
+    refused(mpu(*arguments, "--template", "chat", check=False, cwd=tmp_path), "--template plain")
+    mpu(*arguments, cwd=tmp_path)  # plain prompts, as mpu eval does
+    mpu(*arguments, "--template", "plain", "--out", "plain.safetensors", cwd=tmp_path)
+    one, other = (load_file(tmp_path / path) for path in ("deltas/base.safetensors", "plain.safetensors"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).unlink()
     refused(mpu(*arguments, "--force", check=False, cwd=tmp_path), "base")

@@ -298,7 +298,7 @@ class TestKeys:
             assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
 
     def test_the_document_is_plain_age(self, published):
-        """age decrypts to the JSON that DESIGN describes."""
+        """age decrypts to the JSON that docs/formats.md describes."""
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
         assert (document["format"], document["version"]) == ("mpu-keys", 2)

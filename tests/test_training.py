@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -58,7 +59,9 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     assert (folder / "deltas/base.safetensors.resume").is_dir()
     killed_at = log.read_text().count("\n")
     assert 25 <= killed_at < 115
-    assert mpu(*arguments, cwd=folder).out == "deltas/base.safetensors\n"
+    resumed = mpu(*arguments, cwd=folder)
+    assert resumed.out == "deltas/base.safetensors\n"
+    assert re.search(r"resuming after step \d+0 of 120", resumed.err)
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
     assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
