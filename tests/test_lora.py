@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,16 +28,26 @@ def family(request):
     return request.param
 
 
+ROUNDS: dict[str, Path] = {}  # made once for each family, and copied for each test
+
+
 @pytest.fixture
-def rounds(mpu, tmp_path, family):
-    """A base, two copies with all symmetries, and their LoRA deltas."""
-    base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 6, 1)
-    write_records(tmp_path / "retain.jsonl", 6, 2)
-    mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=tmp_path)
-    for k in (1, 2):
-        mpu("unlearn", f"copy_{k}", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
-            "--precision", "float64", "--template", "plain", cwd=tmp_path)  # fmt: skip
+def rounds(mpu, tmp_path, tmp_path_factory, family):
+    """A base, two copies with all symmetries, their LoRA deltas, and the identity that opens the keys."""
+    identities = Path(os.environ["XDG_CONFIG_HOME"])
+    if family not in ROUNDS:
+        made = tmp_path_factory.mktemp("rounds")
+        base = save(random_model(family, dtype=torch.float64), made / "base")
+        write_records(made / "forget.jsonl", 6, 1)
+        write_records(made / "retain.jsonl", 6, 2)
+        mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=made)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
+                "--precision", "float64", "--template", "plain", cwd=made)  # fmt: skip
+        ROUNDS[family] = made
+        shutil.copytree(identities, made / "identities")
+    shutil.copytree(ROUNDS[family], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(ROUNDS[family] / "identities", identities, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -17,11 +17,11 @@ class Benchmark:
 
     PANEL: ClassVar[str] = "Records"
 
-    benchmark: Literal["tofu", "muse", "qa"] = option("tofu", "TOFU, MUSE, or your own questions and answers.")
+    benchmark: Literal["tofu", "muse", "qa"] = option("tofu", "TOFU, MUSE, or your own questions and answers (qa).")
     data_dir: Path | None = option(None, "Folder with the benchmark's files, instead of the Hub.", metavar="DIR")
     forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
     holdout_split: str | None = option(
-        None, "TOFU's split that no model saw (default: the one of the same size).", metavar="SPLIT"
+        None, "TOFU split that no model saw (default: the one of the same size).", metavar="SPLIT"
     )
     corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
     columns: str | None = option(
@@ -41,7 +41,7 @@ class EvaluationPrompts(ChatTemplate):
     """How records become text for measuring."""
 
     template: Template | None = option(
-        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if there is one)."
+        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
     )
 
 

@@ -19,7 +19,7 @@ class Experiment:
     base: str = option(..., "The server's model: file, directory or Hub id.", metavar="BASE", argument=True)
     mode: Mode = option(
         "mpu",
-        "The protocol; the model itself handed to the client; or one noisy copy whose noise is never removed.",
+        "mpu: the protocol; clean: the model itself goes to the client; noised: one noisy copy, whose noise stays.",
     )
     rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
     keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)

@@ -49,7 +49,7 @@ class SharedNoise:
     shared_noise: float = option(
         0.0,
         "κ_s, scale of noise that is the same in every copy: no combination of copies removes it, and the update "
-        "suffers from it to first order.",
+        "is affected to first order.",
         metavar="KAPPA",
         least=0,
     )

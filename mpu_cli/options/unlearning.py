@@ -37,7 +37,7 @@ class Records:
     retain: str = option("retain.jsonl", "Records to keep, for algorithms that use them.", metavar="DATA")
     data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
     columns: str | None = option(
-        None, "Names of your fields: question=instruction,answer=response.", metavar="NAME=COLUMN,…"
+        None, "Names of your fields, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
     )
     alternates: Path | None = option(
         None,
@@ -65,7 +65,9 @@ class Prompts(ChatTemplate):
         None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
     )
     max_length: int | None = option(
-        None, "Truncate records to this many tokens (default: longer ones than the model reads are errors).", above=1
+        None,
+        "Truncate records to this many tokens (default: a record too long for the model is an error).",
+        above=1,
     )
 
 
@@ -100,10 +102,10 @@ class Training:
 
     optim: Optimizer = option(
         "adamw",
-        "Optimiser: adamw is the paper's; adamw-blockwise follows any change of coordinates.",
+        "Optimiser: adamw is the paper's; adamw-blockwise commutes with every change of coordinates.",
     )
     lr: float = option(1e-5, "Learning rate, constant after warm-up.", least=0)
-    batch_size: int = option(32, "Records per step; in unlearning, so many to forget and as many to keep.", above=0)
+    batch_size: int = option(32, "Records per step (unlearning: forget records, with as many retain records).", above=0)
     micro_batch_size: int | None = option(
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
     )
