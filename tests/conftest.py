@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mpu_cli.cli.main import main
-from tests.models import Trained, make_trained
+from tests.models import Trained, make_trained, random_model, save, write_records
 
 
 @dataclass(frozen=True)
@@ -92,3 +92,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.fixture(scope="session", autouse=True)
 def _deterministic() -> None:
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a base, forget and retain records."""
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    write_records(tmp_path / "retain.jsonl", 9, 2)
+    return tmp_path

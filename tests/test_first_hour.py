@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.records.reading import read_records
-from tests.models import Trained, random_model, save, write_records
+from tests.models import Trained, random_model, save
 from tests.protocol import distance, tensors
 
 TRAINING = ("--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise", "--template", "plain")
@@ -30,14 +30,6 @@ FORGETS = (
     "--optim",
     "adamw-blockwise",
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 6, 1)
-    write_records(tmp_path / "retain.jsonl", 9, 2)
-    return tmp_path
 
 
 class TestForgetting:

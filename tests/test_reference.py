@@ -28,14 +28,6 @@ from tests.protocol import tensors
 TRAINING = ("--template", "plain", "--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise")
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 6, 1)
-    write_records(tmp_path / "retain.jsonl", 9, 2)
-    return tmp_path
-
-
 def publish(mpu: Callable, place: Path, base: str, number: int, *options: object) -> None:
     mpu("publish", base, "--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--seed", 3, "--round", number,
         "--out", f"r{number}", "--keys", f"r{number}/keys.bin", *options, cwd=place)  # fmt: skip

@@ -80,7 +80,6 @@ def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:
 
 def _together(models: list[Model]) -> None:
     """Raise UsageError if copies are of different publications, which reveal nothing together, or one is repeated."""
-
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     known = [manifest for manifest in manifests if manifest is not None]
     if len({(manifest.run, manifest.round) for manifest in known}) > 1:

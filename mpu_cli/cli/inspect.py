@@ -200,7 +200,7 @@ def _folder(path: Path) -> dict[str, object] | None:
     if (path / "mpu-resume.json").is_file():
         return {
             "kind": "checkpoints of an interrupted training",
-            "checkpoints": sorted(p.name for p in path.glob("c*-*")),
+            "checkpoints": sorted(p.name for p in path.glob("checkpoint-*")),
         }
     if (path / "config.json").exists() or (path / "adapter_config.json").exists():
         return None

@@ -102,7 +102,7 @@ def _tokens(opened: Model, forget: str, data_dir: Path | None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(opened.folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise MpuError(f"{opened.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
-    encoding = Encoding(tokenizer, "chat" if tokenizer.chat_template else "plain")
+    encoding = Encoding(tokenizer)
     return sum(len(example.ids) for example in encoding.encode(records))
 
 

@@ -282,8 +282,6 @@ def unlearn(
 
         spent = None
         if options.privacy.dp_epsilon is not None:
-            if PartialState().num_processes > 1:
-                raise UsageError("--dp-epsilon works in a single process only")
             trained: torch.nn.Module = model
             spent = train_privately(
                 model, sets, objective, options.training, options.privacy, epochs=epochs_of(options), on_step=record

@@ -149,11 +149,10 @@ def evaluate(
     force: bool = False,
     observer: Observer = SILENT,
 ) -> Result:
-    """Measure ``model`` and write the result to ``out``; a run that was stopped goes on from ``.NAME.partial``.
+    """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
-    it. Raises MpuError for records,
-    models and logs that cannot be used, naming the place.
+    it. Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
     check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None
@@ -221,10 +220,10 @@ def _passes(
     model, adapter, reference, facts = subject.model, subject.adapter, subject.reference, findings.facts
     batch_size, prompts = options.scoring.batch_size, options.prompts
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
+    if subject.delta:
+        check_delta(model, subject.delta)  # before the model is loaded, which takes longer
     loaded, tokenizer = _load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
-    if subject.delta:
-        check_delta(model, subject.delta)
     template = str(facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
         raise MpuError("the model's tokenizer has no chat template", "use --template plain")

@@ -29,6 +29,7 @@ from mpu_cli.client.unlearn import check_options
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.benchmarks import Benchmark, benchmark_of
 from mpu_cli.evaluation.evaluate import choose, evaluate
+from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import rounds_of, run
 from mpu_cli.manifest import VERSION
@@ -197,21 +198,23 @@ def measured(cells: Sequence[Cell]) -> list[str]:
     """The names of all metrics that ``cells`` will have. Raises MpuError or UsageError for what cannot be measured."""
     names: dict[str, None] = {}
     for cell in cells:
-        options = cell.measuring
-        names |= dict.fromkeys(choose(_benchmark(cell), options.metrics, options.reference_model is not None))
+        names |= dict.fromkeys(_benchmark(cell)[1])
     return list(names)
 
 
-def _benchmark(cell: Cell) -> Benchmark:
-    """What [eval] of a cell names. Raises MpuError or UsageError for what cannot be measured."""
+def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
+    """What [eval] of a cell names, and the metrics chosen from it.
+
+    Raises MpuError or UsageError for what cannot be measured.
+    """
     options = cell.measuring
     benchmark = benchmark_of(options, read_retain_log(options.retain_log) if options.retain_log else None)
-    choose(benchmark, options.metrics, options.reference_model is not None)
-    return benchmark
+    return benchmark, choose(benchmark, options.metrics, options.reference_model is not None)
 
 
 def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, object]:
-    result = evaluate(open_model(str(model)), _benchmark(cell), cell.measuring, out=out, force=True, observer=observer)
+    benchmark, _ = _benchmark(cell)
+    result = evaluate(open_model(str(model)), benchmark, cell.measuring, out=out, force=True, observer=observer)
     return {name: form["agg_value"] for name, form in result.forms.items()}
 
 

@@ -81,7 +81,7 @@ class Declaration:
         return self.default is MISSING
 
     def convert(self, value: object, where: str = "") -> object:
-        """``value`` as this option's type. Raises UsageError if it is of another type, not a choice or out of range."""
+        """``value`` as this option's type. Raises UsageError if it is of another type or not a choice."""
         if value is None and self.optional:
             return None
         if self.kind is float and type(value) is int:
@@ -110,22 +110,18 @@ def option(
     default: Any,
     help: str,
     *,
-    flag: str | None = None,
     metavar: str | None = None,
-    panel: str | None = None,
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
     argument: bool = False,
     affects_result: bool = True,
 ) -> Any:
-    """A field of a group. ``default`` ``...`` makes it required; ``panel`` overrides the group's in ``--help``."""
+    """A field of a group. ``default`` ``...`` makes it required."""
     bounded = (least, above, below) != (None, None, None)
     metadata = {
         "help": help,
-        "flag": flag,
         "metavar": metavar,
-        "panel": panel,
         "range": Range(least, above, below) if bounded else None,
         "argument": argument,
         "affects_result": affects_result,
@@ -224,9 +220,9 @@ def _declaration(of: type, own: Field, hint: Any) -> Declaration:
         choices=choices,
         default=own.default,
         help=meta["help"],
-        flag=meta["flag"] or "--" + own.name.replace("_", "-"),
+        flag="--" + own.name.replace("_", "-"),
         metavar=meta["metavar"],
-        panel=meta["panel"] or getattr(of, "PANEL", None),
+        panel=getattr(of, "PANEL", None),
         range=meta["range"],
         argument=meta["argument"],
         affects_result=meta["affects_result"],
