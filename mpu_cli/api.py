@@ -22,7 +22,6 @@ from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import Result
 from mpu_cli.client.unlearn import unlearn as _unlearn
-from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.benchmarks import benchmark_of
 from mpu_cli.evaluation.evaluate import Result as Evaluation
 from mpu_cli.evaluation.evaluate import evaluate as _evaluate
@@ -34,6 +33,7 @@ from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.outputs import delta_path, model_folder, next_round, round_folder, round_of_copy
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server import keys as _keys
 from mpu_cli.server.adapter import aggregate_adapter
@@ -52,13 +52,13 @@ def publish(
     base: PathLike,
     reference: PathLike | None = None,
     *,
-    out: PathLike = ".",
-    keys: PathLike = "keys.bin",
+    out: PathLike | None = None,
+    keys: PathLike | None = None,
     recipients: Sequence[str] = (),
     passphrase: str | None = None,
     identity: PathLike | None = None,
-    run: str = "",
-    round: int = 1,
+    run: str | None = None,
+    round: int | None = None,
     seed: int | None = None,
     force: bool = False,
     observer: Observer = SILENT,
@@ -66,20 +66,25 @@ def publish(
 ) -> Published:
     """``mpu publish``: disguised copies of ``base`` in ``out``, and the sealed keys that undo them.
 
+    A model that `mpu aggregate` made continues its run in the next round, in the folder ``round_R``.
+
     ``options`` are those of ``Publishing``: kappa, copies, symmetries, noise, epsilon, dtype, ….
     """
     how = from_flat(Publishing, options)
-    if how.calibration.epsilon is not None and {"kappa", "shared_noise"} & options.keys():
-        raise UsageError("epsilon sets the noise of every block", "leave out kappa and shared_noise")
-    publication = publication_of(how, seed=seed, run=run, round_=round)
+    how.check_scale(options)
+    model = open_model(str(base))
+    run_of_base, next_one = next_round(model.folder)
+    number = next_one if round is None else round
+    folder = round_folder(Path("."), number)
+    publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)
     seal = _keys.sealer(
         recipients=recipients, passphrase=passphrase, identity=Path(identity) if identity else None, note=observer.note
     )
     return _publish(
-        open_model(str(base)),
+        model,
         open_model(str(reference)) if reference else None,
         publication,
-        Target(Path(out), Path(keys), seal, force=force),
+        Target(Path(out or folder), Path(keys or folder / "keys.bin"), seal, force=force),
         observer=observer,
     )
 
@@ -94,18 +99,17 @@ def unlearn(
     **options: Any,
 ) -> Result:
     """``mpu unlearn``: train ``copy`` to forget, and write the change of its weights to ``out`` (default:
-    deltas/COPY.safetensors).
+    deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
 
     ``options`` are those of ``Unlearning`` and ``Logging``: algo, forget, retain, lr, batch_size, lora_rank, resume, ….
     """
     for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
     how = from_flat(Unlearning, options)
-    name = Path(copy).resolve().name.removesuffix(".safetensors")
     return _unlearn(
         open_model(str(copy)),
         read_dataset(how),
         how,
-        target=Path(out) if out else Path("deltas") / f"{name}.safetensors",
+        target=delta_path(str(out) if out else None, str(copy), round_of_copy(Path(copy))),
         force=force,
         logging=from_flat(Logging, for_logging),
         reference_file=Path(reference_file) if reference_file else None,
@@ -142,7 +146,7 @@ def aggregate(
     *,
     keys: PathLike = "keys.bin",
     base: PathLike | None = None,
-    out: PathLike = "unlearned",
+    out: PathLike | None = None,
     as_adapter: bool = False,
     identity: PathLike | None = None,
     passphrase: str | None = None,
@@ -150,7 +154,8 @@ def aggregate(
     observer: Observer = SILENT,
     **options: Any,
 ) -> Aggregation:
-    """``mpu aggregate``: the model with the deltas' combined update in ``out``, or one peft adapter.
+    """``mpu aggregate``: the model with the deltas' combined update in ``out`` (default: unlearned; after round 1,
+    unlearned_R), or one peft adapter.
 
     ``options`` are those of ``Aggregating``: server_lr, dtype, max_norm. Warnings go to ``observer``.
     """
@@ -158,10 +163,11 @@ def aggregate(
     opened = _open_keys(keys, identity, passphrase)
     opened_deltas = open_deltas(_paths(deltas), opened)
     model = _keys.published_base(opened, str(base) if base else None, None)
+    target = Path(out) if out else model_folder(opened.round)
     if as_adapter:
-        result = aggregate_adapter(model, opened_deltas, opened, how, out=Path(out), force=force)
+        result = aggregate_adapter(model, opened_deltas, opened, how, out=target, force=force)
     else:
-        result = _aggregate(model, opened_deltas, opened, how, out=Path(out), force=force, observer=observer)
+        result = _aggregate(model, opened_deltas, opened, how, out=target, force=force, observer=observer)
     for warning in result.warnings():
         observer.warn(warning)
     return result

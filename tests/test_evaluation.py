@@ -645,11 +645,34 @@ class TestCompare:
             shown = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--metrics", "privleak").out
             assert shown.count("**-5**") == marks
 
+    def test_the_retain_model_is_the_target(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        """Its PrivLeak is 0 and it gets no mark; the attack nearest to it is the best, even if another is nearer 0.5,
+        with its own result in the table or without."""
+        common = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_min_k,privleak")
+        other = save(random_model("llama", seed=5), tmp_path / "other")
+        mpu("eval", model, *common, "--out", tmp_path / "retain.json")
+        mpu("eval", other, *common, "--retain-log", tmp_path / "retain.json", "--out", tmp_path / "a.json")
+        made = json.loads((tmp_path / "a.json").read_text())
+        retain = json.loads((tmp_path / "retain.json").read_text())["metrics"]["mia_min_k"]["agg_value"]
+        assert made["retain_log"]["metrics"]["mia_min_k"] == retain
+        for name, value in (("near", retain + 0.01), ("chance", 0.5 + 0.02 * (1 if retain < 0.5 else -1) + 0.03)):
+            made["metrics"]["mia_min_k"]["agg_value"] = value
+            (tmp_path / f"{name}.json").write_text(json.dumps(made))
+        for names in (("retain", "near", "chance"), ("near", "chance")):
+            shown = mpu("compare", *(tmp_path / f"{n}.json" for n in names), "--metrics", "mia_min_k,privleak").out
+            rows = {line.split("|")[1].strip(): line for line in shown.splitlines()}
+            assert "**" in rows["near"]
+            assert "**" not in rows["chance"].split("|")[2]
+            if "retain" in names:
+                assert rows["retain"].split("|")[3].strip() == "0"
+                assert "**" not in rows["retain"]
+
     def test_best(self) -> None:
         assert best([0.2, None, 0.9, 0.9], "up") == {2, 3}
         assert best([0.2, 0.1], "down") == {1}
         assert best([-80.0, 20.0, 30.0], "zero") == {1}
         assert best([0.9, 0.45, 0.3], "retain") == {1}
+        assert best([0.9, 0.45, 0.3], "retain", 0.31) == {2}
         assert best([1.0, 1.0], "up") == set()
 
     def test_bad_input(self, mpu: Callable, tmp_path: Path) -> None:

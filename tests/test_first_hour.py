@@ -70,8 +70,8 @@ class TestEvaluatingADelta:
         records = ("--forget", trained.forget, "--retain", trained.retain)
         publish = ("--kappa", 0, "--symmetries", "none", "--copies", 2)
         mpu("publish", trained.model, *publish, cwd=tmp_path)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *records, *FORGETS, *lora, cwd=tmp_path)
+        shown = mpu("unlearn", "copy_1", *records, *FORGETS, *lora, "--show", 2, "--json", cwd=tmp_path)
+        mpu("unlearn", "copy_2", *records, *FORGETS, *lora, cwd=tmp_path)
         mpu("aggregate", "deltas", cwd=tmp_path)
         common = ("--benchmark", "qa", *records, "--json")
         checked = mpu("eval", "copy_1", "--delta", "deltas/copy_1.safetensors", "--show", 2, *common, cwd=tmp_path)
@@ -84,6 +84,9 @@ class TestEvaluatingADelta:
             assert f"{question['question']}\n  truth:   {truth}\n" in checked.err
             assert f"before:  {truth}\n" in checked.err  # the copy knows it by heart
         assert checked.err.count("after:") == 2
+        answers = [line for line in checked.err.splitlines() if line.startswith("  after:")]
+        assert [f"  after:   {each['answer']}" for each in shown.json["answers"]] == answers
+        assert all(line in shown.err.splitlines() for line in answers)
 
     def test_another_copys_delta_is_refused(self, mpu: Callable, place: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=place)
@@ -202,6 +205,34 @@ def test_out_may_be_a_directory(mpu: Callable, place: Path) -> None:
     assert mpu("unlearn", "base", *TRAINING, "--out", "new/", cwd=place).out == "new/base.safetensors\n"
     (place / "there").mkdir()
     assert mpu("unlearn", "base", *TRAINING, "--out", "there", cwd=place).out == "there/base.safetensors\n"
+
+
+def test_a_delta_gets_its_suffix(mpu: Callable, place: Path) -> None:
+    assert mpu("unlearn", "base", *TRAINING, "--out", "mine", cwd=place).out == "mine.safetensors\n"
+    refused = mpu("unlearn", "base", *TRAINING, "--out", "mine.bin", check=False, cwd=place)
+    assert refused.is_one_error
+    assert "use mine.safetensors" in refused.err
+    assert not (place / "mine.bin").exists()
+
+
+def test_a_finished_run_answers_without_loading_anything(
+    mpu: Callable, place: Path, shell: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, in which torch cannot be imported; not once a record has changed."""
+    run = ["run", "base", "--rounds", "1", "--copies", "2", *map(str, TRAINING)]
+    first = mpu(*run, cwd=place).out
+    (place / "no").mkdir()
+    (place / "no" / "torch.py").write_text("raise ImportError('no torch here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(place / "no"))
+    again = shell(f"mpu {' '.join(run)}")
+    assert again.stdout == first, again.stderr
+    assert "already finished" in again.stderr
+    with (place / "forget.jsonl").open("a") as records:
+        records.write(json.dumps({"question": "w5 w6", "answer": "w7"}) + "\n")
+    assert shell(f"mpu {' '.join(run)}").returncode == 1  # it has to look, and cannot
+    monkeypatch.undo()
+    assert "different experiment" in mpu(*run, check=False, cwd=place).err
+
 
 
 class TestCheckedBeforeTheWork:

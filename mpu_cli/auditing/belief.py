@@ -9,10 +9,12 @@ from itertools import product
 
 from mpu_cli.auditing.attacks import ATTACKS, ONE_COPY, Audit, audit
 from mpu_cli.errors import UsageError
-from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.noise import SCHEMES, Scheme, default_factors, given_factors
+
+_Manifests = Sequence[CopyManifest | None]  # of the copies, None for a model without one
 
 UNDONE = 0.5  # if an attack reduces the error of one copy to this share, the assumed noise explains the copies
 
@@ -44,10 +46,11 @@ def audit_as_believed(
     Raises UsageError for copies of different publications, a copy given twice, and a reference that is the base.
     """
     models = list(copies)
-    _together(models)
+    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
+    _check_together(manifests)
     attempts = []
-    schemes = _believed_noise(models, noise, alphas, nodes)
-    for believed, scheme in product(_believed_symmetries(models, symmetries), schemes):
+    schemes = _believed_noise(manifests, noise, alphas, nodes)
+    for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
         found = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast, observer=observer)
         if reference and not sum(found.task.values()):
             raise UsageError(f"--reference {reference.source}: has the same weights as --base", "leave it out")
@@ -58,29 +61,27 @@ def audit_as_believed(
     return min(attempts, key=lambda attempt: attempt[0])[1]
 
 
-def _believed_noise(models: list[Model], kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
-    """The schemes that the attacker tries, with a factor for each of ``models``: those given, or the defaults."""
+def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
+    """The schemes that the attacker tries, with a factor for each copy: those given, or the defaults."""
+    count = len(manifests)
     if alphas or nodes:
-        return [given_factors(kind, alphas, nodes, len(models))]
-    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    numbers = [(i, len(models)) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    kinds = [kind] if kind else SCHEMES if len(models) > 1 else SCHEMES[:1]
+        return [given_factors(kind, alphas, nodes, count)]
+    numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
+    kinds = [kind] if kind else SCHEMES if count > 1 else SCHEMES[:1]
     return [Scheme(each, tuple(default_factors(each, copies)[i] for i, copies in numbers)) for each in kinds]
 
 
-def _believed_symmetries(models: list[Model], given: str | None) -> list[str]:
+def _believed_symmetries(manifests: _Manifests, given: str | None) -> list[str]:
     """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
     if given:
         return [given]
     tried = ["signed", "paper", "all"]
-    manifest = read_copy_manifest(models[0].folder, models[0].checkpoint.metadata)
-    named = manifest.symmetries if manifest else None
+    named = manifests[0].symmetries if manifests[0] else None
     return [named] if named in tried else tried
 
 
-def _together(models: list[Model]) -> None:
+def _check_together(manifests: _Manifests) -> None:
     """Raise UsageError if copies are of different publications, which reveal nothing together, or one is repeated."""
-    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     known = [manifest for manifest in manifests if manifest is not None]
     if len({(manifest.run, manifest.round) for manifest in known}) > 1:
         raise UsageError("the copies belong to different publications", "audit each publication separately")

@@ -13,6 +13,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, paths_from, table, terminal, warn
 from mpu_cli.options.publishing import Aggregating
+from mpu_cli.outputs import model_folder
 
 if TYPE_CHECKING:
     from mpu_cli.server.estimate import ErrorEstimate
@@ -56,8 +57,7 @@ def aggregate(
     opened = open_keys(keys, identity, passphrase_file)
     opened_deltas = open_deltas(paths, opened)
     model = published_base(opened, base, config)
-    if out is None:
-        out = Path("unlearned" if opened.round == 1 else f"unlearned_{opened.round}")
+    out = out or model_folder(opened.round)
     with terminal() as observer:
         if as_adapter:
             result = aggregate_adapter(model, opened_deltas, opened, aggregating, out=out, force=force)

@@ -31,9 +31,18 @@ def compare(
 ) -> None:
     """Print results as a Markdown table, one row each, with the best of each column in bold.
 
-    Attacks are best near 0.5, privleak near 0. Warns on standard error if results were produced differently.
+    Attacks (mia_…) are best near the retain model's value (0.5 if none is known), privleak near 0. A result that others
+    used as --retain-log is the model to be like, so it gets no bold. Warns on standard error if results were produced differently.
     """
-    from mpu_cli.evaluation.results import MAIN, best, differences, goal, one_retain_log, read_results
+    from mpu_cli.evaluation.results import (
+        MAIN,
+        best,
+        differences,
+        goal,
+        one_retain_log,
+        read_results,
+        retain_value,
+    )
 
     if plot:
         from mpu_cli.evaluation.plots import draw_comparison
@@ -48,12 +57,15 @@ def compare(
         names = chosen_metrics(metrics, there)
     else:
         names = [name for name in MAIN if name in there] or list(dict.fromkeys(there))
-    columns = {name: [result.log.value(name) for result in read] for name in names}
+    columns = {name: [result.value(name) for result in read] for name in names}
     for sentence in differences(read):
         warn(f"not directly comparable: {sentence}")
     lines = ["| | " + " | ".join(map(_cell, names)) + " |", "|---|" + "---|" * len(names)]
     forms = {name: next(r.log.metrics[name] for r in read if r.log.has(name)) for name in names}
-    marked = {name: best(values, goal(name, forms[name])) for name, values in columns.items()}
+    competing = {name: [None if r.is_retain else r.value(name) for r in read] for name in names}
+    marked = {
+        name: best(values, goal(name, forms[name]), retain_value(read, name)) for name, values in competing.items()
+    }
     if not one_retain_log(read):
         marked["privleak"] = set()  # measured against different retain models
     for i, result in enumerate(read):

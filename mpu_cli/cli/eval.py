@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, names_in, note, table, terminal
+from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal
 from mpu_cli.errors import UsageError
 from mpu_cli.options.evaluation import Measuring, Scoring
 
@@ -119,10 +119,7 @@ def eval_(
             beside = 0.0  # computed against that model; the log's own value was computed without one
         rows.append([name, f"{form['agg_value']:.4g}", ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
     table(f"{model} on {chosen.name}", ["metric", "value", "goal", *(["retain model"] if log else [])], rows)
-    for shown in result.shown:
-        answers = {"truth": shown.truth, "before": shown.before, "after" if delta else "answer": shown.answer}
-        lines = [f"  {who + ':':<8} {text}" for who, text in answers.items() if text is not None]
-        note("\n".join([shown.question.strip(), *lines]))
+    show_answers(result.shown)
     if log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
     paths = [result.path]

@@ -18,6 +18,8 @@ from mpu_cli.observer import Observer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from mpu_cli.evaluation.evaluate import Shown
+
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
@@ -77,6 +79,15 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     if _first():
         print(f"warning: {printable(text)}", file=sys.stderr)
+
+
+def show_answers(answers: Iterable[Shown]) -> None:
+    """Print questions with their true answers and the model's, on standard error."""
+    for shown in answers:
+        after = "answer" if shown.before is None else "after"
+        texts = {"truth": shown.truth, "before": shown.before, after: shown.answer}
+        lines = [f"  {who + ':':<8} {text}" for who, text in texts.items() if text is not None]
+        note("\n".join([shown.question.strip(), *lines]))
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.defaults import next_round, round_folder
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, table, terminal, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Publishing
+from mpu_cli.outputs import next_round, round_folder
 
 if TYPE_CHECKING:
     from mpu_cli.server.publish import Published
@@ -77,12 +77,7 @@ def publish(
 
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    if publishing.calibration.epsilon is not None and (_given(context, "kappa") or _given(context, "shared_noise")):
-        raise UsageError(
-            "--epsilon sets the same noise in every block; --kappa and --shared-noise would scale it to the weights "
-            "and leak them",
-            "leave out --kappa and --shared-noise",
-        )
+    publishing.check_scale([name for name in ("kappa", "shared_noise") if _given(context, name)])
 
     from mpu_cli.cli.secrets import recipients_of_copies, sealer
     from mpu_cli.models.source import TOKENIZER_FILES, open_model

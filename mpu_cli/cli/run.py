@@ -9,7 +9,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, terminal
+from mpu_cli.cli.output import emit, note, terminal
 from mpu_cli.options.experiment import Experiment
 
 
@@ -24,9 +24,15 @@ def run(
     An interrupted run resumes where it left off. DIR/log.jsonl records what each step did. Prints the path of the last
     round's model.
     """
-    with terminal() as observer:
-        from mpu_cli.client.dataset import read_dataset
-        from mpu_cli.experiment.rounds import run as run_rounds
+    from mpu_cli.experiment.finished import finished
 
-        outcome = run_rounds(experiment, read_dataset(experiment.unlearning), out, observer)
+    outcome = finished(out, experiment)
+    if outcome:
+        note(f"{out}: already finished, with these options and files")
+    else:
+        with terminal() as observer:
+            from mpu_cli.client.dataset import read_dataset
+            from mpu_cli.experiment.rounds import run as run_rounds
+
+            outcome = run_rounds(experiment, read_dataset(experiment.unlearning), out, observer)
     emit([outcome.model], {"model": outcome.model, "log": outcome.log}, as_json)

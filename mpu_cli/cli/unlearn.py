@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.defaults import delta_path, round_of_copy
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, terminal, warn
+from mpu_cli.cli.output import emit, note, show_answers, terminal, warn
 from mpu_cli.options.unlearning import Logging, Records, Unlearning
+from mpu_cli.outputs import delta_path, name_of_copy, round_of_copy
 
 
 @grouped
@@ -42,6 +42,10 @@ def unlearn(
             rich_help_panel=Records.PANEL,
         ),
     ] = None,
+    show: Annotated[
+        int,
+        typer.Option(help="Print answers to the first N questions to forget, before and after.", metavar="N", min=0),
+    ] = 0,
     identity: options.Identity = None,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -55,8 +59,7 @@ def unlearn(
 
     # Read the records first, so that problems with them are found before anything large is loaded.
     data = read_dataset(unlearning)
-    name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
-    target = delta_path(out, name, round_of_copy(Path(copy)))
+    target = delta_path(out, copy, round_of_copy(Path(copy)))
 
     with terminal() as observer:
         from mpu_cli.cli.secrets import opened_copy
@@ -72,9 +75,18 @@ def unlearn(
                 open_model(source), data, unlearning, target=target, force=force, logging=logging,
                 reference_file=reference_file, secret=lambda: client_secret(default_secret_path()), observer=observer,
             )  # fmt: skip
+            answers = []
+            if show and result.first:
+                from mpu_cli.evaluation.evaluate import answers_before_and_after
+
+                prompts = unlearning.prompts
+                answers = answers_before_and_after(
+                    open_model(source), target, data.forget[:show], prompts, prompts.template,
+                    unlearning.training.device,
+                )  # fmt: skip
     if not result.first:
         return
-    text = f"{name}: {unlearning.algo}, {len(result.steps)} steps"
+    text = f"{name_of_copy(copy)}: {unlearning.algo}, {len(result.steps)} steps"
     if result.before and result.after:
         text += f"; loss per answer token on the forget set {result.before.forget:.3f} → {result.after.forget:.3f}"
         if result.before.retain is not None:
@@ -90,6 +102,7 @@ def unlearn(
             f"privacy: this delta protects each record with ε = {result.spent['epsilon']:.3g} at δ = "
             f"{unlearning.privacy.dp_delta:g}; the deltas of m copies together spend at most m times that"
         )
+    show_answers(answers)
     emit(
         [target],
         {
@@ -100,6 +113,7 @@ def unlearn(
             "after": asdict(result.after) if result.after else None,
             "warnings": result.warnings(),
             "privacy": result.spent,
+            "answers": [asdict(answer) for answer in answers],
             "steps": [asdict(s) for s in result.steps],
         },
         as_json,

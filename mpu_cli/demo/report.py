@@ -42,13 +42,14 @@ def write_report(
     for name, values in columns.items():
         # Only the three ways compete; "before" and "retain model" are the baselines.
         first = labels.index("clean")
-        marked = {first + i for i in best(values[first:], goal(name))}
+        marked = {first + i for i in best(values[first:], goal(name), values[labels.index("retain model")])}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
         rows.append([WORDS[name], *cells])
     parts = [
         f"<p>One model, three ways to make it forget ({html.escape(shown_settings)}). <b>clean</b>: the client got the "
         "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. <b>retain "
-        "model</b>: never saw the forget set. ★ marks the best of the three.</p>",
+        "model</b>: never saw the forget set. ★ marks the best of the three: attacks nearest to the retain model's "
+        "value, PrivLeak nearest to 0.</p>",
         html_table(["", *labels], rows),
         svg_of_comparison(labels, columns),
         "<h2>What each model answers</h2>",

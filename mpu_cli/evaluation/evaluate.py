@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH, WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Checkpoint, read_json_object
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
@@ -30,13 +30,16 @@ from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check_installed, run_tasks
 from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
+from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.evaluation.scoring import score
-from mpu_cli.models.deltas import add_delta, check_delta
+from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.loading import as_directory, load, with_adapter
 from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.unlearning import ChatTemplate
+from mpu_cli.records.reading import Record
 from mpu_cli.resumption import write_atomically
 from mpu_cli.version import __version__
 
@@ -45,6 +48,7 @@ VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scik
 QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, if the benchmark asks them
 BEFORE = "before:"  # and how many answers of the model without its delta, as a key of findings
 HARNESS = "lm_eval:"  # followed by the tasks, a key of the findings
+SHOWN = 64  # tokens at most of an answer that a client looks at after training
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
 
 
@@ -73,7 +77,7 @@ class _Subject:
 
     model: Model
     adapter: Path | None
-    delta: Path | None
+    delta: Checkpoint | None
     reference: Model | None
 
 
@@ -178,7 +182,7 @@ def evaluate(
     log, started = options.retain_log, time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
-        subject = _Subject(model, adapter, delta, reference)
+        subject = _Subject(model, adapter, open_delta(model, delta) if delta else None, reference)
         facts = _facts(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
         kept = _read_partial(unfinished, facts, {benchmark.members, benchmark.strangers})
@@ -197,7 +201,7 @@ def evaluate(
         document = {
             **FORMAT,
             **facts,
-            "retain_log": None if log is None else {"path": str(log), "sha256": _sha256(log)},
+            "retain_log": None if log is None else {"path": str(log), "sha256": _sha256(log), **_values(log, forms)},
             "seconds": round(time.monotonic() - started, 3),
             "resumed": resumed,
             "metrics": forms,
@@ -205,6 +209,29 @@ def evaluate(
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
     return Result(out, forms, _shown(kept, asked, show) if asked else [])
+
+
+def answers_before_and_after(
+    copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, template: str | None, device: str
+) -> list[Shown]:
+    """The answers of ``copy`` to the questions of ``records``, without and with ``delta``.
+
+    Texts and dialogues of several turns are left out. ``template`` is "chat", "plain" or None for the tokenizer's own.
+    """
+    questions = [record for record in records if len([role for role, _ in record.turns if role == "user"]) == 1]
+    if not questions:
+        return []
+    held = open_delta(copy, delta)
+    loaded, tokenizer = _load(copy, torch.float32, _device(device))
+    encoder = Encoder(tokenizer, template or _own_template(copy), prompts.system_prompt, _longest(loaded), prompts.date)
+    items = [encoder.question(record.question, record.answer, record.place) for record in questions]
+    ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
+    before = ask()
+    add_delta(loaded, copy, held)
+    return [
+        Shown(record.question, record.answer, then.generation, now.generation)
+        for record, then, now in zip(questions, before, ask(), strict=True)
+    ]
 
 
 def _passes(
@@ -220,8 +247,6 @@ def _passes(
     model, adapter, reference, facts = subject.model, subject.adapter, subject.reference, findings.facts
     batch_size, prompts = options.scoring.batch_size, options.prompts
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
-    if subject.delta:
-        check_delta(model, subject.delta)  # before the model is loaded, which takes longer
     loaded, tokenizer = _load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
     template = str(facts["options"]["template"])
@@ -234,6 +259,7 @@ def _passes(
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
     total = sum(len(split.rows) for split in used for key in todo if key.startswith(f"{split.name}."))
     total += sum(len(split.rows) for split in attacked) * len(todo & {"gradnorm", "reference"})
+    total += sum(int(key.removeprefix(BEFORE)) for key in todo if key.startswith(BEFORE))
     observer.stage("evaluate", total, "records")
 
     for split in used:  # report invalid records before any pass
@@ -243,7 +269,8 @@ def _passes(
     for key in sorted(key for key in todo if key.startswith(BEFORE)):
         split = next(split for split in used if split.name in QUESTIONS)
         first = run.encoded(split, "answer")[: int(key.removeprefix(BEFORE))]
-        findings.keep({key: _answers(run, split, first, [[]] * len(first), lambda _: None)})
+        advance = partial(_advance, observer, "answers before")
+        findings.keep({key: _answers(run, split, first, [[]] * len(first), advance)})
     if subject.delta:
         add_delta(loaded, model, subject.delta)
     for split in used:
@@ -368,6 +395,10 @@ def _load(model: Model, dtype: torch.dtype, device: str) -> tuple[PreTrainedMode
         return load(folder, dtype, device)
 
 
+def _device(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _own_template(model: Model) -> str:
     """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
     if any((model.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
@@ -379,9 +410,7 @@ def _own_template(model: Model) -> str:
 def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
     """What the numbers depend on: model, data, options, versions, hardware."""
     model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
-    device: str = scoring.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(scoring.device)
     hardware = {
         "device": device,
         "name": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -394,7 +423,7 @@ def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], optio
         "benchmark": benchmark.name,
         "model": _identity(model),
         "adapter": _adapter_identity(adapter) if adapter else None,
-        **({"delta": {"source": str(subject.delta), "sha256": _sha256(subject.delta)}} if subject.delta else {}),
+        **({"delta": _delta_identity(subject.delta)} if subject.delta else {}),
         "reference_model": None if subject.reference is None else _identity(subject.reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
@@ -420,6 +449,11 @@ def _identity(model: Model) -> dict[str, str]:
     return {"source": model.source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
 
 
+def _delta_identity(delta: Checkpoint) -> dict[str, str]:
+    with worker_pool() as pool:
+        return {"source": str(delta.path), "fingerprint": fingerprint(delta, pool)}
+
+
 def _adapter_identity(folder: Path) -> dict[str, str]:
     names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
     return {"source": str(folder)} | {name: _sha256(folder / name) for name in names}
@@ -429,6 +463,12 @@ def _version(package: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
+
+
+def _values(log: Path, forms: Mapping[str, Form]) -> dict[str, object]:
+    """What the retain model has in these metrics, so that a table can say which result is nearest to it."""
+    retain = read_retain_log(log)
+    return {"metrics": {name: value for name in forms if (value := retain.value(name)) is not None}}
 
 
 def _sha256(path: Path) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpu_cli.evaluation.encoding import Item
     from mpu_cli.evaluation.scoring import TokenScores
 
-# Where a metric should go; RETAIN is near 0.5, for attacks.
+# Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # the suite's guard against division by zero
 LOWEST = 0.4  # fraction of tokens that min-k uses

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpu_cli.evaluation.benchmarks import known_metrics
-from mpu_cli.evaluation.metrics import DOWN, UP
+from mpu_cli.evaluation.metrics import CHANCE, DOWN, RETAIN, UP, ZERO
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 
 # metrics that a table shows by default, in this order, if the results have them
@@ -27,11 +28,20 @@ OPTIONAL = (("reference_model", "fingerprint"), ("options", "date"))  # a missin
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A result: its label in tables, its metrics, and the facts it was produced under ({} for the suite's files)."""
+    """A result: its label in tables, its metrics, and the facts it was produced under ({} for the suite's files).
+
+    ``sha256`` is of its file; ``is_retain`` whether another result was measured against it.
+    """
 
     label: str
     log: RetainLog
     facts: Mapping[str, object]
+    sha256: str
+    is_retain: bool = False
+
+    def value(self, name: str) -> float | None:
+        """The metric's value; PrivLeak of the retain model is 0 by definition, whatever its own file says."""
+        return 0.0 if self.is_retain and name == "privleak" else self.log.value(name)
 
 
 def read_results(paths: Sequence[Path]) -> list[Evaluated]:
@@ -43,11 +53,27 @@ def read_results(paths: Sequence[Path]) -> list[Evaluated]:
             break
     else:
         labels = [f"{label} ({i})" for i, label in enumerate(labels, 1)]
-    return [Evaluated(label, log, log.document) for label, log in zip(labels, read, strict=True)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    compared_with = {_at(log.document, ("retain_log", "sha256")) for log in read}
+    return [
+        Evaluated(label, log, log.document, digest, digest in compared_with)
+        for label, log, digest in zip(labels, read, digests, strict=True)
+    ]
+
+
+def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
+    """The retain model's value of a metric: its own result if that is among ``results``, else what the others say of
+    it; None if nothing says it, or they were measured against different ones."""
+    for result in results:
+        if result.is_retain:
+            return result.value(name)
+    told = {_at(result.facts, ("retain_log", "metrics", name)) for result in results}
+    value = told.pop() if len(told) == 1 else None
+    return value if isinstance(value, float) else None
 
 
 def goal(name: str, form: Mapping[str, object] | None = None) -> str:
-    """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near 0.5).
+    """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near the retain model's value).
 
     ``form`` is the metric's form, where harness tasks state their own direction.
     """
@@ -57,11 +83,15 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
     return known[name].goal if name in known else DOWN if name.startswith("forget") else UP
 
 
-def best(values: Sequence[float | None], towards: str) -> set[int]:
-    """Indices of the best of ``values``; empty if no two values differ."""
+def best(values: Sequence[float | None], towards: str, retain: float | None = None) -> set[int]:
+    """Indices of the best of ``values``; empty if no two values differ.
+
+    ``retain`` is the retain model's value, which attacks should be near (None: chance).
+    """
+    target = {ZERO: 0.0, RETAIN: CHANCE if retain is None else retain}
 
     def merit(value: float) -> float:
-        return {"up": value, "down": -value, "zero": -abs(value), "retain": -abs(value - 0.5)}[towards]
+        return value if towards == UP else -value if towards == DOWN else -abs(value - target[towards])
 
     merits = [None if value is None else merit(value) for value in values]
     known = [m for m in merits if m is not None]
@@ -88,8 +118,9 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
 
 
 def one_retain_log(results: Sequence[Evaluated]) -> bool:
-    """Whether all were measured against the same retain model, or all without one."""
-    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in results}) < 2
+    """Whether all, except the retain model itself, were measured against the same one, or all without one."""
+    others = [result for result in results if not result.is_retain]
+    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in others}) < 2
 
 
 def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:

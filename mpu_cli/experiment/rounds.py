@@ -8,6 +8,7 @@ what is published.
     DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
     DIR/client/round_R/copy_K (removed after unlearning on it), round_R/deltas/…
     DIR/run.json, log.jsonl   for the experimenter: what was requested, and what each step did
+    DIR/done.json             once it is finished (mpu_cli.experiment.finished)
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.tag import client_secret
 from mpu_cli.client.unlearn import check_options, deciding, refers_back, unlearn
 from mpu_cli.errors import MpuError
+from mpu_cli.experiment.finished import LOG, Outcome, remember
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import check_ranges, declared, flat
@@ -56,14 +58,6 @@ from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import CopySurvival, Published, Target, publish
 from mpu_cli.server.randomness import new_seed, seed_from_number
 from mpu_cli.version import __version__
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The last round's model, and the log's lines, one per step."""
-
-    model: Path
-    log: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,10 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     check_options(experiment.unlearning)
     _begin(folder, _facts(experiment, data))
     with _alone(folder):
-        rounds = _Rounds(experiment, data, folder / "server", folder / "client", _Log(folder / "log.jsonl"), observer)
-        return Outcome(rounds.play(), rounds.log.lines)
+        rounds = _Rounds(experiment, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
+        model = rounds.play()
+        remember(folder, experiment, model)
+        return Outcome(model, rounds.log.lines)
 
 
 @contextmanager
@@ -344,7 +340,7 @@ def _begin(folder: Path, facts: Mapping[str, object]) -> None:
             before = json.loads(document.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise MpuError(f"{folder}: already exists and holds no experiment", "choose another --out") from error
-        if not (folder / "log.jsonl").exists() and not list(folder.glob("server/round_*")):
+        if not (folder / LOG).exists() and not list(folder.glob("server/round_*")):
             # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return

@@ -13,8 +13,8 @@ from mpu_cli.manifest import LEFT, RIGHT, delta_manifest, read_copy_manifest
 from mpu_cli.models.source import Model
 
 
-def check_delta(source: Model, path: Path) -> Checkpoint:
-    """The delta in ``path``; MpuError if it is not one of ``source``."""
+def open_delta(source: Model, path: Path) -> Checkpoint:
+    """The delta in ``path``, a file or a sharded directory; MpuError if it is not one of ``source``."""
     held = open_checkpoint(path)
     delta = delta_manifest(held.metadata, path)
     copy = read_copy_manifest(source.folder, source.checkpoint.metadata)
@@ -26,12 +26,11 @@ def check_delta(source: Model, path: Path) -> Checkpoint:
 
 
 @torch.no_grad()
-def add_delta(model: PreTrainedModel, source: Model, path: Path) -> None:
-    """Add the delta in ``path`` to the weights of ``model``, loaded from ``source``; the product of LoRA's factors.
+def add_delta(model: PreTrainedModel, source: Model, held: Checkpoint) -> None:
+    """Add an opened delta to the weights of ``model``, loaded from ``source``; the product of LoRA's factors.
 
-    Raises MpuError if it belongs to a different model or does not fit this one.
+    Raises MpuError if it does not fit.
     """
-    held = check_delta(source, path)
     left = dict.fromkeys(held.tensors)
     for name, parameter in model.named_parameters():
         stored = name if name in source.checkpoint.tensors else name.removeprefix(f"{model.base_model_prefix}.")
@@ -45,7 +44,7 @@ def add_delta(model: PreTrainedModel, source: Model, path: Path) -> None:
         else:
             continue
         if change.shape != parameter.shape:
-            raise MpuError(f"{path}: {stored!r} has shape {list(change.shape)}, expected {list(parameter.shape)}")
+            raise MpuError(f"{held.path}: {stored!r} has shape {list(change.shape)}, expected {list(parameter.shape)}")
         parameter.copy_((parameter.to(change.dtype) + change).to(parameter.dtype))
     if left:
-        raise MpuError(f"{path}: contains {listed(left)}, which {source.source} does not have")
+        raise MpuError(f"{held.path}: contains {listed(left)}, which {source.source} does not have")

@@ -170,7 +170,7 @@ def _build(of: type[Group], values: Mapping[str, object], where: str) -> Group:
         elif own.name in values:
             arguments[own.name] = known[own.name].convert(values[own.name], where)
         elif known[own.name].required:
-            raise UsageError(f"{where}{own.name}: missing", f"set it to {known[own.name].help}")
+            raise UsageError(f"{where}{own.name}: missing ({known[own.name].help})")
     return of(**arguments)
 
 

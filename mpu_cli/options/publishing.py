@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import group, option
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
@@ -115,3 +117,12 @@ class Publishing:
     disguise: Disguise = group(Disguise)
     calibration: Calibration = group(Calibration)
     stored: Stored = group(Stored)
+
+    def check_scale(self, given: Collection[str]) -> None:
+        """Raise UsageError if noise is scaled in two ways; ``given`` are the options that were set, by name."""
+        if self.calibration.epsilon is not None and {"kappa", "shared_noise"} & set(given):
+            raise UsageError(
+                "--epsilon sets the same noise in every block; --kappa and --shared-noise would scale it to the "
+                "weights and leak them",
+                "leave out --kappa and --shared-noise",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mpu_cli.errors import UsageError
 from mpu_cli.manifest import read_copy_manifest, read_model_manifest
 
 SUFFIX = ".safetensors"
@@ -27,12 +28,30 @@ def round_folder(parent: Path, number: int) -> Path:
     return parent if number == 1 else parent / f"round_{number}"
 
 
+def model_folder(number: int) -> Path:
+    """Where `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
+    return Path("unlearned" if number == 1 else f"unlearned_{number}")
+
+
+def name_of_copy(copy: str) -> str:
+    """What a delta of the model at ``copy`` (a path or a Hub id) is called."""
+    name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
+    return name.removesuffix(SUFFIX).removesuffix(".age")
+
+
 def delta_path(out: str | None, copy: str, number: int) -> Path:
-    """The delta of the copy called ``copy`` in round ``number``: ``out``, or a file in it if it is a directory."""
-    name = copy.removesuffix(SUFFIX).removesuffix(".age") + SUFFIX
+    """The delta of the model at ``copy`` in round ``number``: ``out``, or a file in it if it is a directory.
+
+    A name without a suffix gets ``.safetensors``; UsageError for any other suffix.
+    """
+    name = name_of_copy(copy) + SUFFIX
     if out is None:
         return round_folder(Path("deltas"), number) / name
     path = Path(out)
     if out.endswith(os.sep) or (path.is_dir() and not list(path.glob("*.index.json"))):
         return path / name
-    return path
+    if path.suffix == SUFFIX:
+        return path
+    if path.suffix:
+        raise UsageError(f"--out {out}: a delta is a {SUFFIX} file", f"use {path.with_suffix(SUFFIX)}")
+    return path.with_name(path.name + SUFFIX)
