@@ -37,8 +37,8 @@ from mpu_cli.outputs import delta_path, model_folder, next_round, round_folder, 
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server import keys as _keys
 from mpu_cli.server.adapter import aggregate_adapter
-from mpu_cli.server.aggregate import Aggregation
 from mpu_cli.server.aggregate import aggregate as _aggregate
+from mpu_cli.server.agreement import Aggregation
 from mpu_cli.server.deltas import open_deltas
 from mpu_cli.server.publication import publication_of
 from mpu_cli.server.publish import Published, Target

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,7 +199,7 @@ def respoil(folder, change):
 
 
 BAD_MODELS = {
-    "no config": (lambda f: (f / "config.json").unlink(), "--config"),
+    "no config": (lambda f: (f / "config.json").unlink(), "--model-config"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
     "config an array": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "unknown architecture": (spoiled(lambda c: c | {"model_type": "mamba"}), "supported: llama, mistral, qwen2, gpt2"),
@@ -272,7 +274,7 @@ def refused(outcome, complaint, status=1):
         (["--reference", "gone"], "gone: no such file", 1),
         (["--reference", "other"], "shape", 1),
         (["--reference", "gpt2"], "different architecture", 1),
-        (["--config", "gone.json"], "gone.json", 1),
+        (["--model-config", "gone.json"], "gone.json", 1),
         (["--keys", "base"], "directory", 1),
         (["--passphrase-file", "empty"], "empty passphrase", 1),
     ],
@@ -370,7 +372,8 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--weight-decay", "inf"], "--weight-decay", 2),
         (["--algo", "wish"], "--algo", 2),
         (["--retain", "gone.jsonl"], "gone.jsonl: no such file", 1),
-        (["--out", "base/config.json"], "already exists", 1),
+        (["--out", "base/model.safetensors"], "already exists", 1),
+        (["--out", "base/config.json"], "a delta is a .safetensors file", 2),
     ]
     + ([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device", 2)]),
 )
@@ -482,3 +485,46 @@ def test_out_of_memory_says_what_to_lower(tmp_path, shell):
     done = shell(f"ulimit -v 6000000; OMP_NUM_THREADS=1 {line}")
     assert done.returncode == 1
     assert "--micro-batch-size" in done.stderr.splitlines()[-1]
+
+
+class TestOptionsFromAFile:
+    def test_the_command_line_comes_first_then_a_variable_then_the_file(
+        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In any position; names with hyphens or underscores; lists as on the command line with commas."""
+        (place / "mpu.toml").write_text(
+            '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[aggregate]\nkeys = "other.bin"\n'
+        )
+        monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.125")
+        told = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=place)
+        assert "κ = 0.75 and κ_s = 0.125" in told.err
+        assert told.json["noise"]["factors"] == [1, -1, 2]
+        assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=place).err
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("[publish]\nkapa = 1", "did you mean kappa?"),
+            ("kappa = 1", "put options into a table"),
+            ("[publisch]\nkappa = 1", "publisch: not a command"),
+            ("[publish", "not TOML"),
+            ("[publish]\nkappa = 'much'", "--kappa"),
+        ],
+    )
+    def test_mistakes(self, mpu: Callable, place: Path, text: str, named: str) -> None:
+        (place / "mpu.toml").write_text(text)
+        refused = mpu("publish", "base", "--config", "mpu.toml", check=False, cwd=place)
+        assert refused.is_one_error
+        assert named in refused.err
+        assert not list(place.glob("copy_*"))
+
+    def test_a_models_config_is_another_option(self, mpu: Callable, place: Path) -> None:
+        refused = mpu("publish", "base", "--config", "base/config.json", check=False, cwd=place)
+        assert refused.is_one_error
+        assert "--model-config" in refused.err
+
+    def test_unknown_variables_are_named(self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")
+        told = mpu("inspect", place / "base")
+        assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in told.err

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.records.reading import read_records
 from tests.models import Trained, random_model, save
 from tests.protocol import distance, tensors
@@ -234,7 +236,6 @@ def test_a_finished_run_answers_without_loading_anything(
     assert "different experiment" in mpu(*run, check=False, cwd=place).err
 
 
-
 class TestCheckedBeforeTheWork:
     def test_a_metric_that_the_sweep_will_not_have(self, mpu: Callable, place: Path) -> None:
         (place / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\n[eval]\nbenchmark = "qa"\n')
@@ -285,3 +286,65 @@ class TestCheckedBeforeTheWork:
             )
         }  # fmt: skip
         assert len(set(kinds.values())) == len(kinds)
+
+
+class TestDryRun:
+    """All checks are made and nothing is written; the bytes are those of the files that a real run writes."""
+
+    def test_the_whole_path(self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(place)
+        for lora in ((), ("--lora-rank", 2)):
+            steps = [
+                ("publish", "base", "--copies", 2, "--dtype", "bfloat16", "--force"),
+                ("unlearn", "copy_1", *TRAINING, *lora, "--force"),
+                ("unlearn", "copy_2", *TRAINING, *lora, "--force"),
+                ("aggregate", "deltas", "--dtype", "float32", "--force"),
+            ]
+            for step in steps:
+                before = sorted(place.rglob("*"))
+                planned = mpu(*step, "--dry-run", "--json").json
+                assert sorted(place.rglob("*")) == before
+                mpu(*step)
+                for written in planned["writes"]:
+                    assert Path(written["path"]).exists()
+                    if written["bytes"] is not None:
+                        assert written["bytes"] == open_checkpoint(Path(written["path"])).nbytes
+
+    def test_its_checks(self, mpu: Callable, place: Path) -> None:
+        mpu("publish", "base", "--copies", 2, cwd=place)
+        for arguments, named in (
+            (("publish", "base"), "copy_1: already exists"),
+            (("unlearn", "copy_1", "--beta1", 2), "beta1"),
+            (("aggregate", "deltas"), "deltas"),
+        ):
+            refused = mpu(*arguments, "--dry-run", check=False, cwd=place)
+            assert refused.is_one_error
+            assert named in refused.err
+
+    def test_lines_for_people(self, mpu: Callable, place: Path) -> None:
+        lines = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=place).out.splitlines()
+        assert [line.split("\t")[0] for line in lines] == ["reads", *["writes"] * 3, "memory", "disk", "note"]
+
+
+class TestTheModelCard:
+    def test_provenance_without_secrets(self, mpu: Callable, place: Path) -> None:
+        mpu("publish", "base", "--copies", 2, "--seed", 7, cwd=place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
+        told = mpu("aggregate", "deltas", "--json", cwd=place).json
+        card = (place / "unlearned" / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["library_name"] == "transformers"
+        assert "unlearning" in head["tags"]
+        assert f"| run, round | {told['run']}, 1 |" in card
+        assert str(place) not in card
+
+    def test_a_push_that_cannot_work_is_refused_before_the_work(self, mpu: Callable, place: Path) -> None:
+        mpu("publish", "base", "--copies", 2, cwd=place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
+        for name, named in (("noowner", "expected OWNER/NAME"), ("some/model", "--push some/model")):
+            refused = mpu("aggregate", "deltas", "--push", name, check=False, cwd=place)
+            assert refused.is_one_error
+            assert named in refused.err
+            assert not (place / "unlearned").exists()

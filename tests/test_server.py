@@ -173,8 +173,9 @@ class TestPublish:
         for source, name in ((tmp_path / "sharded", "b"), (tmp_path / "sharded/model.safetensors.index.json", "c")):
             mpu("publish", source, "--seed", 1, "--out", tmp_path / name, "--keys", tmp_path / f"{name}.bin")
             expected = load_file(tmp_path / "a/copy_2/model.safetensors")
-            found = load_file(tmp_path / name / "copy_2/model.safetensors")
-            assert all(torch.equal(found[t], expected[t]) for t in expected)
+            copy = open_checkpoint(tmp_path / name / "copy_2")
+            assert copy.shards == open_checkpoint(tmp_path / "sharded").shards
+            assert all(torch.equal(copy.tensor(t), expected[t]) for t in expected)
 
     def test_reports_what_rounding_leaves(self, mpu, tmp_path):
         base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")

@@ -33,6 +33,12 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
+    @property
+    def shards(self) -> list[list[str]]:
+        """The names of the tensors in each file, in the order of the files' names."""
+        files = sorted({info.file for info in self.tensors.values()})
+        return [[name for name, info in self.tensors.items() if info.file == file] for file in files]
+
     def tensor(self, name: str) -> torch.Tensor:
         """Tensor ``name`` as a view of the file, in its stored shape and dtype. Slicing it reads only that slice.
 

@@ -66,7 +66,7 @@ class Transaction:
             there = other.absolute()
             if here == there or here in there.parents or there in here.parents:
                 raise MpuError(f"{target}: overlaps with {other}, another output of this command", "choose other names")
-        self._check(target, directory)
+        self.check(target, directory)
         with uninterrupted():
             try:
                 self._make_parents(target.parent)
@@ -114,7 +114,8 @@ class Transaction:
         if self in Transaction.open_ones:
             Transaction.open_ones.remove(self)
 
-    def _check(self, target: Path, directory: bool) -> None:
+    def check(self, target: Path, directory: bool) -> None:
+        """Raise MpuError if ``target`` exists and may not be replaced, or is of the other kind."""
         if not os.path.lexists(target):
             return
         if not self._force:
@@ -141,7 +142,7 @@ class Transaction:
         kept: dict[Path, Path] = {}  # target → where its old content is kept until the commit is complete
         try:
             for _, output, target in self._outputs:
-                self._check(target, output.is_dir())
+                self.check(target, output.is_dir())
                 if target.exists() or target.is_symlink():
                     kept[target] = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
                     target.rename(kept[target] / target.name)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpu_cli.checkpoint.header import ITEM_SIZE, encode_header
-from mpu_cli.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, drop_pages
+from mpu_cli.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, drop_pages
 from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
@@ -38,12 +38,19 @@ class CheckpointWriter:
     """Tensors to fill in, each a view of the file being written.
 
     Disk space for every file is reserved before anything is written, so a full disk is reported at once and leaves
-    no half-written file. ``path`` is a file, or a directory for ``model.safetensors`` or for shards of at most
-    ``max_shard`` bytes with their index. Use as a context manager, and keep no views beyond it: later writes may not
-    be flushed.
+    no half-written file. ``path`` is a file, or a directory for ``model.safetensors`` or for shards with their index:
+    those of ``like`` if that has several, else of at most ``max_shard`` bytes. Use as a context manager, and keep no
+    views beyond it: later writes may not be flushed.
     """
 
-    def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str], max_shard: int = MAX_SHARD):
+    def __init__(
+        self,
+        path: Path,
+        specs: TensorSpecs,
+        metadata: Mapping[str, str],
+        max_shard: int = MAX_SHARD,
+        like: Checkpoint | None = None,
+    ):
         self.dtype = {name: dtype for name, (dtype, _) in specs.items()}
         self._shape = {name: shape for name, (_, shape) in specs.items()}
         self._place: dict[str, tuple[mmap.mmap, int]] = {}
@@ -52,7 +59,8 @@ class CheckpointWriter:
         if not path.is_dir():
             self._reserve(path, specs, metadata)
             return
-        shards = list(_shards(specs, max_shard))
+        shards = [[name for name in names if name in specs] for names in like.shards] if like else []
+        shards = list(filter(None, shards)) if len(shards) > 1 else list(_shards(specs, max_shard))
         if len(shards) == 1:
             self._reserve(path / WEIGHTS_NAME, specs, metadata)
             return

@@ -16,7 +16,12 @@ from mpu_cli.options.publishing import Aggregating
 from mpu_cli.outputs import model_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpu_cli.models.source import Model
+    from mpu_cli.server.deltas import Delta
     from mpu_cli.server.estimate import ErrorEstimate
+    from mpu_cli.server.keys import Keys
 
 
 @grouped
@@ -28,7 +33,7 @@ def aggregate(
     aggregating: Aggregating,
     keys: options.KeysFile = Path("keys.bin"),
     base: options.BaseAgain = None,
-    config: options.Config = None,
+    config: options.ModelConfig = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -38,6 +43,11 @@ def aggregate(
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Write LoRA deltas as one peft adapter for BASE instead of a model.")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(help="Upload the result to this private repository on the Hub.", metavar="OWNER/NAME"),
+    ] = None,
+    dry_run: options.DryRun = False,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
     force: options.Force = False,
@@ -58,6 +68,13 @@ def aggregate(
     opened_deltas = open_deltas(paths, opened)
     model = published_base(opened, base, config)
     out = out or model_folder(opened.round)
+    if dry_run:
+        _preview(model, opened_deltas, opened, aggregating, out, force, as_json)
+        return
+    if push:
+        from mpu_cli.models.hub import check_repository
+
+        check_repository(push)  # before the work
     with terminal() as observer:
         if as_adapter:
             result = aggregate_adapter(model, opened_deltas, opened, aggregating, out=out, force=force)
@@ -76,10 +93,15 @@ def aggregate(
     note(f"applied with η = {aggregating.server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
     for warning in result.warnings():
         warn(warning)
+    if push:
+        from mpu_cli.models.hub import upload
+
+        note(f"uploaded to {upload(out, push)}")
     emit(
         [out],
         {
             "model": out,
+            "pushed": push,
             "run": opened.run,
             "round": opened.round,
             "copies": [
@@ -97,6 +119,32 @@ def aggregate(
             ],
         },
         as_json,
+    )
+
+
+def _preview(
+    base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating, out: Path, force: bool, as_json: bool
+) -> None:
+    """What `mpu aggregate` would read and write, all deltas checked except for their numbers."""
+    from mpu_cli.checkpoint.dtypes import OPTION
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.models.files import model_specs
+    from mpu_cli.server.deltas import check_round
+    from mpu_cli.server.profile import BUFFERS
+
+    layout, weights = check_round(base, deltas, keys, options)
+    specs = model_specs(base.checkpoint, layout, OPTION[options.dtype] if options.dtype else None)
+    shown = ", ".join(f"{weight:.3g}" for weight in weights)
+    show(
+        Preview(
+            reads=[(base.source, base.checkpoint.nbytes), *((d.path, d.checkpoint.nbytes) for d in deltas)],
+            writes=[(out, nbytes_of(specs))],
+            memory=BUFFERS,
+            notes=[f"run {keys.run}, round {keys.round}; the copies' weights: {shown}"],
+        ),
+        force=force,
+        as_json=as_json,
     )
 
 

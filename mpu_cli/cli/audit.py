@@ -65,8 +65,9 @@ def audit(
 ) -> None:
     """Play a client that keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
 
-    "weights" is the error up to symmetries, under which the model computes the same function; "task vector" is the
-    error of base − reference as recovered. Prints a verdict.
+    "weights" is the error up to symmetries, under which the model computes the same function; "of the change" is the
+    same error relative to base − reference, what fine-tuning changed, and decides the verdict; "task vector" is the
+    error of base − reference itself, in the reference's coordinates. Prints a verdict.
     """
     from mpu_cli.auditing.attacks import ATTACKS
     from mpu_cli.auditing.belief import audit_as_believed
@@ -104,17 +105,22 @@ def audit(
             [
                 ATTACKS[name].description,
                 f"{result.function_error(name):.2%}",
+                *([f"{result.change_error(name):.2%}"] if public else []),
                 "–" if task is None else f"{task:.2%}",
                 f"{recovered.seconds:.1f}",
             ]
         )
-    table("Relative error of what is recovered", ["attack", "weights", "task vector", "seconds"], rows)
+    table(
+        "Relative error of what is recovered",
+        ["attack", "weights", *(["of the change"] if public else []), "task vector", "seconds"],
+        rows,
+    )
     unmoved = [block for block, share in result.unmoved.items() if share > HELD]
     if unmoved:
         note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
              + (f" and {len(unmoved) - 4} more blocks" if len(unmoved) > 4 else ""))  # fmt: skip
     off, share = result.function_error(best), result.change_error(best)
-    of_change = f", or {share:.2%} of what fine-tuning changed" if public else ""
+    of_change = f", {share:.2%} of the change that fine-tuning made" if public else ""
     verdict = (
         f"recovered: {ATTACKS[best].description} gives the weights to within {off:.2%}{of_change}"
         if share < CLOSE

@@ -32,7 +32,8 @@ def compare(
     """Print results as a Markdown table, one row each, with the best of each column in bold.
 
     Attacks (mia_…) are best near the retain model's value (0.5 if none is known), privleak near 0. A result that others
-    used as --retain-log is the model to be like, so it gets no bold. Warns on standard error if results were produced differently.
+    used as --retain-log is the model to be like, so it gets no bold. Warns on standard error if results were produced
+    differently.
     """
     from mpu_cli.evaluation.results import (
         MAIN,

@@ -48,7 +48,7 @@ def finetune(
         )  # fmt: skip
     losses, lost = result.losses, result.lost_to_rounding
     note(f"{len(losses)} steps; loss per answer token {losses[0]:.3f} → {losses[-1]:.3f} (first and last batch)")
-    from mpu_cli.server.aggregate import LOST
+    from mpu_cli.server.agreement import LOST
 
     if lost > LOST:
         warn(f"storage in the model's own dtype rounds away {lost:.0%} of the change; a higher --lr avoids that")

@@ -17,7 +17,7 @@ def invert(
     ],
     keys: options.KeysFile = Path("keys.bin"),
     base: options.BaseAgain = None,
-    config: options.Config = None,
+    config: options.ModelConfig = None,
     out: Annotated[Path, typer.Option(help="Directory for the inverted deltas.", metavar="DIR")] = Path("inverted"),
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,

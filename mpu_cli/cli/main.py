@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,13 +15,14 @@ from typer.exceptions import TyperException
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
 from mpu_cli.cli.compare import compare
+from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
 from mpu_cli.cli.demo import demo
 from mpu_cli.cli.eval import eval_
 from mpu_cli.cli.finetune import finetune
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
-from mpu_cli.cli.output import printable, results_alone
+from mpu_cli.cli.output import printable, results_alone, warn
 from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.run import run
@@ -71,12 +73,18 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config", help="TOML file with options: a table for each command, such as [publish].", metavar="FILE"
+        ),
+    ] = None,
 ) -> None:
     """Unlearning in which neither party sees the other's secrets: the server publishes disguised copies of its model,
     the client unlearns on them and returns weight changes, and the server undoes the disguise and combines them.
 
     Results go to standard output, everything else to standard error. Every option can be set with an environment
-    variable: MPU_PUBLISH_KAPPA=0.01 for `publish --kappa 0.01`.
+    variable: MPU_PUBLISH_KAPPA=0.01 for `publish --kappa 0.01`, or in the file that --config names.
     """
 
 
@@ -85,15 +93,18 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used here
     debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "").lower() not in ("", "0", "false", "no")
-    # An option of every command should work in any position.
-    arguments = [a for a in arguments if a != "--debug"]
     try:
+        # An option of every command should work in any position.
+        arguments, file = without_flag([a for a in arguments if a != "--debug"])
         command: Any = typer.main.get_command(app)
-        for name, each in command.commands.items():
+        for each in command.commands.values():
             each.callback = results_alone()(each.callback)
-            for parameter in each.params:
-                _name_variable(name, parameter)
-        status = command.main(arguments, prog_name="mpu", standalone_mode=False) or 0
+        name_variables(command.commands)
+        for sentence in unknown_variables(os.environ, command.commands):
+            warn(sentence)
+        file = file or os.environ.get(VARIABLE)
+        defaults = defaults_from(Path(file), command.commands) if file else None
+        status = command.main(arguments, prog_name="mpu", standalone_mode=False, default_map=defaults) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)
         status = error.exit_code
@@ -120,14 +131,6 @@ def main(arguments: list[str] | None = None) -> None:
     if status > SIGNALLED:
         _fail("stopped, nothing was left half-written", debug)
     sys.exit(status)
-
-
-def _name_variable(command: str, parameter: Any) -> None:
-    """Name the variable of an option after its long name: MPU_PUBLISH_ROUND for ``publish --round``."""
-    longest = max(parameter.opts, key=len)
-    if longest.startswith("--"):
-        parameter.envvar = f"MPU_{command}_{longest[2:]}".replace("-", "_").upper()
-        parameter.show_envvar = False  # explained once, in the help of mpu; repeated everywhere, it drowns the rest
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:

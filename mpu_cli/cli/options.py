@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of paths.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Check everything, print what would be read and written, and stop."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing outputs.")]
 KeysFile = Annotated[Path, typer.Option("--keys", help="The key file of the publication.", metavar="FILE")]
 Identity = Annotated[
@@ -17,8 +21,9 @@ Identity = Annotated[
 PassphraseFile = Annotated[
     Path | None, typer.Option(help="Read the passphrase from the first line of FILE.", metavar="FILE")
 ]
-Config = Annotated[
-    Path | None, typer.Option(help="The base's config.json, if it is not next to the weights.", metavar="FILE")
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option("--model-config", help="The base's config.json, if it is not next to the weights.", metavar="FILE"),
 ]
 BaseAgain = Annotated[
     str | None,

@@ -162,6 +162,15 @@ def terminal() -> Iterator[Terminal]:
         observer.close()
 
 
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def names_in(text: str | None) -> tuple[str, ...]:
     """The names in ``text``, comma-separated."""
     return tuple(filter(None, map(str.strip, (text or "").split(","))))

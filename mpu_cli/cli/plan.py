@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note
+from mpu_cli.cli.output import emit, in_bytes, note
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.publishing import Copies, SharedNoise
 from mpu_cli.options.unlearning import Optimizer, Training
@@ -55,11 +55,11 @@ def plan(
     costs = cost(opened, machine, copies=scheme.copies, optimizer=optim, tokens=tokens)
     lines = [
         f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
-        f"server writes and sends\t{_bytes(costs.published)} in {scheme.copies} copies",
-        f"client returns\t{_bytes(costs.returned)} of float32 deltas",
-        f"server memory\tabout {_bytes(costs.server_memory)}, regardless of the model",
-        f"client memory\t{_bytes(costs.client_memory)} for weights, gradient and {optim}'s state, plus activations",
-        f"server, paper's model\t{_bytes(costs.moved)} moved, {costs.operations:.3g} operations "
+        f"server writes and sends\t{in_bytes(costs.published)} in {scheme.copies} copies",
+        f"client returns\t{in_bytes(costs.returned)} of float32 deltas",
+        f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
+        f"client memory\t{in_bytes(costs.client_memory)} for weights, gradient and {optim}'s state, plus activations",
+        f"server, paper's model\t{in_bytes(costs.moved)} moved, {costs.operations:.3g} operations "
         f"({costs.intensity:.2f} per byte): {costs.server_seconds:.3g} s at this machine's "
         f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.operations / 1e9:.0f} billion operations/s",
     ]
@@ -104,11 +104,3 @@ def _tokens(opened: Model, forget: str, data_dir: Path | None) -> int:
         raise MpuError(f"{opened.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
     encoding = Encoding(tokenizer)
     return sum(len(example.ids) for example in encoding.encode(records))
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

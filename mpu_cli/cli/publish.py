@@ -16,7 +16,9 @@ from mpu_cli.options.publishing import Publishing
 from mpu_cli.outputs import next_round, round_folder
 
 if TYPE_CHECKING:
-    from mpu_cli.server.publish import Published
+    from mpu_cli.models.source import Model
+    from mpu_cli.server.publication import Publication
+    from mpu_cli.server.publish import Published, Target
 
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
@@ -34,7 +36,7 @@ def publish(
             metavar="MODEL",
         ),
     ] = None,
-    config: options.Config = None,
+    config: options.ModelConfig = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory for copy_1 … copy_m (default: this one; after round 1, round_R).", metavar="DIR"),
@@ -70,6 +72,7 @@ def publish(
         typer.Option(help="For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Report where the time went.")] = False,
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -114,6 +117,9 @@ def publish(
         sealed_for,
         force,
     )
+    if dry_run:
+        _preview(model, public, publication, target, as_json)
+        return
     with terminal() as observer:
         published = run_publish(model, public, publication, target, observer=observer, profile=laps)
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
@@ -146,6 +152,29 @@ def publish(
         },
         as_json,
     )
+
+
+def _preview(base: Model, reference: Model | None, publication: Publication, target: Target, as_json: bool) -> None:
+    """What `mpu publish` would read and write."""
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.models.files import model_specs
+    from mpu_cli.server.profile import BUFFERS
+    from mpu_cli.server.publish import check_publishable
+
+    layout = check_publishable(base, reference)
+    manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
+    size = nbytes_of(model_specs(base.checkpoint, layout, publication.dtype))
+    preview = Preview(
+        reads=[(model.source, model.checkpoint.nbytes) for model in (base, reference) if model],
+        writes=[*((target.copy(manifest), size) for manifest in manifests), (target.keys, None)],
+        memory=BUFFERS,
+        notes=[
+            f"run {publication.run}, round {publication.round}; noise {publication.noise.kind}, symmetries "
+            f"{publication.symmetries}"
+        ],
+    )
+    show(preview, force=target.force, as_json=as_json)
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, show_answers, terminal, warn
+from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Logging, Records, Unlearning
 from mpu_cli.outputs import delta_path, name_of_copy, round_of_copy
+
+if TYPE_CHECKING:
+    from mpu_cli.client.dataset import Dataset
 
 
 @grouped
@@ -46,6 +51,7 @@ def unlearn(
         int,
         typer.Option(help="Print answers to the first N questions to forget, before and after.", metavar="N", min=0),
     ] = 0,
+    dry_run: options.DryRun = False,
     identity: options.Identity = None,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -70,6 +76,9 @@ def unlearn(
 
         check_options(unlearning)  # before a sealed copy is opened
         check_logging(logging, unlearning.privacy)
+        if dry_run:
+            _preview(copy, data, unlearning, target, force, as_json)
+            return
         with opened_copy(copy, identity, target) as source:
             result = run_unlearn(
                 open_model(source), data, unlearning, target=target, force=force, logging=logging,
@@ -118,3 +127,40 @@ def unlearn(
         },
         as_json,
     )
+
+
+def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force: bool, as_json: bool) -> None:
+    """What `mpu unlearn` would read and write. Steps are those of records that are one example each."""
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.client.training import schedule
+    from mpu_cli.client.unlearn import delta_specs, epochs_of
+    from mpu_cli.experiment.cost import training_memory
+    from mpu_cli.models.source import open_model
+    from mpu_cli.sealing import is_sealed
+
+    if Path(copy).is_file() and is_sealed(Path(copy)):
+        raise MpuError(f"{copy}: sealed, so it has to be opened first", "run it without --dry-run")
+    model = open_model(copy)
+    specs = delta_specs(model, options.lora)
+    trained = sum(info.elements for info in model.checkpoint.tensors.values())
+    optimised = sum(math.prod(shape) for _, shape in specs.values())
+    steps = len(
+        schedule(
+            len(data.forget), len(data.retain), epochs=epochs_of(options), batch_size=options.training.batch_size,
+            seed=options.training.seed,
+        )
+    )  # fmt: skip
+    show(
+        Preview(
+            reads=[(model.source, model.checkpoint.nbytes), (f"{len(data.forget)} records to forget", None),
+                   (f"{len(data.retain)} records to keep", None)],
+            writes=[(target, nbytes_of(specs))],
+            memory=4 * (trained - optimised if options.lora.lora_rank is None else trained)
+            + training_memory(optimised, options.training.optim),
+            notes=[f"{options.algo}, {epochs_of(options)} epochs of {options.training.batch_size} records a step: "
+                   f"about {steps} steps; activations need memory on top"],
+        ),
+        force=force,
+        as_json=as_json,
+    )  # fmt: skip

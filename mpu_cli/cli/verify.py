@@ -17,7 +17,7 @@ def verify(
     copy: Annotated[str, typer.Argument(help="A copy from `mpu publish`.", metavar="COPY")],
     keys: options.KeysFile = Path("keys.bin"),
     base: options.BaseAgain = None,
-    config: options.Config = None,
+    config: options.ModelConfig = None,
     logits: Annotated[
         bool, typer.Option(help="Also compare logits on random tokens (holds the model in memory, in float32).")
     ] = True,

@@ -46,7 +46,7 @@ from mpu_cli.client.training import (
 )
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
-from mpu_cli.models.loading import as_directory, load, memory_in_mind
+from mpu_cli.models.loading import as_directory, load, memory_in_mind, skeleton
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
@@ -487,6 +487,14 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str,
             )
         names[name] = match
     return names
+
+
+def delta_specs(copy: Model, options: Lora) -> TensorSpecs:
+    """The tensors that a float32 delta of ``copy`` will hold; no weight is read."""
+    with as_directory(copy) as folder:
+        model = skeleton(folder)
+    names = _names_in_files(model, copy.checkpoint)
+    return lora.tensor_specs(names, options, model) if options.lora_rank is not None else _full_specs(names, model)
 
 
 def _full_specs(names: dict[str, str], model: PreTrainedModel) -> TensorSpecs:

@@ -38,9 +38,13 @@ from mpu_cli.server.noise import default_scheme
 PEOPLE, FORGOTTEN, UNSEEN = 40, 4, 4
 EPOCHS = 50  # of training; the model then knows its records by heart
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
-NOISE, KAPPA, ROUNDS = default_scheme(), 0.02, 1
+NOISE, KAPPA, ROUNDS = default_scheme(), Disguise().kappa, 1
+# of those tried, the one after which a model that small still answers in sentences
 UNLEARNING = Unlearning(
-    algo="npo", epochs=15, loss=Loss(beta=2.0), training=Training(optim="adamw-blockwise", lr=3e-4, batch_size=10)
+    algo="undial",
+    epochs=40,
+    loss=Loss(beta=10.0, alpha=3.0),
+    training=Training(optim="adamw-blockwise", lr=5e-4, batch_size=10),
 )
 METRICS = (
     "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",

@@ -16,9 +16,9 @@ import torch
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.models.source import Model
+from mpu_cli.server.profile import BUFFERS
 
 ATTENTION = {"query", "key", "value", "mixed"}
-SERVER_BUFFERS = 350e6  # bytes: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
 TRIES = 5
 # bytes of moments that an optimiser keeps per weight, in float32; blockwise has one second moment per tensor
 MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "muon": 4, "lion": 4, "paged_adamw_32bit": 8, "adamw_8bit": 2}
@@ -50,6 +50,11 @@ class Cost:
     server_seconds: float
     training_operations: float | None
     training_seconds: float | None
+
+
+def training_memory(weights: int, optimizer: str) -> int:
+    """Bytes for the weights, their gradient and the optimiser's state, in float32, without activations."""
+    return weights * (4 + 4 + MOMENTS[optimizer])
 
 
 def measure_machine() -> Machine:
@@ -104,8 +109,8 @@ def cost(
         copies=copies,
         published=copies * stored,
         returned=copies * weights * 4,  # float32
-        server_memory=SERVER_BUFFERS,
-        client_memory=weights * (4 + 4 + MOMENTS[optimizer]),
+        server_memory=BUFFERS,
+        client_memory=training_memory(weights, optimizer),
         moved=moved,
         operations=operations,
         intensity=operations / moved,

@@ -18,7 +18,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,11 +39,7 @@ from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.resumption import append_line, read_lines
 from mpu_cli.server.noise import scheme_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from mpu_cli.toml import read_toml
 
 # of [eval]; those of the run by default
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
@@ -82,12 +77,7 @@ class Cell:
 
 def read_sweep(path: Path) -> list[Cell]:
     """The cells of a sweep file, in order, each once. Raises MpuError or UsageError, naming the place."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MpuError(f"{path}: not TOML ({error})") from error
+    document = read_toml(path)
     evaluation = document.pop("eval", {})
     cases = document.pop("cases", [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):

@@ -66,8 +66,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
     except Exception as error:  # an untrusted folder may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({reason})") from error
+        raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({_first_line(error)})") from error
 
 
 @contextmanager
@@ -86,6 +85,22 @@ def _out_of_memory(error: Exception) -> bool:
     signs = ("out of memory", "alloc_failed", "allocate memory")
     message = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)
+
+
+def skeleton(folder: Path) -> PreTrainedModel:
+    """The model that ``folder`` configures, with tensors that have shapes but no data. Raises MpuError if
+    transformers does not know it."""
+    transformers.logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # an untrusted folder may raise anything
+        raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load(
@@ -117,10 +132,7 @@ def load(
     except Exception as error:  # an untrusted folder may raise anything
         if _out_of_memory(error):
             raise
-        reason = str(error).strip().splitlines()
-        raise MpuError(
-            f"{folder}: transformers cannot load it ({reason[0] if reason else type(error).__name__})"
-        ) from error
+        raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
     if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
         raise MpuError(f"{folder}: the weights do not match config.json ({listed(made_up)})")
     if device == "auto":

@@ -78,6 +78,6 @@ def open_model(source: str, config: Path | None = None) -> Model:
         raise MpuError(
             f"{config_path}: no such file",
             "put the model's config.json next to its weights (publish, verify, invert "
-            "and aggregate also take --config)",
+            "and aggregate also take --model-config)",
         )
     return Model(source, checkpoint, read_json_object(config_path), config_path, folder)

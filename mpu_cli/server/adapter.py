@@ -17,7 +17,8 @@ from mpu_cli.errors import MpuError
 from mpu_cli.models.files import write_json
 from mpu_cli.models.source import Model
 from mpu_cli.options.publishing import Aggregating
-from mpu_cli.server.aggregate import Aggregation, agreement
+from mpu_cli.server.agreement import Aggregation, agreement
+from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import Delta, check_base, check_norms, check_round, outliers_of
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.undo import LowRank, Undoing
@@ -85,4 +86,6 @@ def aggregate_adapter(
             for name, factor in tensors.items():
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
-    return replace(agreement(out, gram, keys.noise, deltas), outliers=tuple(outliers))
+        result = replace(agreement(out, gram, keys.noise, deltas), outliers=tuple(outliers))
+        (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
+    return result

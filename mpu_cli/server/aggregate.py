@@ -6,11 +6,10 @@ ones, w_k ∝ 1/α_k, for the paper's zero-sum noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +28,8 @@ from mpu_cli.models.files import model_specs, write_json, write_small_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import Aggregating
+from mpu_cli.server.agreement import Aggregation, agreement
+from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import (
     Delta,
     check_base,
@@ -36,11 +37,8 @@ from mpu_cli.server.deltas import (
     check_norms,
     check_round,
     outliers_of,
-    trained_differently,
 )
-from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.noise import Scheme
 from mpu_cli.server.undo import Undoing
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, row_slices
 
@@ -49,78 +47,6 @@ from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, ro
 _Sums = tuple[list[list[float]], list[float]]
 
 Begun = TypeVar("Begun")
-
-LOST = 0.3  # warn if rounding loses more than this share of the update's norm
-DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
-UNEQUAL = 3.0  # times another copy's norm, above which a copy was probably trained differently
-SHOWN = 3  # outliers named in warnings
-TAGS = {
-    "tokens": "records (or template, date, tokenizer)",
-    "options": "options or seed",
-    "versions": "library versions",
-}
-
-
-@dataclass(frozen=True)
-class Aggregation:
-    """What ``aggregate`` made and how the copies agree.
-
-    ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
-    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update, read
-    off a slice or two of each tensor; ``error``: how far Δ̄ is from the clean update; ``outliers``: tensors of which one
-    copy's change is far larger than the others', with the copy and by what factor; ``trained_differently``: two copies,
-    and in what their training differed, by the tags in their deltas.
-    """
-
-    path: Path
-    norms: list[float]
-    cosines: list[float]
-    pairwise: float
-    norm: float
-    rounding: float
-    error: ErrorEstimate
-    outliers: tuple[tuple[str, int, float], ...] = ()
-    trained_differently: tuple[tuple[int, int, str], ...] = ()
-    algorithms: tuple[str, ...] = ()
-
-    def warnings(self) -> list[str]:
-        """What is probably wrong with the round, a sentence each; empty if nothing is."""
-        return [*self._disagreements(), *self._losses()]
-
-    def _disagreements(self) -> Iterator[str]:
-        if self.pairwise < DISAGREE:
-            yield (
-                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
-                "different options or records, the noise is too large, or a delta was tampered with"
-            )
-        for one, other, name in self.trained_differently:
-            what = TAGS.get(name, name)
-            yield f"copies {one} and {other} were trained with different {what}; the noise does not cancel"
-        if len(names := sorted(set(self.algorithms))) > 1:
-            yield (
-                f"the copies were trained with different algorithms ({', '.join(names)}); "
-                "noise cancels only if all copies are trained identically"
-            )
-        elif max(self.norms) > UNEQUAL * min(self.norms):
-            yield (
-                f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
-                "trained with different options, or a delta was tampered with"
-            )
-        for name, copy, factor in self.outliers[:SHOWN]:
-            much = (
-                f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
-            )
-            yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
-        if len(self.outliers) > SHOWN:
-            yield f"and {len(self.outliers) - SHOWN} more tensors"
-
-    def _losses(self) -> Iterator[str]:
-        if self.norm == 0:
-            yield "all deltas are zero: nothing was unlearned"
-        if self.rounding > LOST:
-            yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
-        if self.error.warning:
-            yield self.error.warning
 
 
 def aggregate(
@@ -151,7 +77,7 @@ def aggregate(
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
         with ExitStack() as stack:
-            writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts)))
+            writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
             pool = stack.enter_context(worker_pool())
 
             def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
@@ -180,10 +106,12 @@ def aggregate(
                 digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
             check_base(base, keys, combine(source.tensors, digests))
         check_norms(gram, deltas, options.max_norm)
+        lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
+        result = replace(agreement(out, gram, keys.noise, deltas), rounding=lost, outliers=tuple(outliers))
         write_small_files(base, folder, specs)
         write_json(folder / MANIFEST_NAME, facts)
-    lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-    return replace(agreement(out, gram, keys.noise, deltas), rounding=lost, outliers=tuple(outliers))
+        (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
+    return result
 
 
 def _one_ahead(
@@ -196,25 +124,6 @@ def _one_ahead(
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
-
-
-def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, deltas: Sequence[Delta]) -> Aggregation:
-    """How the copies agree, from the inner products of their undone deltas, float64 (m, m)."""
-    weights = scheme.weights
-    norms = gram.diagonal().sqrt()
-    norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
-    cosines = gram / (norms[:, None] * norms[None, :])
-    return Aggregation(
-        path=path,
-        norms=norms.tolist(),
-        cosines=((gram @ weights) / (norms * norm)).tolist(),
-        pairwise=float(cosines.nan_to_num(1.0).min()),
-        norm=norm,
-        rounding=0.0,
-        error=error_estimate(scheme, gram),
-        trained_differently=trained_differently(deltas),
-        algorithms=tuple(delta.manifest.algorithm for delta in deltas),
-    )
 
 
 def _combine(

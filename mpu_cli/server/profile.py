@@ -1,10 +1,13 @@
-"""Where a publication spends its time: seconds of work by step, summed over all threads."""
+"""What publishing takes: seconds of work by step, summed over all threads, and memory."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+
+# bytes of memory: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
+BUFFERS = 350e6
 
 
 class Profile:

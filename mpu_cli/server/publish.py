@@ -103,8 +103,7 @@ def publish(
 
     Raises MpuError if the base or the reference does not fit, holds NaN, or an output exists.
     """
-    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    _check_alias(base, layout)
+    layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
     written = [m for m in manifests if only is None or m.copy in only]
     specs = model_specs(base.checkpoint, layout, publication.dtype)
@@ -121,7 +120,9 @@ def publish(
                 folder.mkdir()
         with ExitStack() as stack:
             writers = [
-                stack.enter_context(CheckpointWriter(folder, specs, as_metadata(copy_facts(manifest))))
+                stack.enter_context(
+                    CheckpointWriter(folder, specs, as_metadata(copy_facts(manifest)), like=base.checkpoint)
+                )
                 for folder, manifest in zip(folders, written, strict=True)
             ]
             writing = _Writing(
@@ -169,6 +170,14 @@ def publish(
         )
         write_private(keys_output, target.seal(keys))
     return Published(paths, target.keys, keys, reports)
+
+
+def check_publishable(base: Model, reference: Model | None) -> Layout:
+    """The layout of ``base``. Raises MpuError if it is not supported, or the reference does not fit it."""
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    _check_alias(base, layout)
+    _matching(base, layout, reference)
+    return layout
 
 
 @dataclass

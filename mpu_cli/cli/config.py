@@ -1,0 +1,93 @@
+"""Options from elsewhere than the command line: a file for ``--config``, and environment variables.
+
+The command line comes before a variable, a variable before the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import UsageError
+from mpu_cli.toml import read_toml
+
+FLAG, VARIABLE = "--config", "MPU_CONFIG"
+OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG")
+OF_TESTS = "MPU_TEST_"
+
+
+def without_flag(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """``arguments`` without ``--config FILE``, wherever it stands, and FILE."""
+    kept: list[str] = []
+    file: str | None = None
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*kept, argument, *rest], file
+        if argument == FLAG:
+            file = next(rest, None)
+            if file is None:
+                raise UsageError(f"{FLAG}: needs a file")
+        elif argument.startswith(FLAG + "="):
+            file = argument.removeprefix(FLAG + "=")
+        else:
+            kept.append(argument)
+    return kept, file
+
+
+def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+    """What ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options by name.
+
+    Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist.
+    """
+    if path.suffix == ".json":
+        raise UsageError(f"{FLAG} {path}: expected a TOML file of options", "a model's config.json is --model-config")
+    defaults: dict[str, dict[str, object]] = {}
+    for name, table in read_toml(path).items():
+        if name not in commands or not isinstance(table, dict):
+            commanded = ", ".join(f"[{command}]" for command in commands)
+            raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {commanded}")
+        known = {_option_name(parameter): parameter for parameter in commands[name].params}
+        defaults[name] = {}
+        for option, value in table.items():
+            parameter = known.get(option.replace("-", "_"))
+            if parameter is None:
+                near = difflib.get_close_matches(option.replace("-", "_"), known, 1)
+                hint = f"did you mean {near[0]}?" if near else None
+                raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
+            several = getattr(parameter, "multiple", False) or parameter.nargs == -1
+            defaults[name][parameter.name] = value if several else _as_given(value)
+    return defaults
+
+
+def name_variables(commands: Mapping[str, Any]) -> None:
+    """Give every option its variable: MPU_PUBLISH_ROUND for ``publish --round``."""
+    for name, command in commands.items():
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".upper()
+                parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
+
+
+def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each MPU_… in the environment that sets nothing."""
+    known = {*OF_NO_COMMAND, *(parameter.envvar for each in commands.values() for parameter in each.params)} - {None}
+    for name in sorted(environment):
+        if name.startswith("MPU_") and name not in known and not name.startswith(OF_TESTS):
+            near = difflib.get_close_matches(name, known, 1)
+            yield f"{name}: no option has this variable" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _option_name(parameter: Any) -> str:
+    """``batch_size`` for ``--batch-size``; the name of an argument."""
+    longest = max(parameter.opts, key=len)
+    return longest.removeprefix("--").replace("-", "_").lower()
+
+
+def _as_given(value: object) -> object:
+    """A value of TOML as it would stand on the command line: a list of names with commas."""
+    if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
+        return ",".join(map(str, value))
+    return value

@@ -1,0 +1,105 @@
+"""What a round amounted to: how the copies agree, and what is probably wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mpu_cli.server.deltas import Delta, trained_differently
+from mpu_cli.server.estimate import ErrorEstimate, error_estimate
+from mpu_cli.server.noise import Scheme
+
+LOST = 0.3  # warn if rounding loses more than this share of the update's norm
+DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
+UNEQUAL = 3.0  # times another copy's norm, above which a copy was probably trained differently
+SHOWN = 3  # outliers named in warnings
+TAGS = {
+    "tokens": "records (or template, date, tokenizer)",
+    "options": "options or seed",
+    "versions": "library versions",
+}
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """What ``aggregate`` made and how the copies agree.
+
+    ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄, by copy; ``pairwise``: the smallest cosine between two
+    copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update, read
+    off a slice or two of each tensor; ``error``: how far Δ̄ is from the clean update; ``outliers``: tensors of which one
+    copy's change is far larger than the others', with the copy and by what factor; ``trained_differently``: two copies,
+    and in what their training differed, by the tags in their deltas.
+    """
+
+    path: Path
+    norms: list[float]
+    cosines: list[float]
+    pairwise: float
+    norm: float
+    rounding: float
+    error: ErrorEstimate
+    outliers: tuple[tuple[str, int, float], ...] = ()
+    trained_differently: tuple[tuple[int, int, str], ...] = ()
+    algorithms: tuple[str, ...] = ()
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the round, a sentence each; empty if nothing is."""
+        return [*self._disagreements(), *self._losses()]
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.pairwise < DISAGREE:
+            yield (
+                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
+                "different options or records, the noise is too large, or a delta was tampered with"
+            )
+        for one, other, name in self.trained_differently:
+            what = TAGS.get(name, name)
+            yield f"copies {one} and {other} were trained with different {what}; the noise does not cancel"
+        if len(names := sorted(set(self.algorithms))) > 1:
+            yield (
+                f"the copies were trained with different algorithms ({', '.join(names)}); "
+                "noise cancels only if all copies are trained identically"
+            )
+        elif max(self.norms) > UNEQUAL * min(self.norms):
+            yield (
+                f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
+                "trained with different options, or a delta was tampered with"
+            )
+        for name, copy, factor in self.outliers[:SHOWN]:
+            much = (
+                f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
+            )
+            yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
+        if len(self.outliers) > SHOWN:
+            yield f"and {len(self.outliers) - SHOWN} more tensors"
+
+    def _losses(self) -> Iterator[str]:
+        if self.norm == 0:
+            yield "all deltas are zero: nothing was unlearned"
+        if self.rounding > LOST:
+            yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
+        if self.error.warning:
+            yield self.error.warning
+
+
+def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, deltas: Sequence[Delta]) -> Aggregation:
+    """How the copies agree, from the inner products of their undone deltas, float64 (m, m)."""
+    weights = scheme.weights
+    norms = gram.diagonal().sqrt()
+    norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
+    cosines = gram / (norms[:, None] * norms[None, :])
+    return Aggregation(
+        path=path,
+        norms=norms.tolist(),
+        cosines=((gram @ weights) / (norms * norm)).tolist(),
+        pairwise=float(cosines.nan_to_num(1.0).min()),
+        norm=norm,
+        rounding=0.0,
+        error=error_estimate(scheme, gram),
+        trained_differently=trained_differently(deltas),
+        algorithms=tuple(delta.manifest.algorithm for delta in deltas),
+    )
