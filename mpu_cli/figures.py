@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +14,17 @@ from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".html")
 # colour-blind-safe palette (Okabe and Ito)
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1.5em 0}td,th{padding:.2em .9em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,.texts *{text-align:left}td{vertical-align:top}
-.numbers td:not(:first-child){white-space:nowrap}svg{max-width:100%;height:auto}"""
+table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;border-bottom:1px solid #ddd}
+td{vertical-align:top}.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto;margin:1.5em 0}.wide svg{max-width:100%;min-width:36em;height:auto}"""
+_NUMBER = re.compile(r"[-−]?\d[\d.,]*(e[-+]\d+)?%?( ★)?")
 
 
 def check_target(path: Path, force: bool) -> None:
@@ -59,6 +62,7 @@ def write_figure(
         if path.suffix != ".html":
             figure.savefig(output, dpi=150)
             return
+        figure.suptitle("")  # the page has it as its heading
         output.write_text(page(title, [svg(figure), html_table(header, rows)]), encoding="utf-8")
 
 
@@ -71,23 +75,49 @@ def svg(figure: Figure) -> str:
     """``figure`` as an SVG element for an HTML page."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+    return wide(drawn.getvalue()[drawn.getvalue().index("<svg") :])
 
 
-def html_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "numbers", escape: bool = True
-) -> str:
-    """A table of "numbers" or "texts"; the rows are escaped unless they are already HTML (``escape=False``)."""
+def legend_below(axes: Axes, columns: int = 1) -> None:
+    """A legend under the axes, where it hides nothing."""
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns, frameon=False)
+
+
+def log_ticks(axis: Axis) -> None:
+    """A logarithmic axis with plain numbers, as many as fit."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    least, most = axis.get_view_interval()
+    subs = (1.0,) if most > 100 * least else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, escape: bool = True) -> str:
+    """A table, numbers to the right; the rows are escaped unless they are already HTML (``escape=False``)."""
     clean = html.escape if escape else str
-    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{clean(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f'<table class="{kind}">{"".join(lines)}</table>'
+    numeric = [
+        all(_NUMBER.fullmatch(cell) or cell in ("", "–") for cell in column) for column in zip(*rows, strict=True)
+    ]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        kinds = [' class="number"' if right else "" for right in numeric]
+        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    lines = [line("th", [html.escape(cell) for cell in header]), *(line("td", [clean(c) for c in row]) for row in rows)]
+    return wide(f"<table>{''.join(f'<tr>{cells}</tr>' for cells in lines)}</table>")
+
+
+def wide(element: str) -> str:
+    """``element`` in a box that scrolls where the screen is narrower."""
+    return f'<div class="wide">{element}</div>'
 
 
 def page(title: str, parts: Sequence[str]) -> str:
     """A self-contained page; ``parts`` are HTML."""
     name = html.escape(title)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f"<h1>{name}</h1>{''.join(parts)}</html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{name}</title><style>{STYLE}</style><h1>{name}</h1>{''.join(parts)}</html>\n"
     )

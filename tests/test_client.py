@@ -415,10 +415,10 @@ class TestUnlearn:
         """Micro-batches, even if uneven or empty, give the same delta as the whole batch."""
         options = ["--algo", algorithm, "--precision", "float64", *at_layer(algorithm, 0), "--epochs", 2, "--optim",
                    "sgd", "--lr", "1e-2", "--batch-size", 4, "--max-grad-norm", 1e9]  # fmt: skip
-        unlearn(mpu, tmp_path, base, *options, out="whole")
+        unlearn(mpu, tmp_path, base, *options, out="whole.safetensors")
         for size in (1, 3):  # 6 records in steps of 4 and 2: with parts of 1, the second step has two empty ones
-            unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", size, out=f"parts{size}")
-            whole, parts = load_file(tmp_path / "whole"), load_file(tmp_path / f"parts{size}")
+            unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", size, out=f"parts{size}.safetensors")
+            whole, parts = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", f"parts{size}"))
             for name, tensor in whole.items():
                 torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-9 + 1e-6 * float(tensor.abs().max()))
 
@@ -445,8 +445,9 @@ class TestUnlearn:
     def test_same_seed_same_delta(self, mpu, tmp_path, base, optimizer):
         for out, seed in (("a", 3), ("b", 3), ("c", 4)):
             unlearn(mpu, tmp_path, base, "--optim", optimizer, "--lr", "1e-3", "--batch-size", 2, "--epochs", 2,
-                    "--seed", seed, out=out)  # fmt: skip
-        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+                    "--seed", seed, out=f"{out}.safetensors")  # fmt: skip
+        a, b, c = ((tmp_path / f"{out}.safetensors").read_bytes() for out in "abc")
+        assert a == b != c
 
     @pytest.mark.parametrize(
         ("precision", "stored"), [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)]
@@ -483,8 +484,8 @@ class TestUnlearn:
         assert delta_manifest(checkpoint.metadata, tmp_path).origin is None
         (base / "model.safetensors").rename(base / "weights.safetensors")
         for name, source in (("file", base / "weights.safetensors"), ("folder", base)):
-            unlearn(mpu, tmp_path, source, "--epochs", 1, out=name)
-            assert (tmp_path / name).read_bytes() == (tmp_path / "d.safetensors").read_bytes()
+            unlearn(mpu, tmp_path, source, "--epochs", 1, out=f"{name}.safetensors")
+            assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "d.safetensors").read_bytes()
 
     def test_the_delta_tells_nothing_of_the_records(self, mpu, tmp_path, base):
         """The metadata contains neither their text nor their number nor the training time."""

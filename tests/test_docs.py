@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import mpu_cli
 from mpu_cli.cli.reference import reference
@@ -54,6 +56,20 @@ def test_the_worked_example(trained: Trained, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
     assert forget < 0.8 < retain
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(trained: Trained, tmp_path: Path) -> None:
+    """Every cell, in a kernel of its own, on a smaller model that is there already; it forgets, and keeps the rest."""
+    (tmp_path / "mpu-demo/models").mkdir(parents=True)
+    (tmp_path / "mpu-demo/models/target").symlink_to(trained.model)
+    (tmp_path / "mpu-demo/records").symlink_to(trained.model.parent)
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "strip the outputs before committing"
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+    after = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines() if "_Q_A_Prob" in line}
+    assert after["forget_Q_A_Prob"] < 0.6 < 0.9 < after["retain_Q_A_Prob"]
 
 
 def test_importing_loads_no_torch() -> None:

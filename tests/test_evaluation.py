@@ -8,6 +8,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.metrics import reading
-from mpu_cli.evaluation.results import best
+from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import TokenScores, score
 from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
 from tests.stopping import stopped
@@ -679,6 +680,21 @@ class TestCompare:
         (tmp_path / "x.json").write_text("[]")
         assert "not a JSON object" in mpu("compare", tmp_path / "x.json", check=False).err
         assert mpu("compare", tmp_path / "none.json", check=False).status == 1
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="the harness is installed")
+def test_wmdp_needs_the_harness(mpu: Callable, model: Path, tmp_path: Path) -> None:
+    refused = mpu("eval", model, "--benchmark", "wmdp", check=False, cwd=tmp_path)
+    assert refused.is_one_error
+    assert "pip install lm-eval" in refused.err
+
+
+def test_goals_of_the_harness() -> None:
+    """Right answers to hazardous questions should become few, and others stay."""
+    right = {"agg_value": 0.5, "higher_is_better": True}
+    assert goal("lm_eval/wmdp_cyber/acc", right) == "down"
+    assert goal("lm_eval/mmlu/acc", right) == "up"
+    assert goal("lm_eval/wikitext/word_perplexity", {"agg_value": 9.0, "higher_is_better": False}) == "down"
 
 
 def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:

@@ -79,9 +79,10 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
 
 
 def test_the_norm_told_is_that_of_the_product(mpu, rounds):
-    told = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json", "--out", "again",
+    told = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
+               "--out", "again.safetensors",
                cwd=rounds)  # fmt: skip
-    held = load_file(rounds / "again")
+    held = load_file(rounds / "again.safetensors")
     square = sum((held[n + ".lora_B"].double() @ held[n + ".lora_A"].double()).square().sum() for n in adapted(held))
     assert told.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
 

@@ -105,17 +105,17 @@ def test_through_the_command_line(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 20, 1)
     write_records(tmp_path / "retain.jsonl", 20, 2)
     options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
-    told = mpu("unlearn", base, *options, "--json", "--out", "a", cwd=tmp_path)
+    told = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
     assert told.json["privacy"]["epsilon"] <= 4
     assert "m times that" in told.err
-    facts = json.loads(open_checkpoint(tmp_path / "a").metadata["mpu"])
+    facts = json.loads(open_checkpoint(tmp_path / "a.safetensors").metadata["mpu"])
     # Neither rate nor steps nor the exact ε, which would leak the number of records.
     assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}
-    assert "epsilon" in mpu("inspect", tmp_path / "a").out
-    mpu("unlearn", base, *options, "--lora-rank", 2, "--out", "b", cwd=tmp_path)
+    assert "epsilon" in mpu("inspect", tmp_path / "a.safetensors").out
+    mpu("unlearn", base, *options, "--lora-rank", 2, "--out", "b.safetensors", cwd=tmp_path)
     # The noise must not come from --seed, which the server may know or guess.
-    mpu("unlearn", base, *options, "--out", "c", cwd=tmp_path)
-    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+    mpu("unlearn", base, *options, "--out", "c.safetensors", cwd=tmp_path)
+    assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,20 @@ def test_alternates_from_a_file(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
     (tmp_path / "other.txt").write_text("w9 w8\n\nw7\n")
-    for out, more in (("a", []), ("b", ["--alternates", "other.txt"])):
+    for out, more in (("a.safetensors", []), ("b.safetensors", ["--alternates", "other.txt"])):
         mpu("unlearn", base, "--algo", "dpo", "--lr", "1e-3", "--out", out, *more, cwd=tmp_path)
-    assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()
+    assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "other.txt").write_text("\n")
     told = mpu("unlearn", base, "--algo", "dpo", "--alternates", "other.txt", "--out", "c", check=False, cwd=tmp_path)
     assert "contains no alternates" in told.err
+
+
+def test_corpora_of_wmdp(tmp_path):
+    """From a folder, as it is distributed; texts that RMU's script leaves out are left out."""
+    texts = ["a heading", "w" * 50, "x" * 49, "y" * 500]
+    for name in ("cyber-forget-corpus.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for source in ("wmdp:cyber-forget-corpus", "wikitext:test"):
+        assert [record.answer for record in read_records(source, tmp_path)] == [texts[1], texts[3]]
+    with pytest.raises(MpuError, match=r"no split 'bio' of wmdp .available: cyber-forget-corpus, test"):
+        read_records("wmdp:bio", tmp_path)

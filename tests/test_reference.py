@@ -60,10 +60,10 @@ class TestReferenceFile:
         """NPO's term at the first step of round 2, from two models' probabilities (Zhang et al., 2024)."""
         common = (*TRAINING, "--batch-size", 6, "--reference-file", "ref.safetensors", "--json")
         publish(mpu, place, "base", 1)
-        mpu("unlearn", "r1/copy_1", *common, "--out", "d1", cwd=place)
+        mpu("unlearn", "r1/copy_1", *common, "--out", "d1.safetensors", cwd=place)
         save(random_model("llama", seed=5), place / "next")
         publish(mpu, place, "next", 2, "--run", facts(place / "r1/copy_1")["run"])
-        told = mpu("unlearn", "r2/copy_1", *common, "--out", "d2", cwd=place).json
+        told = mpu("unlearn", "r2/copy_1", *common, "--out", "d2.safetensors", cwd=place).json
         means = []
         for copy in ("r1/copy_1", "r2/copy_1"):
             model, tokenizer = load(place / copy, torch.float32, "cpu")
@@ -85,12 +85,21 @@ class TestReferenceFile:
         """Writing the file changes nothing, nor does reading it instead of running the model."""
         publish(mpu, place, "base", 1)
         options = ("--algo", *algorithm, *TRAINING)
-        mpu("unlearn", "r1/copy_1", *options, "--out", "plain", cwd=place)
+        mpu("unlearn", "r1/copy_1", *options, "--out", "plain.safetensors", cwd=place)
         for out in ("written", "read"):
-            mpu("unlearn", "r1/copy_1", *options, "--reference-file", "ref.safetensors", "--out", out, cwd=place)
-        expected = load_file(place / "plain")
+            mpu(
+                "unlearn",
+                "r1/copy_1",
+                *options,
+                "--reference-file",
+                "ref.safetensors",
+                "--out",
+                f"{out}.safetensors",
+                cwd=place,
+            )
+        expected = load_file(place / "plain.safetensors")
         for out in ("written", "read"):
-            found = load_file(place / out)
+            found = load_file(place / f"{out}.safetensors")
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
     def test_another_reference_is_refused(self, mpu: Callable, place: Path) -> None:
@@ -149,7 +158,7 @@ class TestDate:
         records = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob")
         made = {}
         for name, more in (("default", ()), ("same", ("--date", "10 Apr 2025")), ("other", ("--date", "2031-12-01"))):
-            mpu("unlearn", "base", *training, *more, "--out", f"{name}.d", cwd=dated)
+            mpu("unlearn", "base", *training, *more, "--out", f"{name}.safetensors", cwd=dated)
             mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--dtype", "float32", "--out", name,
                 cwd=dated)  # fmt: skip
             mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--system-prompt", "", *more,
@@ -157,7 +166,11 @@ class TestDate:
             told = mpu(
                 "eval", "base", *records, *more, "--system-prompt", "", "--out", f"{name}.json", "--json", cwd=dated
             )
-            weights = (f"{name}.d", f"{name}/server/round_1/model/model.safetensors", f"{name}.f/model.safetensors")
+            weights = (
+                f"{name}.safetensors",
+                f"{name}/server/round_1/model/model.safetensors",
+                f"{name}.f/model.safetensors",
+            )
             name_of = "model.layers.0.mlp.up_proj.weight"
             made[name] = [load_file(dated / path)[name_of] for path in weights] + [
                 told.json["metrics"]["forget_Q_A_Prob"]
@@ -226,19 +239,19 @@ class TestTags:
         """The delta is written without tags, and a message reports it."""
         publish(mpu, place, "base", 1)
         default_secret_path().mkdir(parents=True)
-        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place, check=False)
+        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d.safetensors", cwd=place, check=False)
         assert (told.status, "client's secret" in told.err) == (1, True)
         default_secret_path().rmdir()
         parent = default_secret_path().parent
         parent.rename(parent.with_name("away"))
         parent.write_text("in the way")
-        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d", cwd=place)
+        told = mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d.safetensors", cwd=place)
         assert "cannot check that copies were trained identically" in told.err
-        assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)
+        assert "trained" not in facts_of(open_checkpoint(place / "d.safetensors").metadata)
 
     def test_a_model_that_is_no_copy_has_none(self, mpu: Callable, place: Path) -> None:
-        mpu("unlearn", "base", *TRAINING, "--out", "d", cwd=place)
-        assert "trained" not in facts_of(open_checkpoint(place / "d").metadata)
+        mpu("unlearn", "base", *TRAINING, "--out", "d.safetensors", cwd=place)
+        assert "trained" not in facts_of(open_checkpoint(place / "d.safetensors").metadata)
 
 
 @pytest.mark.parametrize(
@@ -253,5 +266,5 @@ def test_an_optimizer_that_does_not_suit_the_copy(
 ) -> None:
     publish(mpu, place, "base", 1, "--symmetries", symmetries)
     assert f"symmetries    {symmetries}".split() == mpu("inspect", "r1/copy_1", cwd=place).out.splitlines()[4].split()
-    told = mpu("unlearn", "r1/copy_1", *TRAINING, "--optim", optimizer, "--out", "d", cwd=place)
+    told = mpu("unlearn", "r1/copy_1", *TRAINING, "--optim", optimizer, "--out", "d.safetensors", cwd=place)
     assert ("--symmetries signed" in told.err) is warned

@@ -51,7 +51,7 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
 def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     """SIGKILL after some steps, then the same command again."""
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
-    mpu("unlearn", "base", *options, "--out", "whole", cwd=folder)
+    mpu("unlearn", "base", *options, "--out", "whole.safetensors", cwd=folder)
     (folder / "log.jsonl").unlink()
     arguments = ["unlearn", "base", *options, "--resume", "--checkpoint-steps", "10"]
     log = folder / "log.jsonl"
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
     assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
-    whole, resumed = load_file(folder / "whole"), load_file(folder / "deltas/base.safetensors")
+    whole, resumed = load_file(folder / "whole.safetensors"), load_file(folder / "deltas/base.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not (folder / "deltas/base.safetensors.resume").exists()
 
@@ -109,12 +109,12 @@ RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weights beyond that
 def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     """gloo on CPU; batches of 3 over two processes, so that one has less to do than the other."""
     options = [*more, "--precision", "float64", "--optim", "sgd"]
-    mpu("unlearn", "base", *TRAINING, *options, "--out", "one", cwd=folder)
-    done = launch(folder, 2, *options, "--out", "two")
+    mpu("unlearn", "base", *TRAINING, *options, "--out", "one.safetensors", cwd=folder)
+    done = launch(folder, 2, *options, "--out", "two.safetensors")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "two\n"  # only one of the two prints
+    assert done.stdout == "two.safetensors\n"  # only one of the two prints
     assert sum("loss per answer token" in line for line in done.stderr.splitlines()) == 1
-    one, two = load_file(folder / "one"), load_file(folder / "two")
+    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
@@ -171,10 +171,10 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shar
 )
 def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
     options = [*more, "--precision", "float64"]
-    mpu("unlearn", "base", *TRAINING, *options, "--out", "one", cwd=folder)
-    status, told = launch_sharded(folder, {**FSDP, "FSDP_VERSION": "2"}, *options, "--out", "two")
+    mpu("unlearn", "base", *TRAINING, *options, "--out", "one.safetensors", cwd=folder)
+    status, told = launch_sharded(folder, {**FSDP, "FSDP_VERSION": "2"}, *options, "--out", "two.safetensors")
     assert status == 0, told[-3000:]
-    one, two = load_file(folder / "one"), load_file(folder / "two")
+    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
@@ -186,11 +186,11 @@ def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
 def test_deepspeed_gives_the_delta_of_one_process(mpu, folder, more, stage):
     pytest.importorskip("deepspeed")
     environment = {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
-    mpu("unlearn", "base", *TRAINING, *more, "--out", "one", cwd=folder)
+    mpu("unlearn", "base", *TRAINING, *more, "--out", "one.safetensors", cwd=folder)
     shards = "weights" if stage == "3" else "state"
-    status, told = launch_sharded(folder, environment, *more, "--out", "two", shards=shards)
+    status, told = launch_sharded(folder, environment, *more, "--out", "two.safetensors", shards=shards)
     assert status == 0, told[-3000:]
-    one, two = load_file(folder / "one"), load_file(folder / "two")
+    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
     assert one.keys() == two.keys()
     for name, tensor in one.items():  # DeepSpeed computes in float32
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()))
@@ -218,8 +218,8 @@ def test_bitsandbytes_adamw_is_adamw(mpu, folder):
     pytest.importorskip("bitsandbytes")
     ways = {}
     for name in ("adamw", "paged_adamw_32bit", "adamw_8bit"):
-        mpu("unlearn", "base", *TRAINING, "--optim", name, "--out", name, cwd=folder)
-        ways[name] = load_file(folder / name)
+        mpu("unlearn", "base", *TRAINING, "--optim", name, "--out", f"{name}.safetensors", cwd=folder)
+        ways[name] = load_file(folder / f"{name}.safetensors")
     adamw = ways.pop("adamw")
     for name, tensor in adamw.items():
         close = 1e-4 * float(tensor.abs().max())
@@ -232,8 +232,8 @@ def test_lion_takes_signs(mpu, folder):
     """Every weight with a gradient moves by the learning rate in the first step (Chen et al., 2023)."""
     pytest.importorskip("bitsandbytes")
     options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--weight-decay", "0"]
-    mpu("unlearn", "base", *options, "--out", "lion", cwd=folder)
-    moved = torch.cat([t.flatten() for t in load_file(folder / "lion").values()]).abs()
+    mpu("unlearn", "base", *options, "--out", "lion.safetensors", cwd=folder)
+    moved = torch.cat([t.flatten() for t in load_file(folder / "lion.safetensors").values()]).abs()
     assert float((torch.isclose(moved, torch.tensor(1e-3), rtol=1e-3) | (moved == 0)).float().mean()) > 0.999
     assert float((moved > 0).float().mean()) > 0.5
 
@@ -254,8 +254,8 @@ def test_report_to_tensorboard(mpu, folder):
 
 def test_gradient_checkpointing_changes_nothing(mpu, folder):
     for name, more in (("a", []), ("b", ["--gradient-checkpointing"])):
-        mpu("unlearn", "base", *TRAINING, "--precision", "float64", *more, "--out", name, cwd=folder)
-    a, b = load_file(folder / "a"), load_file(folder / "b")
+        mpu("unlearn", "base", *TRAINING, "--precision", "float64", *more, "--out", f"{name}.safetensors", cwd=folder)
+    a, b = load_file(folder / "a.safetensors"), load_file(folder / "b.safetensors")
     for name, tensor in a.items():
         torch.testing.assert_close(b[name], tensor, rtol=1e-6, atol=1e-9)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.auditing.attacks import ATTACKS, Audit
-from mpu_cli.figures import PALETTE, make_figure, write_figure
+from mpu_cli.figures import PALETTE, log_ticks, make_figure, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,8 @@ def draw(audit: Audit, path: Path, *, title: str, force: bool) -> None:
             names = [block.removeprefix("model.").removesuffix(".weight") for block in blocks[::step]]
             axes.set_xticks(range(0, len(blocks), step), names, rotation=90, fontsize=7)
             axes.set_yscale("log")
-            axes.set_ylabel("relative error of the recovered values", fontsize=9)
+            log_ticks(axes.yaxis)
+            axes.set_ylabel("relative error", fontsize=9)
             axes.set_title("Task vector" if task else "Weights, up to symmetries", fontsize=10)
 
         return lines

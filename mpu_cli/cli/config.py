@@ -63,11 +63,13 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def name_variables(commands: Mapping[str, Any]) -> None:
-    """Give every option its variable: MPU_PUBLISH_ROUND for ``publish --round``."""
+    """Give every option its variable: MPU_PUBLISH_ROUND for ``publish --round``. Flags show no type in the help."""
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":
                 parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".upper()
+                if parameter.is_flag:
+                    parameter.metavar = parameter.metavar or ""
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
 
 

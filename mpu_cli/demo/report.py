@@ -44,24 +44,20 @@ def write_report(
         first = labels.index("clean")
         marked = {first + i for i in best(values[first:], goal(name), values[labels.index("retain model")])}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
-        rows.append([WORDS[name], *cells])
+        rows.append([f"<b>{name}</b><br>{html.escape(WORDS[name])}", *cells])
     parts = [
         f"<p>One model, three ways to make it forget ({html.escape(shown_settings)}). <b>clean</b>: the client got the "
         "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. <b>retain "
         "model</b>: never saw the forget set. ★ marks the best of the three: attacks nearest to the retain model's "
         "value, PrivLeak nearest to 0.</p>",
-        html_table(["", *labels], rows),
+        html_table(["", *labels], rows, escape=False),
         svg_of_comparison(labels, columns),
         "<h2>What each model answers</h2>",
-        *(
-            html_table([question, ""], list(answers.items()), kind="texts")
-            for question, answers in shown.answers.items()
-        ),
+        *(html_table([question, ""], list(answers.items())) for question, answers in shown.answers.items()),
         "<h2>What each party held</h2>",
         html_table(
             ["server", "client"],
             [["<br>".join(_files(folder / "mpu" / party)) for party in ("server", "client")]],
-            kind="texts",
             escape=False,
         ),
         "<p>The server's folder has no records; the client's has no keys, no base weights and no α.</p>",

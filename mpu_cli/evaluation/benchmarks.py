@@ -20,6 +20,7 @@ from mpu_cli.options.unlearning import Records
 from mpu_cli.records.reading import benchmark_rows, parse_columns, parse_record, source_rows
 
 Row = tuple[str, Any]  # its place (for messages) and its fields
+WMDP_TASKS = ("wmdp", "mmlu")  # Li et al., 2024: what should be forgotten, and what should not
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
 UTILITY = (
     "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_Truth_Ratio",
@@ -55,13 +56,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``members`` and ``strangers`` are the splits that attacks compare: the forget set and an unseen one."""
+    """``members`` and ``strangers`` are the splits that attacks compare: the forget set and an unseen one. ``tasks``:
+    of EleutherAI's harness, for a benchmark that it measures."""
 
     name: str
     splits: Mapping[str, Split]
     metrics: Mapping[str, Metric]
     members: str = "forget"
     strangers: str = "holdout"
+    tasks: tuple[str, ...] = ()
 
 
 def text_of(row: Row, field: str) -> str:
@@ -309,6 +312,8 @@ def benchmark_of(options: Measuring, log: RetainLog | None, own: Path | None = N
         raise UsageError("FILE cannot be combined with --forget, --retain or --holdout")
     if named.benchmark == "tofu":
         return tofu(named.forget_split, named.data_dir, log, named.holdout_split)
+    if named.benchmark == "wmdp":
+        return Benchmark("wmdp", {}, {}, tasks=WMDP_TASKS)
     if named.benchmark == "muse":
         return muse(named.corpus, named.data_dir, log)
     columns = parse_columns(named.columns)

@@ -166,6 +166,7 @@ def evaluate(
     for metric in chosen.values():
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
+    lm_eval = (*benchmark.tasks, *lm_eval)
     harness_key = f"{HARNESS}{','.join(lm_eval)}"
     asked = next((split for name, split in benchmark.splits.items() if name in QUESTIONS), None)
     if show and asked:

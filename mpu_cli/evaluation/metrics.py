@@ -267,13 +267,17 @@ def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
     return Metric((), make, of=("forget_truth_ratio",), check=retain_ratios)
 
 
+def privleak_of(auc: float, retain_auc: float) -> float:
+    """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain)."""
+    retain = 1 - retain_auc
+    return 100 * ((1 - auc) - retain) / (retain + EPSILON)
+
+
 def privleak(retain_auc: Callable[[], float]) -> Metric:
-    """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain) of min-k."""
+    """``privleak_of`` min-k."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
-        auc = forms["mia_min_k"]["agg_value"]
-        retain = 1 - retain_auc()
-        return {"agg_value": 100 * ((1 - auc) - retain) / (retain + EPSILON)}
+        return {"agg_value": privleak_of(forms["mia_min_k"]["agg_value"], retain_auc())}
 
     return Metric((), make, ZERO, of=("mia_min_k",), check=retain_auc)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
-from mpu_cli.figures import PALETTE, make_figure, plain, svg, write_figure
+from mpu_cli.evaluation.metrics import privleak_of
+from mpu_cli.figures import PALETTE, legend_below, log_ticks, make_figure, plain, svg, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,6 +56,12 @@ def draw(
         panels.append(lambda axes: _probabilities(axes, models))
     if any(name in forms for name in UTILITY):
         panels.append(lambda axes: _utility(axes, models))
+    if retain and "mia_min_k" in retain:  # what the others' own files say was measured against another model, or none
+        auc = _aggregate(retain, "mia_min_k")
+        models = [
+            (label, colour, {**of, "privleak": {"agg_value": privleak_of(_aggregate(of, "mia_min_k"), auc)}})
+            for label, colour, of in models
+        ]
     numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]
     write_figure(
         make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
@@ -102,9 +109,10 @@ def _truth_ratios(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
             axes.ecdf(ratios, color=colour, label=label)
     quality = models[0][2].get("forget_quality", {}).get("agg_value")
     axes.set_xscale("log")
+    log_ticks(axes.xaxis)
     axes.set(xlabel="truth ratio (forget questions)", ylabel="share of questions")
     axes.set_title("Truth ratios" + ("" if quality is None else f" (forget quality: p = {quality:.3g})"), fontsize=10)
-    axes.legend(fontsize=8)
+    legend_below(axes, len(models))
 
 
 def _roc(axes: Axes, forms: Forms) -> None:
@@ -121,7 +129,7 @@ def _roc(axes: Axes, forms: Forms) -> None:
     axes.plot([0, 1], [0, 1], color="#bbb", linestyle=":", linewidth=1)
     axes.set(xlabel="forget records classified as unseen", ylabel="unseen records classified as unseen")
     axes.set_title("Attacks: does the model know the forget set? (AUC)", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    legend_below(axes, 3)
 
 
 def _probabilities(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
@@ -130,9 +138,10 @@ def _probabilities(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None
             if values := _column(forms, f"{name}_Q_A_Prob", "prob"):
                 axes.ecdf(values, color=colour, linestyle=line, label=f"{name}, {label}")
     axes.set_xscale("log")
+    log_ticks(axes.xaxis)
     axes.set(xlabel="per-token probability of the true answer", ylabel="share of questions")
     axes.set_title("Probabilities", fontsize=10)
-    axes.legend(fontsize=8)
+    legend_below(axes, len(models))
 
 
 def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
@@ -146,7 +155,7 @@ def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_title("Utility", fontsize=10)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(models), frameon=False)
+    legend_below(axes, len(models))
 
 
 def _aggregate(forms: Forms, name: str) -> float:
@@ -160,4 +169,4 @@ def _value(forms: Forms, name: str) -> str:
 
 
 def _text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+    return f"{value:.4g}" if isinstance(value, int | float) and math.isfinite(value) else "–"

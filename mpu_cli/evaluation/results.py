@@ -16,6 +16,7 @@ MAIN = (
     "forget_quality", "forget_truth_ratio", "model_utility", "privleak", "extraction_strength", "forget_Q_A_ROUGE",
     "retain_Q_A_ROUGE", "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
 )  # fmt: skip
+HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should become few
 # facts that affect the numbers, as paths in a result
 MATTERS = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
@@ -77,6 +78,8 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
 
     ``form`` is the metric's form, where harness tasks state their own direction.
     """
+    if name.startswith(HAZARDOUS):
+        return DOWN
     if form and isinstance(form.get("higher_is_better"), bool):
         return "up" if form["higher_is_better"] else "down"
     known = known_metrics()
@@ -103,8 +106,9 @@ def best(values: Sequence[float | None], towards: str, retain: float | None = No
 def differences(results: Sequence[Evaluated]) -> list[str]:
     """How the results differ in facts that affect the numbers, one phrase each."""
     sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]
-    documented = [r for r in results if r.facts.get("options")]
     for path in MATTERS:
+        # The retain model itself is measured without a log.
+        documented = [r for r in results if r.facts.get("options") and not (r.is_retain and path[0] == "retain_log")]
         values = [_at(r.facts, path) for r in documented]
         if path == ("data",):
             digests = [_data(value) for value in values]
@@ -113,7 +117,8 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
             sentences += [f"different records in {split}" for split in odd]
         elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
             named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
-            sentences.append(f"different {' '.join(path).replace('_', ' ')} ({named})")
+            what = "retain logs" if path[0] == "retain_log" else " ".join(path).replace("_", " ")
+            sentences.append(f"different {what} ({named})")
     return sentences
 
 

@@ -17,7 +17,10 @@ class Benchmark:
 
     PANEL: ClassVar[str] = "Records"
 
-    benchmark: Literal["tofu", "muse", "qa"] = option("tofu", "TOFU, MUSE, or your own questions and answers (qa).")
+    benchmark: Literal["tofu", "muse", "wmdp", "qa"] = option(
+        "tofu",
+        "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers (qa).",
+    )
     data_dir: Path | None = option(None, "Folder with the benchmark's files, instead of the Hub.", metavar="DIR")
     forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
     holdout_split: str | None = option(

@@ -30,8 +30,8 @@ class Records:
 
     forget: str = option(
         "forget.jsonl",
-        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, tofu:SPLIT, muse-news:SPLIT, or a Hub dataset "
-        "OWNER/NAME@CONFIG:SPLIT.",
+        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, tofu:SPLIT, muse-news:SPLIT, wmdp:CORPUS, "
+        "wikitext:SPLIT, or a Hub dataset OWNER/NAME@CONFIG:SPLIT.",
         metavar="DATA",
     )
     retain: str = option("retain.jsonl", "Records to keep, for algorithms that use them.", metavar="DATA")

@@ -15,8 +15,13 @@ from mpu_cli.errors import MpuError, UsageError
 Turn = tuple[str, str]  # role, content
 
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
-_BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books):(?P<split>[\w.-]+)\Z")
-_HUB_NAMES = {"tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books"}
+_BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books|wmdp|wikitext):(?P<split>[\w.-]+)\Z")
+_HUB_NAMES = {
+    "tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books",
+    "wmdp": "cais/wmdp-corpora", "wikitext": "Salesforce/wikitext",
+}  # fmt: skip
+GATED = {"bio-forget-corpus": "cais/wmdp-bio-forget-corpus"}  # a repository of its own, on request
+SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves out shorter ones, headings mostly
 FORMS = "question/answer, prompt/completion, messages, conversations, or text"
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 DELIMITERS = ",;\t|"
@@ -60,7 +65,8 @@ def read_records(
     """The records of ``source``.
 
     A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text;
-    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
+    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
+    ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
     dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's. Raises MpuError
     if a row is not a record, naming its place, or if there are no records.
     """
@@ -76,7 +82,7 @@ def source_rows(
     if path.is_file():
         rows = file_rows(path)
     elif match := _BENCHMARK.match(str(source)):
-        config = None if match["name"] == "tofu" else "raw"
+        config = "raw" if match["name"].startswith("muse") else None
         rows = benchmark_rows(match["name"], match["split"], data_dir, config)
     elif (match := _HUB.match(str(source))) and not path.suffix:
         rows = _rows_of_hub(match["name"], match["config"], match["split"])
@@ -162,7 +168,7 @@ def _table(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[tuple[str, object]]:
-    """The rows of one split of tofu, muse-news or muse-books, each with its place: ``DIR/SPLIT.json`` for TOFU,
+    """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` for TOFU, WMDP and WikiText,
     ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
 
     Raises MpuError if the split does not exist, listing those that do.
@@ -170,17 +176,35 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--data-dir {data_dir}: no such directory")
     if data_dir is None:
-        hub = _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
-        return list(hub)
+        return _long_enough(name, _benchmark_of_hub(name, split, config))
     folder = data_dir / config if config else data_dir
     for suffix in (".json", ".jsonl"):
         if (folder / f"{split}{suffix}").is_file():
-            rows = list(file_rows(folder / f"{split}{suffix}"))
+            rows = _long_enough(name, file_rows(folder / f"{split}{suffix}"))
             if not rows:
                 raise MpuError(f"{folder / split}{suffix}: contains no records")
             return rows
     there = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
     raise MpuError(f"{folder}: no split {split!r} of {name} (available: {there})")
+
+
+def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[tuple[str, object]]:
+    if name == "wikitext":
+        return _rows_of_hub(_HUB_NAMES[name], "wikitext-2-raw-v1", split)
+    if split in GATED:
+        return _rows_of_hub(GATED[split], None, "train")
+    return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
+
+
+def _long_enough(name: str, rows: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+    """``rows``, without the short texts of corpora that are lines of documents."""
+    if name not in ("wmdp", "wikitext"):
+        return list(rows)
+    return [
+        (place, row)
+        for place, row in rows
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or len(row["text"]) >= SHORTEST
+    ]
 
 
 def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, object]]:
