@@ -54,11 +54,79 @@ CONFIGS = {
     },
 }  # fmt: skip
 
+_SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+_LINES = {"num_hidden_layers": 4, "sliding_window": 8}  # windows shorter than the texts
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "bos_token_id": 0,
+        "eos_token_id": 1}  # fmt: skip
+
+# The other families, each with what is particular to it; the first key names the configuration.
+FAMILY_CONFIGS = {
+    "ministral": {"model_type": "ministral", **_SMALL, "head_dim": 8, "sliding_window": 8},
+    "ministral3": {"model_type": "ministral3", **_SMALL, "head_dim": 8},
+    "smollm3": {"model_type": "smollm3", **_SMALL, "num_hidden_layers": 4},
+    "gemma": {"model_type": "gemma", **_SMALL, "head_dim": 8},
+    "gemma2": {"model_type": "gemma2", **_SMALL, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"model_type": "gemma3_text", **_SMALL, **_LINES, "head_dim": 8, "query_pre_attn_scalar": 8,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3-biases": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "attention_bias": True},
+    "olmo": {"model_type": "olmo", **_SMALL},
+    "olmo2": {"model_type": "olmo2", **_SMALL},
+    "olmo3": {"model_type": "olmo3", **_SMALL, **_LINES},
+    "exaone4": {"model_type": "exaone4", **_SMALL, **_LINES, "head_dim": 8},
+    "phi3": {"model_type": "phi3", **_SMALL},
+    "phi3-partial": {"model_type": "phi3", **_SMALL, "num_attention_heads": 2, "num_key_value_heads": 1,
+                     "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi": {"model_type": "phi", **_SMALL, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"model_type": "gpt_neox", **_SMALL, "rotary_pct": 0.5},
+    "gpt_neox-serial": {"model_type": "gpt_neox", **_SMALL, "rotary_pct": 1.0, "use_parallel_residual": False},
+    "stablelm": {"model_type": "stablelm", **_SMALL, "partial_rotary_factor": 0.5, "use_qkv_bias": True},
+    "stablelm-parallel": {"model_type": "stablelm", **_SMALL, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
+    "starcoder2": {"model_type": "starcoder2", **_SMALL},
+    "glm": {"model_type": "glm", **_SMALL, "head_dim": 8, "attention_bias": True},
+    "glm4": {"model_type": "glm4", **_SMALL, "head_dim": 8, "attention_bias": True},
+    "cohere": {"model_type": "cohere", **_SMALL},
+    "cohere2": {"model_type": "cohere2", **_SMALL, **_LINES, "head_dim": 8},
+    "falcon": {"model_type": "falcon", **_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-7b": {"model_type": "falcon", **_SMALL},
+    "falcon-alibi": {"model_type": "falcon", **_SMALL, "alibi": True, "multi_query": False, "parallel_attn": False,
+                     "bias": True},
+    "bloom": {"model_type": "bloom", **_GPT, "hidden_size": 32},
+    "opt": {"model_type": "opt", **_SMALL, "ffn_dim": 40, "word_embed_proj_dim": 32},
+    "gpt_neo": {"model_type": "gpt_neo", "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+                "attention_types": [[["global", "local"], 1]], "window_size": 8, "max_position_embeddings": 128,
+                "bos_token_id": 0, "eos_token_id": 1},
+    "gptj": {"model_type": "gptj", **_GPT, "rotary_dim": 4},
+    "codegen": {"model_type": "codegen", **_GPT, "n_ctx": 128, "rotary_dim": 4},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **_GPT},
+    "gpt_bigcode-heads": {"model_type": "gpt_bigcode", **_GPT, "multi_query": False},
+    "mixtral": {"model_type": "mixtral", **_SMALL, "num_local_experts": 4},
+    "qwen2_moe": {"model_type": "qwen2_moe", **_SMALL, **_EXPERTS, "shared_expert_intermediate_size": 20,
+                  "decoder_sparse_step": 1},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_SMALL, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [0]},
+    "olmoe": {"model_type": "olmoe", **_SMALL, **_EXPERTS},
+    "granitemoe": {"model_type": "granitemoe", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"model_type": "granitemoeshared", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
+                         "shared_intermediate_size": 20},
+    "glm4_moe": {"model_type": "glm4_moe", **_SMALL, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+                 "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    "glm4_moe-normed": {"model_type": "glm4_moe", **_SMALL, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                        "head_dim": 8, "moe_intermediate_size": 12, "use_qk_norm": True, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"model_type": "gpt_oss", **_SMALL, **_LINES, "head_dim": 8, "num_local_experts": 4,
+                "num_experts_per_tok": 2},
+}  # fmt: skip
+FUSED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")  # whose experts are saved in either arrangement
+
 
 def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **entries: object) -> PreTrainedModel:
     """A model with CONFIGS[family], overridden by ``entries``, whose biases and norms differ from their initial zeros
     and ones."""
-    config = CONFIGS[family] | entries
+    config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():

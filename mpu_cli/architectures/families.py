@@ -1,17 +1,153 @@
-"""The model families that mpu supports. To add one, put its table here and its config in tests/models.py."""
+"""The model families that mpu supports. To add one, put its table here and its config in tests/models.py, and run
+`mpu check-family` on a checkpoint of it.
+
+What holds in which family was read from transformers' modelling code and is checked on small random models
+(tests/test_families.py).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.architectures.family import Family, Tensor, symmetry_sets
+from mpu_cli.architectures.family import Axis, Config, Family, Fused, Rule, Sizes, Stack, Tensor
+
+# Rules, from which tables are composed.
+
+
+def entry(*names: str) -> Rule:
+    """The first of these config entries that is there."""
+    return lambda config, _: next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def unless(name: str) -> Rule:
+    """Whether a config entry is off."""
+    return lambda config, _: not config.get(name)
+
+
+def share_of_head(name: str) -> Rule:
+    """RoPE turns this share of a head's coordinates."""
+    return lambda config, _: int(config["head_dim"] * float(config.get(name, 1.0)))
+
+
+def where_rope(rope: Rule) -> Rule:
+    """RoPE turns all of a head's coordinates in layers for which ``rope`` holds, and none in others."""
+    return lambda config, layer: config["head_dim"] if rope(config, layer) else 0
+
+
+def layer_type_is(kind: str, pattern: str = "sliding_window_pattern", every: int = 4) -> Rule:
+    """Whether a layer is of a kind: by ``layer_types``, or all but every n-th are sliding."""
+
+    def rule(config: Config, layer: int) -> bool:
+        kinds = config.get("layer_types")
+        if kinds:
+            return kinds[layer] == kind
+        n = int(config.get(pattern) or every)
+        return ("full_attention" if (layer + 1) % n == 0 else "sliding_attention") == kind
+
+    return rule
+
+
+def listed_or_every(name: str, interval: str, every: int) -> Rule:
+    """The entry of a layer in the list ``name``; without one, 0 in every n-th layer."""
+
+    def rule(config: Config, layer: int) -> int:
+        table = config.get(name)
+        return int(table[layer]) if table else int((layer + 1) % int(config.get(interval) or every) != 0)
+
+    return rule
+
+
+def times(factor: int, name: str) -> Rule:
+    """A size that is a multiple of another."""
+    return lambda config, _: factor * int(config[name])
+
+
+def either(*rules: Rule) -> Rule:
+    return lambda config, layer: any(rule(config, layer) for rule in rules)
+
+
+def negated(rule: Rule) -> Rule:
+    return lambda config, layer: not rule(config, layer)
+
+
+# Parts that tables share.
+
+
+def linear(
+    name: str, *axes: Axis, bias: str | Rule | bool = False, when: str | Rule | None = None
+) -> tuple[Tensor, ...]:
+    """A linear layer's weight, (outputs, inputs), and its bias if it has one."""
+    weight = Tensor(f"{name}.weight", axes, when)
+    if bias is False:
+        return (weight,)
+    return weight, Tensor(f"{name}.bias", axes[:1], when if bias is True else bias)
+
+
+def layer_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
+    return Tensor(f"{name}.weight", ("|model|",), when), Tensor(f"{name}.bias", ("model",), when)
+
+
+def rms_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
+    return (Tensor(f"{name}.weight", ("|model|",), when),)
+
+
+def attention(
+    bias: str | Rule | bool = "attention_bias", out_bias: str | Rule | bool | None = None
+) -> tuple[Tensor, ...]:
+    """Llama's attention."""
+    out = bias if out_bias is None else out_bias
+    return (
+        *linear("self_attn.q_proj", "query", "model", bias=bias),
+        *linear("self_attn.k_proj", "key", "model", bias=bias),
+        *linear("self_attn.v_proj", "value", "model", bias=bias),
+        *linear("self_attn.o_proj", "model", "mixed", bias=out),
+    )
+
+
+def gated_ffn(
+    bias: str | bool = False, name: str = "mlp", prefix: str = "", when: str | Rule | None = None
+) -> tuple[Tensor, ...]:
+    return (
+        *linear(f"{name}.gate_proj", f"{prefix}gate", "model", bias=bias, when=when),
+        *linear(f"{name}.up_proj", f"{prefix}up", "model", bias=bias, when=when),
+        *linear(f"{name}.down_proj", "model", f"{prefix}ffn", bias=bias, when=when),
+    )
+
+
+def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+            split: str = "mlp", fused: str = "mlp") -> tuple[Tensor, ...]:  # fmt: skip
+    """The experts of a mixture: a matrix each in files from the Hub, stacked in files that hold what memory does."""
+    gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
+    return (
+        Tensor(gate, ("e-gate", "model"), when, "split"),
+        Tensor(up, ("e-up", "model"), when, "split"),
+        Tensor(down, ("model", "e-ffn"), when, "split"),
+        Tensor(f"{fused}.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), when, "fused"),
+        Tensor(f"{fused}.experts.down_proj", ("expert", "model", "e-ffn"), when, "fused"),
+    )
+
+
+def stacks(
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), split: str = "mlp"
+) -> tuple[Stack, ...]:
+    gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
+    return Stack("mlp.experts.gate_up_proj", (gate, up)), Stack("mlp.experts.down_proj", (down,))
+
+
+SHARED_NORM = (Tensor("self_attn.q_norm.weight", ("|head|",)), Tensor("self_attn.k_norm.weight", ("|head|",)))
+WHOLE_NORM = (Tensor("self_attn.q_norm.weight", ("|query|",)), Tensor("self_attn.k_norm.weight", ("|key|",)))
+INPUT_NORMS = (*rms_norm("input_layernorm"), *rms_norm("post_attention_layernorm"))
+OUTPUT_NORMS = (*rms_norm("post_attention_layernorm"), *rms_norm("post_feedforward_layernorm"))
+SIZES: Sizes = {
+    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+}  # fmt: skip
+
+# Llama and its relatives.
 
 LLAMA = Family(
     model_types=("llama",),
-    sizes={
-        "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
-        "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    },
+    sizes=SIZES,
     prefix="model.",
     layer="model.layers.{i}.",
     tensors=(
@@ -20,48 +156,245 @@ LLAMA = Family(
         Tensor("lm_head.weight", ("vocab", "model")),
     ),
     layer_tensors=(
-        Tensor("input_layernorm.weight", ("|model|",)),
-        Tensor("self_attn.q_proj.weight", ("query", "model")),
-        Tensor("self_attn.q_proj.bias", ("query",), when="attention_bias"),
-        Tensor("self_attn.k_proj.weight", ("key", "model")),
-        Tensor("self_attn.k_proj.bias", ("key",), when="attention_bias"),
-        Tensor("self_attn.v_proj.weight", ("value", "model")),
-        Tensor("self_attn.v_proj.bias", ("value",), when="attention_bias"),
-        Tensor("self_attn.o_proj.weight", ("model", "mixed")),
-        Tensor("self_attn.o_proj.bias", ("model",), when="attention_bias"),
-        Tensor("post_attention_layernorm.weight", ("|model|",)),
-        Tensor("mlp.gate_proj.weight", ("gate", "model")),
-        Tensor("mlp.gate_proj.bias", ("gate",), when="mlp_bias"),
-        Tensor("mlp.up_proj.weight", ("up", "model")),
-        Tensor("mlp.up_proj.bias", ("up",), when="mlp_bias"),
-        Tensor("mlp.down_proj.weight", ("model", "ffn")),
-        Tensor("mlp.down_proj.bias", ("model",), when="mlp_bias"),
+        *rms_norm("input_layernorm"), *attention(), *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
     ),
-    symmetries=symmetry_sets("halves", gated=True, rms_norm=True),
     defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     unless={"partial_rotary_factor": 1.0},
     buffers=("rotary_emb.inv_freq",),
+    note="grouped heads, tied and untied heads, llama3 RoPE scaling, optional biases",
 )  # fmt: skip
 
+_PLAIN = (*rms_norm("input_layernorm"), *attention(False), *rms_norm("post_attention_layernorm"), *gated_ffn())
 MISTRAL = replace(
     LLAMA,
-    model_types=("mistral",),
-    layer_tensors=tuple(t for t in LLAMA.layer_tensors if t.when is None),
+    model_types=("mistral", "ministral", "ministral3"),
+    layer_tensors=_PLAIN,
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
+    note="its own `head_dim`",
 )
 
 # Its multipliers scale the residual stream, scores and logits by constants, which every symmetry passes through.
-GRANITE = replace(LLAMA, model_types=("granite",))
+GRANITE = replace(LLAMA, model_types=("granite",), note="as Llama; its multipliers are constants")
 
-_QWEN2_BIASES = {f"self_attn.{p}_proj.bias" for p in "qkv"}
 QWEN2 = replace(
     LLAMA,
     model_types=("qwen2",),
-    layer_tensors=tuple(
-        replace(t, when=None) for t in LLAMA.layer_tensors if t.when is None or t.name in _QWEN2_BIASES
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention(True, False), *rms_norm("post_attention_layernorm"), *gated_ffn(),
     ),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+    note="biases of q, k and v are transformed together with their weights",
+)  # fmt: skip
+
+QWEN3 = replace(
+    LLAMA,
+    model_types=("qwen3",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"),
+        *attention(),
+        *SHARED_NORM,
+        *rms_norm("post_attention_layernorm"),
+        *gated_ffn(),
+    ),
+    qk_norm="shared",
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    unless={},
+    note="norms of queries and keys leave only turns by 90° between them",
 )
+
+SMOLLM3 = replace(
+    LLAMA,
+    model_types=("smollm3",),
+    rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
+    note="layers without RoPE allow any rotation between queries and keys",
+)
+
+# Norms multiply by 1 + w, which takes any order of w. Soft-capping, scales and windows pass through.
+GEMMA = replace(
+    LLAMA,
+    model_types=("gemma",),
+    layer_tensors=(*rms_norm("input_layernorm"), *attention(), *rms_norm("post_attention_layernorm"), *gated_ffn()),
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
+)
+_SANDWICH = (
+    *INPUT_NORMS, *rms_norm("pre_feedforward_layernorm"), *rms_norm("post_feedforward_layernorm"), *attention(),
+)  # fmt: skip
+GEMMA2 = replace(
+    GEMMA,
+    model_types=("gemma2",),
+    layer_tensors=(*_SANDWICH, *gated_ffn()),
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256},
+)
+GEMMA3 = replace(
+    GEMMA2, model_types=("gemma3_text",), layer_tensors=(*_SANDWICH, *SHARED_NORM, *gated_ffn()), qk_norm="shared",
+    unless={}, note="text only",
+)  # fmt: skip
+
+OLMO2 = replace(
+    LLAMA,
+    model_types=("olmo2", "olmo3"),
+    layer_tensors=(*attention(), *WHOLE_NORM, *OUTPUT_NORMS, *gated_ffn()),
+    qk_norm="whole",
+    unless={},
+    defaults={"tie_word_embeddings": False},
+    note="as Qwen3",
+)
+EXAONE4 = replace(
+    LLAMA,
+    model_types=("exaone4",),
+    layer_tensors=(*attention(False), *SHARED_NORM, *OUTPUT_NORMS, *gated_ffn()),
+    qk_norm="shared",
+    rotary=where_rope(either(unless("sliding_window"), layer_type_is("sliding_attention"))),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+    unless={},
+)
+
+# LayerNorms without weight or bias: no norm tensors, and no signs of the residual stream.
+OLMO = replace(
+    LLAMA,
+    model_types=("olmo",),
+    tensors=tuple(t for t in LLAMA.tensors if "norm" not in t.name),
+    layer_tensors=(*attention(), *gated_ffn()),
+    rms_norm=False,
+    unless={"clip_qkv": None, "partial_rotary_factor": 1.0},
+    note="without `clip_qkv`",
+)
+
+PHI3 = replace(
+    LLAMA,
+    model_types=("phi3",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        Tensor("self_attn.qkv_proj.weight", (("query", "key", "value"), "model")),
+        Tensor("self_attn.o_proj.weight", ("model", "mixed")),
+        Tensor("mlp.gate_up_proj.weight", (("gate", "up"), "model")),
+        Tensor("mlp.down_proj.weight", ("model", "ffn")),
+    ),
+    rotary=share_of_head("partial_rotary_factor"),
+    unless={},
+    defaults={"tie_word_embeddings": False, "partial_rotary_factor": 1.0},
+    note="Phi-3, 3.5, 4 and 4-mini; fused projections, RoPE over part of a head",
+)
+
+GLM = replace(
+    LLAMA,
+    model_types=("glm",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        *attention("attention_bias", False),
+        Tensor("mlp.gate_up_proj.weight", (("gate", "up"), "model")),
+        Tensor("mlp.down_proj.weight", ("model", "ffn")),
+    ),
+    planes="neighbours",
+    rotary=share_of_head("partial_rotary_factor"),
+    unless={},
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "partial_rotary_factor": 0.5, "head_dim": 128,
+        "num_key_value_heads": 2,
+    },
+)  # fmt: skip
+GLM4 = replace(
+    GLM,
+    model_types=("glm4",),
+    layer_tensors=(
+        *GLM.layer_tensors, *rms_norm("post_self_attn_layernorm"), *rms_norm("post_mlp_layernorm"),
+    ),
+)  # fmt: skip
+
+# Families with LayerNorm, which subtracts the mean: no signs of the residual stream.
+
+_NORMED = tuple(t for t in LLAMA.tensors if "norm" not in t.name)
+STABLELM = replace(
+    LLAMA,
+    model_types=("stablelm",),
+    tensors=(*_NORMED[:1], *layer_norm("model.norm"), *_NORMED[1:]),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *attention("use_qkv_bias", False), *gated_ffn(),
+        *layer_norm("post_attention_layernorm", unless("use_parallel_residual")),
+    ),
+    rotary=share_of_head("partial_rotary_factor"),
+    rms_norm=False,
+    defaults={"tie_word_embeddings": False, "use_qkv_bias": False, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
+    unless={"qk_layernorm": False},
+    note="without `qk_layernorm`",
+)  # fmt: skip
+STARCODER2 = replace(
+    STABLELM,
+    model_types=("starcoder2",),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention("use_bias"),
+        *linear("mlp.c_fc", "ffn", "model", bias="use_bias"), *linear("mlp.c_proj", "model", "ffn", bias="use_bias"),
+    ),
+    rotary=None,
+    gated=False,
+    defaults={"tie_word_embeddings": True, "use_bias": True, "num_key_value_heads": 2},
+    unless={},
+    note="",
+)  # fmt: skip
+COHERE = replace(
+    LLAMA,
+    model_types=("cohere",),
+    layer_tensors=(*rms_norm("input_layernorm"), *attention(), *gated_ffn()),
+    planes="neighbours",
+    rms_norm=False,
+    defaults={"tie_word_embeddings": True},
+    unless={"use_qk_norm": False},
+    note="without `use_qk_norm`",
+)
+COHERE2 = replace(
+    COHERE, model_types=("cohere2",), rotary=where_rope(layer_type_is("sliding_attention")), unless={}, note="",
+)  # fmt: skip
+PHI = replace(
+    STABLELM,
+    model_types=("phi",),
+    tensors=(
+        Tensor("model.embed_tokens.weight", ("vocab", "model")), *layer_norm("model.final_layernorm"),
+        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",)),
+    ),
+    layer_tensors=(
+        *layer_norm("input_layernorm"),
+        *linear("self_attn.q_proj", "query", "model", bias=True),
+        *linear("self_attn.k_proj", "key", "model", bias=True),
+        *linear("self_attn.v_proj", "value", "model", bias=True),
+        *linear("self_attn.dense", "model", "mixed", bias=True),
+        *linear("mlp.fc1", "ffn", "model", bias=True),
+        *linear("mlp.fc2", "model", "ffn", bias=True),
+    ),
+    gated=False,
+    defaults={"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
+    unless={"qk_layernorm": False},
+    note="Phi-1, 1.5 and 2",
+)  # fmt: skip
+
+_NEOX: Sizes = {
+    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_attention_heads",
+}  # fmt: skip
+GPT_NEOX = Family(
+    model_types=("gpt_neox",),
+    sizes=_NEOX,
+    prefix="gpt_neox.",
+    layer="gpt_neox.layers.{i}.",
+    tensors=(
+        Tensor("gpt_neox.embed_in.weight", ("vocab", "model")), *layer_norm("gpt_neox.final_layer_norm"),
+        Tensor("embed_out.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"),
+        *linear("attention.query_key_value", Fused(("query", "key", "value"), "heads"), "model", bias="attention_bias"),
+        *linear("attention.dense", "model", "mixed", bias="attention_bias"),
+        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True),
+        *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
+    ),
+    rotary=lambda config, _: int(config["head_dim"] * float(config.get("rotary_pct") or config["partial_rotary_factor"])),
+    gated=False,
+    rms_norm=False,
+    heads=("embed_out.weight", "lm_head.weight"),
+    defaults={"tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.25},
+    buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    note="Pythia, GPT-NeoX",
+)  # fmt: skip
 
 # Conv1D stores a weight as (inputs, outputs), the transpose of a linear layer's.
 GPT2 = Family(
@@ -93,13 +426,333 @@ GPT2 = Family(
         Tensor("mlp.c_proj.weight", ("ffn", "model")),
         Tensor("mlp.c_proj.bias", ("model",)),
     ),
-    symmetries=symmetry_sets(None, gated=False, rms_norm=False),
-    defaults={"tie_word_embeddings": True, "n_inner": None},
+    planes=None,
+    gated=False,
+    rms_norm=False,
+    defaults={"tie_word_embeddings": True},
     unless={"add_cross_attention": False},
     buffers=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
+    note="fused `c_attn`, transposed `Conv1D` storage",
 )  # fmt: skip
 
-FAMILIES = {
-    model_type: family for family in (LLAMA, MISTRAL, QWEN2, GPT2, GRANITE) for model_type in family.model_types
-}
+_FUSED = Fused(("query", "key", "value"), "kv_heads")  # per KV head: its query heads, then its key, then its value
+GPT_BIGCODE = replace(
+    GPT2,
+    model_types=("gpt_bigcode",),
+    sizes={**GPT2.sizes, "kv_heads": lambda config, _: 1 if config["multi_query"] else config["n_head"]},
+    layer_tensors=(
+        *layer_norm("ln_1"), *layer_norm("ln_2"),
+        *linear("attn.c_attn", _FUSED, "model", bias=True), *linear("attn.c_proj", "model", "mixed", bias=True),
+        *linear("mlp.c_fc", "ffn", "model", bias=True), *linear("mlp.c_proj", "model", "ffn", bias=True),
+    ),
+    defaults={"tie_word_embeddings": True, "multi_query": True},
+    transposed=False,
+    note="StarCoder, SantaCoder",
+)  # fmt: skip
+GPT_NEO = replace(
+    GPT2,
+    model_types=("gpt_neo",),
+    sizes={
+        "model": "hidden_size", "ffn": lambda config, _: config.get("intermediate_size") or 4 * config["hidden_size"],
+        "vocab": "vocab_size", "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_heads",
+        "position": "max_position_embeddings",
+    },
+    layer_tensors=(
+        *layer_norm("ln_1"), *layer_norm("ln_2"),
+        *linear("attn.attention.q_proj", "query", "model"), *linear("attn.attention.k_proj", "key", "model"),
+        *linear("attn.attention.v_proj", "value", "model"),
+        *linear("attn.attention.out_proj", "model", "mixed", bias=True),
+        *linear("mlp.c_fc", "ffn", "model", bias=True), *linear("mlp.c_proj", "model", "ffn", bias=True),
+    ),
+    unless={},
+    buffers=("attn.attention.bias", "attn.attention.masked_bias"),
+    transposed=False,
+    note="",
+)  # fmt: skip
+GPTJ = replace(
+    GPT2,
+    model_types=("gptj",),
+    sizes={key: value for key, value in GPT2.sizes.items() if key != "position"},
+    tensors=(
+        Tensor("transformer.wte.weight", ("vocab", "model")), *layer_norm("transformer.ln_f"),
+        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",)),
+    ),
+    layer_tensors=(
+        *layer_norm("ln_1"),
+        *linear("attn.q_proj", "query", "model"), *linear("attn.k_proj", "key", "model"),
+        *linear("attn.v_proj", "value", "model"), *linear("attn.out_proj", "model", "mixed"),
+        *linear("mlp.fc_in", "ffn", "model", bias=True), *linear("mlp.fc_out", "model", "ffn", bias=True),
+    ),
+    planes="neighbours",
+    rotary=entry("rotary_dim", "head_dim"),
+    defaults={"tie_word_embeddings": False, "rotary_dim": 64},
+    unless={},
+    buffers=("attn.bias", "attn.masked_bias", "attn.embed_positions", "attn.causal_mask"),
+    transposed=False,
+    note="",
+)  # fmt: skip
+CODEGEN = replace(
+    GPTJ,
+    model_types=("codegen",),
+    layer_tensors=(
+        *layer_norm("ln_1"),
+        # four blocks, of which each holds queries, values and keys of a quarter of the heads
+        Tensor("attn.qkv_proj.weight", (Fused(("query", "value", "key"), 4), "model")),
+        *linear("attn.out_proj", "model", "mixed"),
+        *linear("mlp.fc_in", "ffn", "model", bias=True), *linear("mlp.fc_out", "model", "ffn", bias=True),
+    ),
+)  # fmt: skip
+
+OPT = Family(
+    model_types=("opt",),
+    sizes={
+        "model": "hidden_size", "ffn": "ffn_dim", "vocab": "vocab_size", "layers": "num_hidden_layers",
+        "heads": "num_attention_heads", "kv_heads": "num_attention_heads",
+        "position": lambda config, _: config["max_position_embeddings"] + 2,  # from the third row on
+    },
+    prefix="model.",
+    layer="model.decoder.layers.{i}.",
+    tensors=(
+        Tensor("model.decoder.embed_tokens.weight", ("vocab", "model")),
+        Tensor("model.decoder.embed_positions.weight", ("position", "model")),
+        *layer_norm("model.decoder.final_layer_norm"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *layer_norm("self_attn_layer_norm"), *layer_norm("final_layer_norm"),
+        *linear("self_attn.q_proj", "query", "model", bias="enable_bias"),
+        *linear("self_attn.k_proj", "key", "model", bias="enable_bias"),
+        *linear("self_attn.v_proj", "value", "model", bias="enable_bias"),
+        *linear("self_attn.out_proj", "model", "mixed", bias="enable_bias"),
+        *linear("fc1", "ffn", "model", bias="enable_bias"), *linear("fc2", "model", "ffn", bias="enable_bias"),
+    ),
+    planes=None,
+    gated=False,
+    rms_norm=False,
+    defaults={"tie_word_embeddings": True, "enable_bias": True},
+    unless={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+    note="not 350m, whose embedding is narrower than the model",
+)  # fmt: skip
+
+BLOOM = Family(
+    model_types=("bloom",),
+    sizes={
+        "model": ("hidden_size", "n_embed"), "ffn": lambda config, _: 4 * (config.get("hidden_size") or config["n_embed"]),
+        "vocab": "vocab_size", "layers": ("n_layer", "num_hidden_layers"), "heads": ("n_head", "num_attention_heads"),
+        "kv_heads": ("n_head", "num_attention_heads"),
+    },
+    prefix="transformer.",
+    layer="transformer.h.{i}.",
+    tensors=(
+        Tensor("transformer.word_embeddings.weight", ("vocab", "model")),
+        *layer_norm("transformer.word_embeddings_layernorm"), *layer_norm("transformer.ln_f"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"),
+        *linear("self_attention.query_key_value", _FUSED, "model", bias=True),
+        *linear("self_attention.dense", "model", "mixed", bias=True),
+        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True), *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
+    ),
+    planes=None,
+    movable_heads=False,  # under ALiBi, a head's slope depends on its number
+    gated=False,
+    rms_norm=False,
+    defaults={"tie_word_embeddings": True},
+    note="heads stay in their order (ALiBi)",
+)  # fmt: skip
+
+
+def has_two_norms(config: Config, _: int) -> bool:
+    """Whether a layer of Falcon has a norm each for attention and FFN, which run in parallel."""
+    return bool(config["new_decoder_architecture"]) and config.get("num_ln_in_parallel_attn") != 1
+
+
+FALCON = replace(
+    BLOOM,
+    model_types=("falcon",),
+    sizes={
+        **BLOOM.sizes,
+        "layers": ("num_hidden_layers", "n_layer"),
+        "heads": ("num_attention_heads", "n_head"),
+        "kv_heads": lambda config, _: (
+            (config.get("num_kv_heads") or config["num_attention_heads"]) if config["new_decoder_architecture"]
+            else 1 if config["multi_query"] else config["num_attention_heads"]
+        ),
+        "ffn": lambda config, _: config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+    },
+    tensors=(
+        Tensor("transformer.word_embeddings.weight", ("vocab", "model")), *layer_norm("transformer.ln_f"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *layer_norm("ln_attn", has_two_norms), *layer_norm("ln_mlp", has_two_norms),
+        *layer_norm("input_layernorm", negated(has_two_norms)),
+        *layer_norm("post_attention_layernorm", negated(either(entry("new_decoder_architecture"), entry("parallel_attn")))),
+        *linear("self_attention.query_key_value", _FUSED, "model", bias="bias"),
+        *linear("self_attention.dense", "model", "mixed", bias="bias"),
+        *linear("mlp.dense_h_to_4h", "ffn", "model", bias="bias"), *linear("mlp.dense_4h_to_h", "model", "ffn", bias="bias"),
+    ),
+    planes="halves",
+    rotary=where_rope(unless("alibi")),
+    movable_heads=unless("alibi"),
+    defaults={
+        "tie_word_embeddings": True, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True,
+        "bias": False, "alibi": False,
+    },
+    buffers=("rotary_emb.inv_freq",),
+    note="heads stay in their order with ALiBi",
+)  # fmt: skip
+
+# Mixtures of experts.
+
+
+def is_sparse(config: Config, layer: int) -> bool:
+    """Whether a layer of Qwen's mixtures has experts."""
+    step = int(config.get("decoder_sparse_step") or 1)
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+
+
+_EXPERTS: Sizes = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size"}
+_ROUTER = Tensor("mlp.gate.weight", ("expert", "model"))
+MIXTRAL = replace(
+    MISTRAL,
+    model_types=("mixtral",),
+    sizes={**SIZES, "experts": "num_local_experts", "expert_ffn": "intermediate_size"},
+    layer_tensors=(
+        *INPUT_NORMS, *attention(False),
+        Tensor("block_sparse_moe.gate.weight", ("expert", "model"), layout="split"),
+        Tensor("mlp.gate.weight", ("expert", "model"), layout="fused"),
+        *experts(names=("w1", "w3", "w2"), split="block_sparse_moe"),
+    ),
+    experts=lambda *_: True,
+    stacks=(*stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.gate.weight", ("block_sparse_moe.gate.weight",))),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "num_local_experts": 8},
+    note="experts, in files with a matrix each and in files with stacks",
+)  # fmt: skip
+QWEN3_MOE = replace(
+    QWEN3,
+    model_types=("qwen3_moe",),
+    sizes={**SIZES, **_EXPERTS},
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_sparse)),
+        replace(_ROUTER, when=is_sparse), *experts(is_sparse),
+    ),
+    experts=is_sparse,
+    stacks=stacks(),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 4},
+    note="as Mixtral and Qwen3",
+)  # fmt: skip
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_types=("qwen2_moe",),
+    sizes={**SIZES, **_EXPERTS, "shared_ffn": "shared_expert_intermediate_size", "one": 1},
+    layer_tensors=(
+        *INPUT_NORMS, *attention("qkv_bias", False), *gated_ffn(when=negated(is_sparse)),
+        replace(_ROUTER, when=is_sparse), *experts(is_sparse),
+        *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
+        Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
+    ),
+    qk_norm=None,
+    unless={},
+    defaults={"tie_word_embeddings": False, "qkv_bias": True, "num_key_value_heads": 16},
+    note="a shared expert beside the others",
+)  # fmt: skip
+OLMOE = replace(
+    MIXTRAL,
+    model_types=("olmoe",),
+    sizes={**SIZES, "experts": ("num_experts", "num_local_experts"), "expert_ffn": "intermediate_size"},
+    layer_tensors=(*INPUT_NORMS, *attention(), *WHOLE_NORM, _ROUTER, *experts()),
+    qk_norm="whole",
+    stacks=stacks(),
+    unless={"clip_qkv": None},
+    defaults={"tie_word_embeddings": False},
+    note="without `clip_qkv`",
+)
+GRANITEMOE = replace(
+    LLAMA,
+    model_types=("granitemoe", "granitemoeshared"),
+    sizes={
+        **SIZES,
+        "experts": "num_local_experts", "expert_ffn": "intermediate_size", "shared_ffn": "shared_intermediate_size",
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention(),
+        Tensor("block_sparse_moe.router.layer.weight", ("expert", "model")),
+        Tensor("block_sparse_moe.input_linear.weight", ("expert", ("e-gate", "e-up"), "model")),
+        Tensor("block_sparse_moe.output_linear.weight", ("expert", "model", "e-ffn")),
+        Tensor("shared_mlp.input_linear.weight", (("s-gate", "s-up"), "model"), "shared_intermediate_size"),
+        Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn"), "shared_intermediate_size"),
+    ),
+    experts=lambda *_: True,
+    stacks=(
+        Stack("block_sparse_moe.router.weight", ("block_sparse_moe.router.layer.weight",)),
+        Stack("block_sparse_moe.experts.gate_up_proj", ("block_sparse_moe.input_linear.weight",)),
+        Stack("block_sparse_moe.experts.down_proj", ("block_sparse_moe.output_linear.weight",)),
+    ),
+    note="",
+)  # fmt: skip
+
+
+def after_dense(config: Config, layer: int) -> bool:
+    return layer >= int(config.get("first_k_dense_replace") or 0)
+
+
+GLM4_MOE = replace(
+    LLAMA,
+    model_types=("glm4_moe",),
+    sizes={
+        **SIZES,
+        "experts": ("n_routed_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size",
+        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config.get("n_shared_experts") or 1),
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention("attention_bias", False),
+        Tensor("self_attn.q_norm.weight", ("|head|",), "use_qk_norm"),
+        Tensor("self_attn.k_norm.weight", ("|head|",), "use_qk_norm"),
+        *gated_ffn(when=negated(after_dense)),
+        replace(_ROUTER, when=after_dense),
+        Tensor("mlp.gate.e_score_correction_bias", ("expert",), after_dense, trained=False),
+        *experts(after_dense),
+        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_dense),
+    ),
+    rotary=share_of_head("partial_rotary_factor"),
+    qk_norm=lambda config, _: "shared" if config.get("use_qk_norm") else None,
+    experts=after_dense,
+    groups="n_group",
+    stacks=stacks(),
+    dead=("*.eh_proj.weight", "*.shared_head.*", "*.enorm.weight", "*.hnorm.weight"),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 8, "first_k_dense_replace": 1,
+    },
+    unless={},
+    note="",
+)  # fmt: skip
+# Constants are added to up, so signs do not cancel; sinks go with their heads. Files store inputs first.
+GPT_OSS = replace(
+    LLAMA,
+    model_types=("gpt_oss",),
+    sizes={**SIZES, "experts": ("num_local_experts", "num_experts"), "expert_ffn": "intermediate_size"},
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), Tensor("self_attn.sinks", ("head",)),
+        Tensor("mlp.router.weight", ("expert", "model")), Tensor("mlp.router.bias", ("expert",)),
+        Tensor("mlp.experts.gate_up_proj", ("expert", "model", Fused(("e-gate", "e-up"), "expert_ffn"))),
+        Tensor("mlp.experts.gate_up_proj_bias", ("expert", Fused(("e-gate", "e-up"), "expert_ffn"))),
+        Tensor("mlp.experts.down_proj", ("expert", "e-ffn", "model")),
+        Tensor("mlp.experts.down_proj_bias", ("expert", "model")),
+    ),
+    gated=False,
+    experts=lambda *_: True,
+    unless={},
+    defaults={"tie_word_embeddings": False, "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8},
+    note="in bfloat16; the published weights are quantised",
+)  # fmt: skip
+
+_ALL = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, PHI3, PHI, GPT_NEOX, OLMO, OLMO2, GPT2, MIXTRAL,
+    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, COHERE, COHERE2, FALCON,
+    BLOOM, OPT, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE, EXAONE4,
+)  # fmt: skip
+FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

@@ -1,7 +1,7 @@
 r"""The vocabulary for describing a model family.
 
-A tensor is a name plus what each of its axes counts; a fused axis (GPT-2's ``c_attn``) is a tuple of names. The axis
-names alone determine what a symmetry does, so a new family is a new table, not new code.
+A tensor is a name plus what each of its axes counts. The axis names alone determine what a symmetry does, so a new
+family is a new table, not new code.
 
 | axis | counts |
 |---|---|
@@ -9,65 +9,112 @@ names alone determine what a symmetry does, so a new family is a new table, not 
 | \|model\| | the residual stream where a norm's weight scales it: permuted with it, but without sign changes |
 | ffn | neurons of the feed-forward layer |
 | gate, up | the same neurons in a gated layer, before the product act(gate)·up |
+| s-ffn, s-gate, s-up | the same of a shared expert, or of a second feed-forward layer |
+| e-ffn, e-gate, e-up | the same inside each expert of a mixture |
+| expert | the experts of a mixture, in the router and in stacked tensors |
 | query | query heads × head size, the coordinates of the query–key dot product |
 | key | KV heads × head size, the same coordinates |
 | value | KV heads × head size, the coordinates of values |
 | mixed | query heads × head size: values after attention, the input of the output projection |
+| \|query\|, \|key\| | query and key where the weight of a norm over all heads scales them |
+| \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them |
+| head | query heads, one number each |
 | vocab, position | rows of the embeddings |
+
+An axis of a tensor may hold several of these, fused: a tuple of names one after the other (GPT-2's ``c_attn``), or
+``Fused`` in chunks, each with its share of each name (GPT-NeoX: for each head its query, key and value).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-Axis = str | tuple[str, ...]
+Config = Mapping[str, Any]
+Rule = Callable[[Config, int], Any]  # of a config, whose defaults are filled in, and the number of a layer
 
-LAYER_AXES = ("ffn", "gate", "up", "query", "key", "value", "mixed")
+
+Sizes = Mapping[str, str | int | Sequence[str] | Rule]  # a config entry, a number, the first entry there, or a rule
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Axes fused in ``chunks`` chunks, the name of a size or a number: of each chunk its share of each of ``names``."""
+
+    names: tuple[str, ...]
+    chunks: str | int
+
+
+Axis = str | tuple[str, ...] | Fused
+
+FFN_AXES = ("ffn", "gate", "up")
+ATTENTION = ("query", "key", "value", "mixed")
+OF_QUERIES, OF_KEYS, OF_HEAD = "|query|", "|key|", "|head|"
+MODEL_AXES = ("model", "|model|")
+LAYER_AXES = (
+    *FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES), *(f"e-{axis}" for axis in FFN_AXES), "expert",
+    *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, "head",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter. ``when`` is the config entry that says whether it exists (None: always)."""
+    """One parameter. ``when``: the config entry, or the rule, that says whether it exists (None: always).
+
+    A name with ``{e}`` stands for one tensor for each expert. ``layout`` is for tensors that some files hold in
+    another arrangement: those of one layout are there, or those of the other. What is not ``trained`` gets no noise and is
+    in no delta, but changes places with what it counts.
+    """
 
     name: str
     axes: tuple[Axis, ...]
-    when: str | None = None
+    when: str | Rule | None = None
+    layout: str | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """One permutation of all ``axes``, which count the same things; those in ``signed`` also share sign changes."""
+    """One permutation of all ``axes``, which count the same things; those in ``signed`` also share sign changes.
+
+    ``per_expert``: each expert has its own.
+    """
 
     name: str
     axes: tuple[str, ...]
     signed: tuple[str, ...] = ()
+    per_expert: bool = False
 
 
 @dataclass(frozen=True)
 class Rotation:
     """One orthogonal matrix per KV head, applied to every head of ``axes`` that belongs to it.
 
-    ``planes`` restricts it to SO(2) in each two-coordinate plane that RoPE rotates: "halves" pairs i with i + d/2.
-    With ``planes=None``, it is any matrix in O(d), where d is the head size.
+    It turns each plane of two of the first ``rotary`` coordinates, those that RoPE rotates, and is any matrix in O() on
+    the rest; with ``planes=None``, on all of them. "halves" pairs i with i + rotary/2, "neighbours" 2i with 2i + 1.
     """
 
     name: str
     axes: tuple[str, ...]
     planes: str | None
+    rotary: int | None = None  # None: all coordinates of a head
 
 
 @dataclass(frozen=True)
 class Turns:
     """The rotations that are signed permutations: one per KV head, applied to every head of ``axes`` belonging to it.
 
-    With ``planes``, a multiple of 90° in each plane; with ``planes=None``, any order and signs of the head's
-    coordinates.
+    In each plane a multiple of 90°; of the coordinates that RoPE leaves alone any order and signs. ``norm`` says how a
+    norm scales queries and keys before RoPE: "shared", with one weight for all heads, or "whole", with one for each
+    coordinate of every head. Then its weights are reordered along; what "shared" weights have in common, all heads do.
     """
 
     name: str
     axes: tuple[str, ...]
     planes: str | None
+    rotary: int | None = None
+    norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,56 +124,132 @@ class HeadPermutation:
     name: str
 
 
-Symmetry = Permutation | Rotation | Turns | HeadPermutation
+@dataclass(frozen=True)
+class ExpertPermutation:
+    """Permutes the experts of a mixture with the rows of its router, within and between ``groups`` of equal size."""
 
-FFN_AXES, MODEL_AXES = ("ffn", "gate", "up"), ("model", "|model|")
-FFN, RESIDUAL = Permutation("ffn", FFN_AXES), Permutation("residual", MODEL_AXES)
-SIGNED_FFN = Permutation("ffn", FFN_AXES, signed=("up", "ffn"))
-SIGNED_RESIDUAL = Permutation("residual", MODEL_AXES, signed=("model",))
-HEADS = HeadPermutation("heads")
-ATTENTION = ("query", "key", "value", "mixed")
+    name: str
+    groups: int = 1
+
+
+Symmetry = Permutation | Rotation | Turns | HeadPermutation | ExpertPermutation
+
+HEADS, EXPERTS = HeadPermutation("heads"), "experts"
 QK, VO = ("query", "key"), ("value", "mixed")
 SETS = ("signed", "paper", "all", "none")
+EVERY = "every"  # the union of all sets, up to which two copies are compared; no publication can choose it
 
 
-def symmetry_sets(planes: str | None, *, gated: bool, rms_norm: bool) -> dict[str, tuple[Symmetry, ...]]:
-    """The sets of SETS for a family whose queries and keys rotate in ``planes`` (None: no RoPE).
+@dataclass(frozen=True)
+class Ffn:
+    """A feed-forward layer: the prefix of its axes, and whether signs of up cancel against those of the next layer.
 
-    ``gated``: the feed-forward layer is act(gate)·up, so that signs of up cancel against those of the next layer.
-    ``rms_norm``: the norms preserve signs; a LayerNorm, which subtracts the mean, does not. The set "every" cannot be
-    chosen for a publication: it is the union of all sets, up to which two copies of a model are compared.
+    They do if the layer is act(gate)·up, and nothing is added to up.
     """
-    ffn, residual = SIGNED_FFN if gated else FFN, SIGNED_RESIDUAL if rms_norm else RESIDUAL
-    rotations = (Rotation("qk", QK, planes), Rotation("vo", VO, None))
-    return {
-        "none": (),
-        "paper": (FFN, Rotation("attention", ATTENTION, planes)),
-        "signed": (ffn, Turns("qk", QK, planes), Turns("vo", VO, None), HEADS, residual),
-        "all": (FFN, *rotations, HEADS, RESIDUAL),
-        "every": (ffn, *rotations, HEADS, residual),
-    }
+
+    prefix: str = ""
+    gated: bool = True
+
+    def permutation(self, signed: bool) -> Permutation:
+        axes = tuple(self.prefix + axis for axis in FFN_AXES)
+        signs = (self.prefix + "up", self.prefix + "ffn") if signed and self.gated else ()
+        name = {"": "ffn", "s-": "shared-ffn", "e-": "expert-ffn"}[self.prefix]
+        return Permutation(name, axes, signs, per_expert=self.prefix == "e-")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What decides the symmetries of one layer.
+
+    ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys, as
+    in ``Turns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
+    ``groups``: of experts, 0 without experts.
+    """
+
+    planes: str | None
+    rotary: int
+    norm: str | None
+    movable: bool
+    ffns: tuple[Ffn, ...]
+    groups: int = 0
+
+
+def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
+    """The symmetries of set ``name`` (one of SETS, or EVERY) that a layer allows.
+
+    A norm of queries and keys leaves only turns by multiples of 90° between them, so that what is one rotation for
+    queries, keys and values without it is two.
+    """
+    if name == "none":
+        return ()
+    planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
+    turns = Turns("qk", QK, planes, rotary, norm)
+    ffns = tuple(ffn.permutation(signed=name in ("signed", EVERY)) for ffn in layer.ffns)
+    experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
+    if name == "paper":
+        rotations: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
+        return (*ffns, *((turns, Rotation("vo", VO, None)) if norm else rotations))
+    heads = (HEADS,) if layer.movable else ()
+    if name == "signed":
+        return (*ffns, turns, Turns("vo", VO, None), *heads, *experts)
+    qk = turns if norm else Rotation("qk", QK, planes, rotary)
+    return (*ffns, qk, Rotation("vo", VO, None), *heads, *experts)
+
+
+def symmetries_of_model(name: str, rms_norm: bool) -> tuple[Symmetry, ...]:
+    """The symmetries of set ``name`` of the residual stream: RMS norms preserve signs, a LayerNorm, which subtracts the
+    mean, does not."""
+    if name in ("none", "paper"):
+        return ()
+    signed = ("model",) if rms_norm and name in ("signed", EVERY) else ()
+    return (Permutation("residual", MODEL_AXES, signed),)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parameter of the model in memory, of shape (experts, rows, columns), that files hold as a matrix for each expert:
+    of each, the tensors called ``parts`` one below the other."""
+
+    name: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to config entries; ``defaults`` are the values that transformers assumes for
-    missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
-    table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint
-    of the bare model). ``buffers`` are name suffixes of constants, which are not parameters. ``transposed``: whether
-    linear layers store (inputs, outputs), as Conv1D does.
+    ``sizes`` maps the names of sizes to config entries (the first that is there), numbers, or rules; ``defaults`` are the
+    values that transformers assumes for missing entries. ``unless`` lists config entries that can invalidate the table,
+    each with the value, or a rule for the values, for which the table holds. ``layer`` is the prefix of a layer's
+    tensors; ``prefix`` may be missing from all names (a checkpoint of the bare model). ``heads`` are names of the output
+    layer, of which files hold one. ``buffers`` are name suffixes of constants, which are not parameters; ``dead`` are
+    patterns of tensors that the model does not use and that must not be copied as they are. ``transposed``: whether
+    linear layers store (inputs, outputs), as Conv1D does. ``stacks``: see ``Stack``.
+
+    Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head of a given layer
+    RoPE turns; None: all), ``qk_norm`` (as in ``Turns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``, ``experts``
+    (a rule: whether a layer has experts), ``groups`` (of experts).
     """
 
     model_types: tuple[str, ...]
-    sizes: Mapping[str, str]
+    sizes: Sizes
     prefix: str
     layer: str
     tensors: tuple[Tensor, ...]
     layer_tensors: tuple[Tensor, ...]
-    symmetries: Mapping[str, tuple[Symmetry, ...]]
-    head: str = "lm_head.weight"
+    planes: str | None = "halves"
+    rotary: Rule | None = None
+    qk_norm: str | Rule | None = None
+    movable_heads: bool | Rule = True
+    gated: bool = True
+    rms_norm: bool = True
+    experts: Rule | None = None
+    groups: int | str = 1
+    heads: tuple[str, ...] = ("lm_head.weight",)
     defaults: Mapping[str, object] = field(default_factory=dict)
     unless: Mapping[str, object] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
     transposed: bool = False
+    stacks: tuple[Stack, ...] = ()
+    note: str = ""

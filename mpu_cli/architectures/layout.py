@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.architectures.family import FFN_AXES, MODEL_AXES, SETS, Family, Symmetry
+from mpu_cli.architectures.family import (
+    EVERY,
+    FFN_AXES,
+    MODEL_AXES,
+    SETS,
+    Axis,
+    Config,
+    Family,
+    Ffn,
+    Fused,
+    Structure,
+    Symmetry,
+    Tensor,
+    symmetries_of_layer,
+    symmetries_of_model,
+)
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.errors import MpuError, UsageError
+
+# axis → the size that it has (times the size of a head, for those of attention)
+_LENGTHS = (
+    dict.fromkeys(FFN_AXES, "ffn")
+    | {f"s-{axis}": "shared_ffn" for axis in FFN_AXES}
+    | {f"e-{axis}": "expert_ffn" for axis in FFN_AXES}
+    | dict.fromkeys(MODEL_AXES, "model")
+    | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
+)
+_QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|"), ("key", "value", "|key|")
 
 
 @dataclass(frozen=True)
 class TensorLayout:
     """One tensor of a checkpoint. ``axes`` has one tuple per dimension, of one name or, if fused, several.
 
-    ``layer`` is None outside the layers. A ``constant`` (such as a mask) is not a parameter and is left untouched.
+    ``chunks``: in how many chunks each dimension is fused, 1 if one name follows the other. ``layer`` is None outside
+    the layers, ``expert`` unless the tensor belongs to one expert. A ``constant`` (such as a mask) is not a parameter:
+    it gets no noise, and is reordered only if its axes say what it counts.
     """
 
     name: str
@@ -24,6 +52,8 @@ class TensorLayout:
     layer: int | None
     block: str
     constant: bool = False
+    chunks: tuple[int, ...] = (1, 1, 1)
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +61,8 @@ class Layout:
     """A checkpoint's tensors in block order, and the sizes of its axes and heads.
 
     ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
-    whether the names lack the family's prefix.
+    whether the names lack the family's prefix. ``structures``: what decides the symmetries of each layer. ``config``:
+    the model's, with defaults filled in.
     """
 
     family: Family
@@ -39,6 +70,8 @@ class Layout:
     tensors: Mapping[str, TensorLayout]
     alias: str | None
     bare: bool
+    structures: tuple[Structure, ...] = ()
+    config: Config = field(default_factory=dict)
 
     @property
     def blocks(self) -> dict[str, list[TensorLayout]]:
@@ -54,13 +87,23 @@ class Layout:
 
     def full_name(self, name: str) -> str:
         """The name that the transformers model uses for tensor ``name`` of these files."""
-        return self.family.prefix + name if self.bare and name != self.family.head else name
+        if name in self.family.heads:
+            return HEAD
+        return self.family.prefix + name if self.bare and not name.startswith("lm_head.") else name
 
-    def symmetries(self, name: str) -> tuple[Symmetry, ...]:
-        """The symmetries in set ``name`` that this family allows. Raises UsageError if there is no such set."""
-        if name not in self.family.symmetries:
+    def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
+        """The symmetries in set ``name`` that a layer allows, or the whole model (None).
+
+        Raises UsageError if there is no such set.
+        """
+        if name not in (*SETS, EVERY):
             raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
-        return self.family.symmetries[name]
+        if layer is None:
+            return symmetries_of_model(name, self.family.rms_norm)
+        return symmetries_of_layer(name, self.structures[layer])
+
+
+HEAD = "lm_head.weight"  # the output layer's name in memory
 
 
 def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
@@ -70,35 +113,51 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     names the model in error messages.
     """
     family = _family(config, where)
-    sizes = _sizes(family, config, where)
-    flags = {**family.defaults, **config}
+    filled = _filled(family, config)
+    sizes = _sizes(family, filled, where)
     bare = not any(name.startswith(family.prefix) for name in tensors)
 
     def here(name: str) -> str:
         return name.removeprefix(family.prefix) if bare else name
 
+    layers = sizes["layers"]
+    if layers > len(tensors):
+        raise MpuError(
+            f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
+        )
+    kept = _layout_there(family, layers, tensors)
     expected: dict[str, TensorLayout] = {}
 
-    def expect(name: str, axes: tuple, layer: int | None, block: str) -> None:
-        groups = tuple((axis,) if isinstance(axis, str) else axis for axis in axes)
-        expected[here(name)] = TensorLayout(here(name), groups, layer, here(block))
+    def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
+        if (tensor.layout and tensor.layout not in kept) or not _exists(tensor, filled, layer or 0):
+            return
+        experts = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
+        axes, chunks = zip(*(_names_and_chunks(axis, sizes) for axis in tensor.axes), strict=True)
+        for e in experts:
+            name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
+            own = name if block is None or not tensor.trained else here(block)
+            expected[name] = TensorLayout(name, axes, layer, own, not tensor.trained, chunks, e)
 
     for tensor in family.tensors:
-        expect(tensor.name, tensor.axes, None, tensor.name)
-    if sizes["layers"] > len(tensors):
-        raise MpuError(
-            f"{where}: config.json specifies {sizes['layers']} layers, but the weights have only {len(tensors)} tensors"
-        )
-    for i in range(sizes["layers"]):
+        expect(tensor, "", None, None)
+    for i in range(layers):
         prefix = family.layer.format(i=i)
         for tensor in family.layer_tensors:
-            if tensor.when is None or flags.get(tensor.when):
-                expect(prefix + tensor.name, tensor.axes, i, prefix.rstrip("."))
+            expect(tensor, prefix, i, prefix.rstrip("."))
+    head = next((here(name) for name in family.heads if here(name) in tensors), None)
+    untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
-    if flags["tie_word_embeddings"]:
-        alias = here(family.head) if here(family.head) in tensors else None
-        del expected[here(family.head)]
+    if filled["tie_word_embeddings"]:
+        alias = head
+        expected.pop(untied or "", None)
+    elif untied and head and head != untied:  # the same tensor by the other name, in its place
+        expected = {head if n == untied else n: (_called(t, head) if n == untied else t) for n, t in expected.items()}
 
+    if dead := sorted(n for n in set(tensors) - set(expected) if any(fnmatch.fnmatch(n, p) for p in family.dead)):
+        raise MpuError(
+            f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
+            "load the model with transformers and save it again, which leaves them out",
+        )
     constants = {name for name in tensors if name not in expected and name.endswith(family.buffers)}
     if missing := set(expected) - set(tensors):
         raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
@@ -117,18 +176,86 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
             )
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
-    return Layout(family, sizes, expected, alias, bare)
+    structures = tuple(_structure(family, filled, sizes, i, where) for i in range(layers))
+    return Layout(family, sizes, expected, alias, bare, structures, filled)
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
     """The number of coordinates of ``axis``."""
-    if axis in ("query", "mixed"):
+    if axis in _QUERY_HEADS:
         return sizes["heads"] * sizes["head_dim"]
-    if axis in ("key", "value"):
+    if axis in _KV_HEADS:
         return sizes["kv_heads"] * sizes["head_dim"]
-    if axis in FFN_AXES:
-        return sizes["ffn"]
-    return sizes["model"] if axis in MODEL_AXES else sizes[axis]
+    return sizes[_LENGTHS.get(axis, axis)]
+
+
+def _called(tensor: TensorLayout, name: str) -> TensorLayout:
+    return TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
+
+
+def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    if isinstance(axis, Fused):
+        return axis.names, axis.chunks if isinstance(axis.chunks, int) else sizes[axis.chunks]
+    return ((axis,) if isinstance(axis, str) else axis), 1
+
+
+def _layout_there(family: Family, layers: int, tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """Of alternative arrangements of tensors the one that these files hold; the first if none is to be seen."""
+    alternatives = list(dict.fromkeys(tensor.layout for tensor in family.layer_tensors if tensor.layout))
+    for chosen in alternatives:
+        markers = {t.name.replace("{e}", "0") for t in family.layer_tensors if t.layout == chosen}
+        full = {family.layer.format(i=i) + marker for i in range(layers) for marker in markers}
+        if full & set(tensors) or {name.removeprefix(family.prefix) for name in full} & set(tensors):
+            return {chosen}
+    return set(alternatives[:1])
+
+
+def _exists(tensor: Tensor, config: Config, layer: int) -> bool:
+    if tensor.when is None:
+        return True
+    return bool(config.get(tensor.when) if isinstance(tensor.when, str) else tensor.when(config, layer))
+
+
+def _filled(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
+    given = {name: value for name, value in config.items() if value is not None}
+    rope = given.get("rope_parameters")
+    inner = (
+        {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}
+    )
+    return {**family.defaults, **inner, **given}
+
+
+def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
+    d = sizes["head_dim"]
+    planes = family.planes
+    rotary = (
+        0 if planes is None else d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
+    )
+    if not 0 <= rotary <= d or rotary % 2:
+        raise MpuError(
+            f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
+        )
+    norm = family.qk_norm(config, layer) if callable(family.qk_norm) else family.qk_norm
+    movable = family.movable_heads(config, layer) if callable(family.movable_heads) else family.movable_heads
+    ffns: list[Ffn] = []
+    groups = 0
+    mixture = family.experts is not None and bool(family.experts(config, layer))
+    axes = {
+        name
+        for tensor in family.layer_tensors
+        if _exists(tensor, config, layer)
+        for axis in tensor.axes
+        for name in ((axis,) if isinstance(axis, str) else axis.names if isinstance(axis, Fused) else axis)
+    }
+    if "ffn" in axes:
+        ffns.append(Ffn("", family.gated))
+    if "s-ffn" in axes:
+        ffns.append(Ffn("s-", family.gated))
+    if mixture:
+        ffns.append(Ffn("e-", family.gated))
+        groups = int(config.get(family.groups) or 1) if isinstance(family.groups, str) else family.groups
+    return Structure(planes, rotary, norm, bool(movable), tuple(ffns), groups)
 
 
 def _family(config: Mapping[str, object], where: str) -> Family:
@@ -139,7 +266,10 @@ def _family(config: Mapping[str, object], where: str) -> Family:
             "not guess: a transform that does not fit would change what the model computes"
         )
     if "quantization_config" in config:
-        raise MpuError(f"{where}: is quantised (quantization_config in config.json)", "use the weights as trained")
+        raise MpuError(
+            f"{where}: is quantised (quantization_config in config.json)",
+            "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16), then save_pretrained",
+        )
     family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for key, value in family.unless.items():
@@ -149,15 +279,22 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     return family
 
 
-def _sizes(family: Family, config: Mapping[str, object], where: str) -> dict[str, int]:
+def _sizes(family: Family, config: Config, where: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for size, key in family.sizes.items():
-        value = config[key] if config.get(key) is not None else family.defaults.get(key)
+    for size, source in family.sizes.items():
+        if callable(source):
+            key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, 0)
+        elif isinstance(source, int):
+            key, value = size, source
+        else:
+            keys = (source,) if isinstance(source, str) else tuple(source)
+            key = next((name for name in keys if config.get(name) is not None), keys[0])
+            value = config.get(key)
         if value is None and size == "kv_heads":
             value = sizes["heads"]
         if value is None and key == "n_inner":
             value = 4 * sizes["model"]
-        if value is None and size == "head_dim":
+        if value is None and size in ("head_dim", "experts", "expert_ffn", "shared_ffn"):
             continue
         if type(value) is not int or value < 1:
             raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
@@ -168,6 +305,6 @@ def _sizes(family: Family, config: Mapping[str, object], where: str) -> dict[str
         sizes["head_dim"] = sizes["model"] // sizes["heads"]
     if sizes["heads"] % sizes["kv_heads"]:
         raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
-    if any(getattr(s, "planes", None) for s in family.symmetries["all"]) and sizes["head_dim"] % 2:
+    if family.planes and family.rotary is None and sizes["head_dim"] % 2:
         raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")
     return sizes

@@ -8,17 +8,30 @@ Every symmetry in the set assumed to have been used is searched for; if one was 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from mpu_cli.architectures.family import FFN_AXES, MODEL_AXES, HeadPermutation, Permutation, Rotation, Turns
+from mpu_cli.architectures.family import (
+    ATTENTION,
+    OF_HEAD,
+    OF_KEYS,
+    OF_QUERIES,
+    ExpertPermutation,
+    HeadPermutation,
+    Permutation,
+    Rotation,
+    Structure,
+    Symmetry,
+    Turns,
+)
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
-from mpu_cli.symmetry.axis import AxisMap
-from mpu_cli.symmetry.sampling import plane_matrices, whole_heads
-from mpu_cli.symmetry.transform import as_matrix, tensor_map
+from mpu_cli.symmetry.axis import AxisMap, coordinates
+from mpu_cli.symmetry.sampling import Maps, plane_matrices, planes_of, whole_heads
+from mpu_cli.symmetry.transform import as_matrix, name_in_copy, tensor_map
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
 ROWS = 8192  # rows of the embedding used to find the residual permutation
@@ -28,25 +41,34 @@ MARGIN = 6  # standard deviations of the cosine of FEATURES independent numbers
 
 @dataclass(frozen=True)
 class Place:
-    """Where an axis occurs: tensor, dimension, and the part of that dimension that belongs to it."""
+    """Where an axis occurs: tensor, dimension, and the indices of that dimension that belong to it, in their order.
+
+    ``expert``: the matrix of a stack that it occurs in, None if the tensor is no stack, or the axis in all of it.
+    """
 
     tensor: str
     dimension: int
-    start: int
-    stop: int
+    index: torch.Tensor
+    expert: int | None = None
 
 
-def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str) -> list[Place]:
-    """All places of ``axis`` in ``tensors``."""
+def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert: int | None = None) -> list[Place]:
+    """All places of ``axis`` in ``tensors``; for an axis inside experts, those in one expert."""
     places = []
     for tensor in tensors:
+        if expert is not None and tensor.expert not in (None, expert):
+            continue
+        if axis == "expert" and any(name.startswith("e-") for group in tensor.axes for name in group):
+            continue  # a stack, whose neurons are not matched yet; the router is enough
         for dimension, group in enumerate(tensor.axes):
-            start = 0
-            for name in group:
-                stop = start + axis_length(layout.sizes, name)
-                if name == axis:
-                    places.append(Place(tensor.name, dimension, start, stop))
-                start = stop
+            if axis not in group:
+                continue
+            lengths = [axis_length(layout.sizes, name) for name in group]
+            start = sum(lengths[: group.index(axis)])
+            together = torch.empty(sum(lengths), dtype=torch.int64)
+            together[coordinates(lengths, tensor.chunks[dimension])] = torch.arange(sum(lengths))
+            index = together[start : start + lengths[group.index(axis)]]
+            places.append(Place(tensor.name, dimension, index, expert if tensor.expert is None else None))
     return places
 
 
@@ -54,9 +76,13 @@ def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
     """The weights at each coordinate of an axis, all places side by side: (coordinates, features)."""
     parts = []
     for place in places:
-        matrix = as_matrix(tensors[place.tensor])
-        part = matrix[place.start : place.stop] if place.dimension == 0 else matrix[:, place.start : place.stop].T
-        parts.append(part)
+        held = tensors[place.tensor]
+        if place.expert is not None and held.ndim > 1 and place.dimension > 0:
+            held, dimension = held[place.expert], place.dimension - 1
+        else:
+            dimension = place.dimension
+        part = held.index_select(dimension, place.index).movedim(dimension, 0)
+        parts.append(part.reshape(len(place.index), -1))
     return torch.cat(parts, 1)
 
 
@@ -109,7 +135,7 @@ def match_signed(
 
 def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
     """The map of the model dimension, from the columns of the embedding: the identity if the set has none."""
-    permutations = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation) and s.axes == MODEL_AXES]
+    permutations = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation)]
     if not permutations:
         return AxisMap(torch.arange(layout.sizes["model"]))
     [embedding] = [t for t in layout.parameters if t.layer is None and t.axes == (("vocab",), ("model",))][:1]
@@ -128,29 +154,76 @@ def model_maps(residual: AxisMap) -> dict[str, AxisMap]:
 
 def layer_maps(
     layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, symmetries: str
-) -> dict[str, AxisMap]:
+) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
     """The maps of one layer's own axes, for a ``copy`` whose model dimension is already aligned with the ``target``'s.
 
     ``symmetries`` is the set assumed to have been used: with fewer unknowns, less of the difference between copy and
     target is mistaken for a rotation.
     """
+    layer = tensors[0].layer
+    assert layer is not None
+    chosen = layout.symmetries(symmetries, layer)
+    sizes = layout.sizes
+
+    def both(*axes: str, experts: tuple[int | None, int | None] = (None, None)) -> Pair:
+        """Features of copy and target; ``experts``: in which expert of each, for axes inside experts."""
+        found = []
+        for held, expert in zip((copy, target), experts, strict=True):
+            found.append(features(held, [p for axis in axes for p in places_of(layout, tensors, axis, expert)]))
+        return found[0], found[1]
+
+    maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
+    for permutation in chosen:
+        if isinstance(permutation, Permutation) and not permutation.per_expert:
+            maps |= _neurons(permutation, both)
+    maps |= _experts(chosen, sizes.get("experts", 0), both)
+    if any(axis in group for tensor in tensors for group in tensor.axes for axis in ATTENTION):
+        maps |= _heads(layout, chosen, both, layout.structures[layer])
+    return maps
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # of copy and target
+
+
+def _neurons(permutation: Permutation, both: Callable[..., Pair], **where: Any) -> dict[str, AxisMap]:
+    """The maps of the axes of a feed-forward layer."""
+    signed = permutation.signed
+    if signed:
+        unsigned = [axis for axis in permutation.axes if axis not in signed]
+        found = match_signed(both(*signed, **where)[0], both(*signed, **where)[1], both(*unsigned, **where))
+    else:
+        found = AxisMap(match_rows(*both(*permutation.axes, **where)))
+    return {axis: found if axis in signed else AxisMap(found.order) for axis in permutation.axes}
+
+
+def _experts(
+    chosen: Sequence[Symmetry], count: int, both: Callable[..., Pair]
+) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
+    """Which expert of the copy is which, by the rows of the router, and the maps of the axes inside each."""
+    maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
+    order = torch.arange(count)
+    if any(isinstance(s, ExpertPermutation) for s in chosen):
+        ours, theirs = both("expert")
+        # Stacks of matrices would outweigh the router, and are not comparable before their neurons are matched.
+        order = match(_cosines(ours, theirs))
+        maps["expert"] = AxisMap(order)
+    for permutation in chosen:
+        if isinstance(permutation, Permutation) and permutation.per_expert:
+            places = AxisMap(order).places
+            each = [_neurons(permutation, both, experts=(int(places[e]), e)) for e in range(count)]
+            maps |= {axis: tuple(found[axis] for found in each) for axis in permutation.axes}
+    return maps
+
+
+def _heads(
+    layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair], structure: Structure
+) -> dict[str, AxisMap]:
+    """The maps of the axes of attention: which head is which, and how each is turned."""
     sizes = layout.sizes
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
     group = heads // kv_heads
-
-    def both(*axes: str) -> tuple[torch.Tensor, torch.Tensor]:
-        where = [place for axis in axes for place in places_of(layout, tensors, axis)]
-        return features(copy, where), features(target, where)
-
-    chosen = layout.symmetries(symmetries)
-    [ffn] = [s for s in chosen if isinstance(s, Permutation) and s.axes == FFN_AXES]
-    if ffn.signed:
-        neurons = match_signed(*both(*ffn.signed), both(*(axis for axis in FFN_AXES if axis not in ffn.signed)))
-    else:
-        neurons = AxisMap(match_rows(*both(*FFN_AXES)))
-    maps = {axis: neurons if axis in ffn.signed else AxisMap(neurons.order) for axis in FFN_AXES}
     by_head = {}  # axis → copy's and target's features, (heads, d, features)
-    for axis in ("query", "key", "value", "mixed"):
+    for axis in ATTENTION:
         by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
     rotations = [s for s in chosen if isinstance(s, Rotation | Turns)]
@@ -163,7 +236,8 @@ def layer_maps(
                 + _overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
             )
     orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
-    maps |= {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
+    maps = {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
+    maps |= {OF_QUERIES: maps["query"], OF_KEYS: maps["key"], "head": AxisMap(query_order)}
     for rotation in rotations:
         # One matrix for each KV head of the target, from all the heads of all the axes that share it.
         products = torch.zeros(kv_heads, d, d)
@@ -172,13 +246,43 @@ def layer_maps(
             moved[orders[axis]] = by_head[axis][0]
             each = torch.einsum("hif,hjf->hij", moved, by_head[axis][1])
             products += each.view(kv_heads, -1, d, d).sum(1)
-        solve = plane_rotation if rotation.planes else procrustes
-        if isinstance(rotation, Turns):
-            solve = quarter_turns if rotation.planes else signed_permutation
-        matrices = torch.stack([solve(product) for product in products])
+        matrices = _solved(products, rotation)
         for axis in rotation.axes:
             per_kv_head = len(orders[axis]) // kv_heads
             maps[axis] = AxisMap(maps[axis].order, matrices.repeat_interleave(per_kv_head, 0))
+        if structure.norm and isinstance(rotation, Turns) and rotation.norm:
+            maps |= _of_norms(matrices, orders, d, rotation.norm)
+    return maps
+
+
+def _solved(products: torch.Tensor, rotation: Rotation | Turns) -> torch.Tensor:
+    """The matrix of each KV head, (heads, d, d), from X Yᵀ of copy and target."""
+    d = products.shape[-1]
+    r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
+    turns = isinstance(rotation, Turns)
+    matrices = torch.zeros(products.shape, dtype=torch.float64)
+    if r:
+        kind = str(rotation.planes)
+        angles = torch.stack([plane_angles(product[:r, :r], kind) for product in products])
+        if turns:
+            angles = (angles / (torch.pi / 2)).round() * (torch.pi / 2)
+        matrices[:, :r, :r] = plane_matrices(angles, kind)
+    if r < d:
+        solve = signed_permutation if turns else procrustes
+        matrices[:, r:, r:] = torch.stack([solve(product[r:, r:]) for product in products])
+    return matrices.round() if turns else matrices
+
+
+def _of_norms(matrices: torch.Tensor, orders: Mapping[str, torch.Tensor], d: int, norm: str) -> dict[str, AxisMap]:
+    """The maps of the weights of norms on queries and keys: the order of their coordinates, without signs."""
+    inside = matrices.abs().argmax(2)  # (KV heads, d)
+    if norm == "shared":
+        return {OF_HEAD: AxisMap(inside.mode(0).values)}
+    maps = {}
+    for axis, name in (("query", OF_QUERIES), ("key", OF_KEYS)):
+        each = inside.repeat_interleave(len(orders[axis]) // len(inside), 0)
+        flat = (each + d * torch.arange(len(each))[:, None]).flatten()
+        maps[name] = AxisMap(flat[whole_heads(orders[axis], d)])
     return maps
 
 
@@ -195,23 +299,11 @@ def procrustes(product: torch.Tensor) -> torch.Tensor:
     return u @ v
 
 
-def plane_rotation(product: torch.Tensor) -> torch.Tensor:
-    """The same if R only rotates the planes (i, i + d/2): an angle for each, in closed form."""
-    half = len(product) // 2
+def plane_angles(product: torch.Tensor, kind: str) -> torch.Tensor:
+    """The angles (r/2,) of the rotation R in RoPE's planes nearest to X = R Y, from X Yᵀ, in closed form."""
+    one, two = planes_of(kind, len(product))
     p = product.double()
-    i = torch.arange(half)
-    cos = p[i, i] + p[i + half, i + half]
-    sin = p[i + half, i] - p[i, i + half]
-    return plane_matrices(torch.atan2(sin, cos)[None])[0]
-
-
-def quarter_turns(product: torch.Tensor) -> torch.Tensor:
-    """``plane_rotation`` if every angle is a multiple of 90°."""
-    half = len(product) // 2
-    turned = plane_rotation(product)
-    i = torch.arange(half)
-    angle = torch.atan2(turned[i + half, i], turned[i, i])
-    return plane_matrices((angle / (torch.pi / 2)).round()[None] * (torch.pi / 2))[0].round()
+    return torch.atan2(p[two, one] - p[one, two], p[one, one] + p[two, two])
 
 
 def signed_permutation(product: torch.Tensor) -> torch.Tensor:
@@ -223,14 +315,14 @@ def signed_permutation(product: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-def undo(
-    layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Mapping[str, AxisMap]
-) -> dict[str, torch.Tensor]:
+def undo(layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Maps) -> dict[str, torch.Tensor]:
     """``copy`` with ``maps`` undone: T⁻¹ as the attacker believes it to be."""
     undone = {}
     for tensor in tensors:
         mapping = tensor_map(layout, tensor, maps)
-        matrix = as_matrix(copy[tensor.name])
-        back = mapping.backward(mapping.take(matrix, 0, len(matrix)), 0)
+        matrix = as_matrix(copy[name_in_copy(tensor, maps)])
+        step = mapping.block or len(matrix)
+        slices = [(start, start + step) for start in range(0, len(matrix), step)]
+        back = torch.cat([mapping.backward(mapping.take(matrix, *bounds), bounds[0]) for bounds in slices])
         undone[tensor.name] = back.view(copy[tensor.name].shape)
     return undone

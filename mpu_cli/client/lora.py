@@ -25,6 +25,7 @@ from mpu_cli.checkpoint.writer import TensorSpecs
 from mpu_cli.client.training import whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
+from mpu_cli.models.memory import Names
 from mpu_cli.options.unlearning import Lora
 
 
@@ -47,12 +48,13 @@ def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.nn.Module]:
     return {n: m for n, m in linear.items() if any(n == t or n.endswith("." + t) for t in lora.lora_targets)}
 
 
-def tensor_specs(names: dict[str, str], lora: Lora, model: PreTrainedModel) -> TensorSpecs:
+def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpecs:
     """The tensors that a delta trained with ``lora`` will hold."""
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
     tensors = {}
     for name, module in adapted(model, lora).items():
-        stored = names[f"{name}.weight"]
+        [piece] = names[f"{name}.weight"]
+        stored = piece.file_name
         weight: Any = module.weight
         rows, columns = weight.shape
         tensors[stored + LEFT] = (wide, (rows, lora.rank))
@@ -129,13 +131,14 @@ def product_norm(delta: Path) -> float:
     return math.sqrt(max(0.0, square))
 
 
-def factors(trained: torch.nn.Module, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def factors(trained: torch.nn.Module, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
     """The factors of every adapted tensor, as stored in the delta."""
     parameters = dict(whole_parameters(trained, lambda name: ".lora_" in name))
     for name, module in trained.named_modules():
         if not hasattr(module, "lora_A"):
             continue
-        stored = names[name.removeprefix("base_model.model.") + ".weight"]
+        [piece] = names[name.removeprefix("base_model.model.") + ".weight"]
+        stored = piece.file_name
         a = parameters[f"{name}.lora_A.default.weight"].detach().cpu()  # (r, inputs)
         b = parameters[f"{name}.lora_B.default.weight"].detach().cpu() * module.scaling["default"]  # (outputs, r)
         left, right = (a.T, b.T) if module.fan_in_fan_out else (b, a)  # Conv1D stores the transpose

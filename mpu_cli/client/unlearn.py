@@ -47,6 +47,7 @@ from mpu_cli.client.training import (
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.loading import as_directory, load, memory_in_mind, skeleton
+from mpu_cli.models.memory import Names, pieces_in_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
@@ -475,17 +476,19 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
-def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """The trained parameters: the model's name for each → the name that the copy's files use."""
-    prefix = model.base_model_prefix + "."
+def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
+    """The trained parameters: the model's name for each → its pieces in the copy's files.
+
+    Raises MpuError if the files lack one or hold it in another shape.
+    """
     names = {}
     for name, parameter in model.named_parameters():
-        match = name if name in checkpoint.tensors else name.removeprefix(prefix)
-        if match not in checkpoint.tensors or checkpoint.tensors[match].shape != tuple(parameter.shape):
+        pieces = pieces_in_files(name, parameter.shape, set(checkpoint.tensors), model)
+        if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):
             raise MpuError(
                 f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
             )
-        names[name] = match
+        names[name] = pieces
     return names
 
 
@@ -497,20 +500,21 @@ def delta_specs(copy: Model, options: Lora) -> TensorSpecs:
     return lora.tensor_specs(names, options, model) if options.lora_rank is not None else _full_specs(names, model)
 
 
-def _full_specs(names: dict[str, str], model: PreTrainedModel) -> TensorSpecs:
+def _full_specs(names: Names, model: PreTrainedModel) -> TensorSpecs:
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
-    return {names[name]: (wide, tuple(p.shape)) for name, p in model.named_parameters()}
+    return {piece.file_name: (wide, piece.shape) for name, _ in model.named_parameters() for piece in names[name]}
 
 
 def _changes(
-    names: dict[str, str], trained: torch.nn.Module, before: Checkpoint, dtype: torch.dtype
+    names: Names, trained: torch.nn.Module, before: Checkpoint, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """after − before of every parameter, one at a time; ``before`` is read again from the copy's files."""
     wide = torch.promote_types(dtype, torch.float32)
     for name, parameter in whole_parameters(trained):
-        after = parameter.detach().cpu().to(wide)
-        yield names[name], after - before.tensor(names[name]).to(dtype).to(wide)
-        before.forget_pages(names[name])
+        for piece in names[name]:
+            after = piece.of(parameter.detach()).cpu().to(wide)
+            yield piece.file_name, after - before.tensor(piece.file_name).to(dtype).to(wide)
+            before.forget_pages(piece.file_name)
 
 
 def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> float:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import LEFT, RIGHT, delta_manifest, read_copy_manifest
+from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
 
 
@@ -32,19 +33,18 @@ def add_delta(model: PreTrainedModel, source: Model, held: Checkpoint) -> None:
     Raises MpuError if it does not fit.
     """
     left = dict.fromkeys(held.tensors)
-    for name, parameter in model.named_parameters():
-        stored = name if name in source.checkpoint.tensors else name.removeprefix(f"{model.base_model_prefix}.")
+    for stored, view in in_memory(model, source.checkpoint.tensors).items():
         if stored in held.tensors:
-            change = held.tensor(stored).to(parameter.device)
+            change = held.tensor(stored).to(view.device)
             left.pop(stored)
         elif stored + LEFT in held.tensors and stored + RIGHT in held.tensors:
-            change = held.tensor(stored + LEFT).to(parameter.device) @ held.tensor(stored + RIGHT).to(parameter.device)
+            change = held.tensor(stored + LEFT).to(view.device) @ held.tensor(stored + RIGHT).to(view.device)
             left.pop(stored + LEFT)
             left.pop(stored + RIGHT)
         else:
             continue
-        if change.shape != parameter.shape:
-            raise MpuError(f"{held.path}: {stored!r} has shape {list(change.shape)}, expected {list(parameter.shape)}")
-        parameter.copy_((parameter.to(change.dtype) + change).to(parameter.dtype))
+        if change.shape != view.shape:
+            raise MpuError(f"{held.path}: {stored!r} has shape {list(change.shape)}, expected {list(view.shape)}")
+        view.copy_((view.to(change.dtype) + change).to(view.dtype))
     if left:
         raise MpuError(f"{held.path}: contains {listed(left)}, which {source.source} does not have")

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
@@ -99,6 +107,13 @@ def skeleton(folder: Path) -> PreTrainedModel:
         raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
 
 
+def _supported(config: PretrainedConfig, attention: str) -> str:
+    """``attention``, or "eager" for a model that has no sdpa."""
+    if attention == "sdpa" and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
+    return attention
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -125,7 +140,9 @@ def load(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            attn_implementation=attention,
+            attn_implementation=_supported(config, attention),
+            # Named, since a config could name code to fetch; torch's grouped product knows no float64.
+            experts_implementation="eager" if dtype == torch.float64 else "grouped_mm",
             trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

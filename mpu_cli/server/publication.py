@@ -126,4 +126,4 @@ def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layou
     def draws(symmetry: str, layer: int) -> Stream:
         return randomness.stream("symmetry", round_, copy, symmetry, layer)
 
-    return Transform(layout, layout.symmetries(symmetries), draws)
+    return Transform(layout, lambda layer: layout.symmetries(symmetries, layer), draws)

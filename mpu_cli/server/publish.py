@@ -217,8 +217,9 @@ class _Writing:
         weights = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
         if any(tensor.constant for tensor in tensors):
             for tensor in tensors:
-                for writer in self.writers:
-                    writer.tensor(tensor.name).copy_(self.base.tensor(tensor.name))
+                held = as_matrix(self.base.tensor(tensor.name))
+                for writer, transform in zip(self.writers, self.transforms, strict=True):
+                    transform.of(tensor).put(as_matrix(writer.tensor(tensor.name)), held, 0)
             return 0.0, BlockReport(block, weights, 0.0, ())
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"
@@ -300,7 +301,8 @@ class _Writing:
         weights in them, or None if it was not measured."""
         weights = as_matrix(self.base.tensor(tensor.name))
         rows, columns = weights.shape
-        targets = [as_matrix(writer.tensor(tensor.name)) for writer in self.writers]
+        names = [transform.name(tensor) for transform in self.transforms]
+        targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
         maps = [transform.of(tensor) for transform in self.transforms]
         shared = self.shared_sigma.get(tensor.block, 0.0)
         subkeys = self.noise.subkeys(tensor.name, sigma, shared)

@@ -74,15 +74,19 @@ class Undoing:
     def maps(self, tensor: TensorLayout) -> list[TensorMap]:
         return [TensorMap(None, None) if t is None else t.of(tensor) for t in self._transforms]
 
+    def names(self, tensor: TensorLayout) -> list[str]:
+        """What each delta calls ``tensor``: in a copy, experts change places."""
+        return [tensor.name if t is None else t.name(tensor) for t in self._transforms]
+
     def changes(self, tensor: TensorLayout) -> list[_Full | LowRank | None]:
         """Each delta's change to ``tensor``; None if it has none (a tensor that LoRA did not adapt)."""
         changes: list[_Full | LowRank | None] = []
-        for delta, mapping in zip(self.deltas, self.maps(tensor), strict=True):
+        for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
             held = delta.checkpoint
             if delta.manifest.kind == "full":
-                changes.append(_Full(mapping, as_matrix(held.tensor(tensor.name))))
-            elif tensor.name + LEFT in held.tensors:
-                factors = (held.tensor(tensor.name + end) for end in (LEFT, RIGHT))
+                changes.append(_Full(mapping, as_matrix(held.tensor(name))))
+            elif name + LEFT in held.tensors:
+                factors = (held.tensor(name + end) for end in (LEFT, RIGHT))
                 changes.append(LowRank(mapping, *factors))
             else:
                 changes.append(None)
@@ -106,18 +110,22 @@ def invert(
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
-            [mapping] = undoing.maps(tensor)
-            by_rows, by_columns = mapping.split()
-            for end, part in (("", mapping), (LEFT, by_rows), (RIGHT, by_columns)):
-                if (name := tensor.name + end) in delta.checkpoint.tensors:
-                    _invert_tensor(pool, name, delta, part, writer)
-                    delta.checkpoint.forget_pages(name)
-                    writer.forget_pages(name)
-                    observer.advance(delta.checkpoint.tensors[name].nbytes)
+            [mapping], [held] = undoing.maps(tensor), undoing.names(tensor)
+            ends = [end for end in ("", LEFT, RIGHT) if held + end in delta.checkpoint.tensors]
+            by_rows, by_columns = mapping.split() if len(ends) > 1 else (mapping, mapping)
+            for end in ends:
+                part = {"": mapping, LEFT: by_rows, RIGHT: by_columns}[end]
+                _invert_tensor(pool, held + end, tensor.name + end, delta, part, writer)
+                delta.checkpoint.forget_pages(held + end)
+                writer.forget_pages(tensor.name + end)
+                observer.advance(delta.checkpoint.tensors[held + end].nbytes)
 
 
-def _invert_tensor(pool: Executor, name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter) -> None:
-    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(name))
+def _invert_tensor(
+    pool: Executor, name: str, target_name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter
+) -> None:
+    """Write the delta's tensor ``name``, mapped back, as ``target_name``."""
+    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(target_name))
     dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
 
     def work(bounds: tuple[int, int]) -> None:

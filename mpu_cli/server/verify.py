@@ -13,6 +13,7 @@ from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.keys import Keys
@@ -100,6 +101,9 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     return Verification(manifest.copy, blocks, function, stored)
 
 
+Named = tuple[str, torch.Tensor]  # a tensor with its name in the model that it is for
+
+
 @dataclass(frozen=True)
 class _Slice:
     """Some rows of one tensor: base, noise, and the copy as stored, regenerated and undone."""
@@ -124,7 +128,8 @@ class _Again:
     number: int
 
     def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
-        clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(tensor.name))
+        name = self.transform.name(tensor)
+        clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(name))
         if clean.shape != published.shape:
             raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
         # the dtype that publish computed in
@@ -172,38 +177,41 @@ def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
 
-    def noisy(tensor: TensorLayout) -> torch.Tensor:
-        return torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)])
+    def noisy(tensor: TensorLayout) -> Named:
+        return tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)])
 
-    def transformed(tensor: TensorLayout) -> torch.Tensor:
+    def transformed(tensor: TensorLayout) -> Named:
         whole = torch.empty(as_matrix(base.checkpoint.tensor(tensor.name)).shape)
         mapping = again.transform.of(tensor)
         for part in again.slices(tensor):
             mapping.put(whole, part.again.float(), part.start)
-        return whole
+        return again.transform.name(tensor), whole
 
-    def stored(tensor: TensorLayout) -> torch.Tensor:
-        return copy.checkpoint.tensor(tensor.name).float()
+    def stored(tensor: TensorLayout) -> Named:
+        return tensor.name, copy.checkpoint.tensor(tensor.name).float()
 
     expected = _logits(base, layout, noisy, tokens)
     largest = float(expected.abs().max())
 
-    def apart(weights: Callable[[TensorLayout], torch.Tensor]) -> float:
+    def apart(weights: Callable[[TensorLayout], Named]) -> float:
         return float((_logits(base, layout, weights, tokens) - expected).abs().max()) / largest
 
     return apart(transformed), apart(stored)
 
 
 def _logits(
-    model: Model, layout: Layout, weights: Callable[[TensorLayout], torch.Tensor], tokens: torch.Tensor
+    model: Model, layout: Layout, weights: Callable[[TensorLayout], Named], tokens: torch.Tensor
 ) -> torch.Tensor:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")})
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    parameters = dict(network.named_parameters())
+    places = in_memory(network, layout.tensors)
     with torch.no_grad():
-        for tensor in layout.parameters:
-            name = tensor.name if tensor.name in parameters else layout.family.prefix + tensor.name
-            parameters[name].copy_(weights(tensor).view(parameters[name].shape))
+        for tensor in layout.tensors.values():
+            if tensor.constant and not tensor.axes[0]:
+                continue
+            name, held = weights(tensor)
+            target = places[name]
+            target.copy_(held.view(target.shape))
         return network(tokens).logits

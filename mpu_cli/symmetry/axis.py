@@ -73,10 +73,11 @@ def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Ten
     return turned.transpose(0, 1).reshape(x.shape)
 
 
-def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int]) -> AxisMap | None:
+def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
     """The map of a fused axis whose parts, of the given lengths, are mapped by ``parts`` (None: unchanged).
 
-    Either all parts use rotations or all use signs.
+    The parts follow one another or, in ``chunks`` chunks, each chunk has its share of each. Either all parts use
+    rotations or all use signs.
     """
     if all(part is None for part in parts):
         return None
@@ -92,4 +93,39 @@ def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int]) -> AxisMap |
         signs.append(torch.ones(length) if part.signs is None else part.signs)
         offset += length
     signed = any(part.signs is not None for part in whole)
-    return AxisMap(torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None)
+    together = AxisMap(
+        torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None
+    )
+    return together if chunks == 1 else _in_chunks(together, coordinates(lengths, chunks))
+
+
+def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:
+    """Where the coordinates of a fused axis lie: of the i-th in the file, its place if the parts followed one another.
+
+    int64 (sum of lengths,).
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    parts = [start + torch.arange(n).view(chunks, -1) for start, n in zip(starts, lengths, strict=True)]
+    return torch.cat(parts, 1).flatten()
+
+
+def _in_chunks(axis: AxisMap, places: torch.Tensor) -> AxisMap:
+    """``axis`` for coordinates that lie at ``places`` of it. Heads that it rotates lie in one piece."""
+    inverse = torch.empty_like(places)
+    inverse[places] = torch.arange(len(places))
+    rotation = None if axis.rotation is None else axis.rotation[places[:: axis.unit] // axis.unit]
+    return AxisMap(inverse[axis.order[places]], rotation, None if axis.signs is None else axis.signs[places])
+
+
+def in_blocks(maps: Sequence[AxisMap | None], rows: int, order: torch.Tensor | None) -> AxisMap | None:
+    """The map of blocks of ``rows`` coordinates, each with its own map, that change places by ``order``."""
+    if order is None and all(each is None for each in maps):
+        return None
+    whole = [AxisMap(torch.arange(rows)) if each is None else each for each in maps]
+    order = torch.arange(len(maps)) if order is None else order
+    signed = any(each.signs is not None for each in whole)
+    return AxisMap(
+        torch.cat([block * rows + whole[block].order for block in order.tolist()]),
+        None,
+        torch.cat([torch.ones(rows) if each.signs is None else each.signs for each in whole]) if signed else None,
+    )

@@ -7,7 +7,17 @@ from typing import Protocol
 
 import torch
 
-from mpu_cli.architectures.family import HeadPermutation, Permutation, Rotation, Symmetry, Turns
+from mpu_cli.architectures.family import (
+    OF_HEAD,
+    OF_KEYS,
+    OF_QUERIES,
+    ExpertPermutation,
+    HeadPermutation,
+    Permutation,
+    Rotation,
+    Symmetry,
+    Turns,
+)
 from mpu_cli.architectures.layout import axis_length
 from mpu_cli.symmetry.axis import AxisMap
 
@@ -25,9 +35,10 @@ class Draws(Protocol):
         """Standard normal, float64 (n,)."""
 
 
-def sample(
-    symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Draws]
-) -> dict[str, AxisMap]:
+Maps = Mapping[str, AxisMap | tuple[AxisMap, ...]]  # for an axis inside experts, one for each expert
+
+
+def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Draws]) -> Maps:
     """A random element of the product of ``symmetries``, as one map for each axis that it changes.
 
     ``draws(name)`` is the source for the symmetry of that name.
@@ -36,6 +47,7 @@ def sample(
     rotations: dict[str, torch.Tensor] = {}
     signs: dict[str, torch.Tensor] = {}
     heads: dict[str, torch.Tensor] = {}  # the order of whole heads
+    of_experts: dict[str, tuple[AxisMap, ...]] = {}
     kv_heads, d = sizes["kv_heads"], sizes["head_dim"]
 
     def per_kv_head(axis: str) -> int:
@@ -43,35 +55,57 @@ def sample(
 
     for symmetry in symmetries:
         source = draws(symmetry.name)
-        if isinstance(symmetry, Permutation):
+        if isinstance(symmetry, Permutation) and symmetry.per_expert:
+            of_experts |= _inside_experts(symmetry, source, axis_length(sizes, symmetry.axes[0]), sizes["experts"])
+        elif isinstance(symmetry, Permutation):
             n = axis_length(sizes, symmetry.axes[0])
             orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
             if symmetry.signed:
                 signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
         elif isinstance(symmetry, Rotation):
-            matrices = _plane_rotations(source, kv_heads, d) if symmetry.planes else _orthogonal(source, kv_heads, d)
+            matrices = _rotations(source, kv_heads, d, symmetry)
             for axis in symmetry.axes:
                 rotations[axis] = matrices.repeat_interleave(per_kv_head(axis), dim=0)
         elif isinstance(symmetry, Turns):
-            within, changed = (
-                _quarter_turns(source, kv_heads, d) if symmetry.planes else _any_turns(source, kv_heads, d)
-            )
+            within, changed = _turns(source, kv_heads, d, symmetry)
             for axis in symmetry.axes:
                 inside = within.repeat_interleave(per_kv_head(axis), dim=0)
                 orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
                 signs[axis] = changed.repeat_interleave(per_kv_head(axis), dim=0).flatten()
+            if symmetry.norm == "shared":
+                orders[OF_HEAD] = within[0]
+            elif symmetry.norm == "whole":
+                orders |= {OF_QUERIES: orders["query"], OF_KEYS: orders["key"]}
         elif isinstance(symmetry, HeadPermutation):
             group = sizes["heads"] // kv_heads
             kv_order = source.permutation(kv_heads)
             among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
             query_order = (kv_order[:, None] * group + among).flatten()
             heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+        elif isinstance(symmetry, ExpertPermutation):
+            each = sizes["experts"] // symmetry.groups
+            among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
+            orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
     for axis, order in heads.items():
         moved = whole_heads(order, d)
         orders[axis] = orders[axis][moved] if axis in orders else moved
-    return {
+        unsigned = {"query": OF_QUERIES, "key": OF_KEYS}.get(axis)
+        if unsigned:
+            orders[unsigned] = orders[unsigned][moved] if unsigned in orders else moved
+    if "query" in heads:
+        orders["head"] = heads["query"]
+    return of_experts | {
         axis: AxisMap(orders.get(axis, torch.arange(axis_length(sizes, axis))), rotations.get(axis), signs.get(axis))
         for axis in orders.keys() | rotations.keys()
+    }
+
+
+def _inside_experts(symmetry: Permutation, source: Draws, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
+    """For each axis inside experts, the map for each expert."""
+    each = [(source.permutation(n), _signs(source, n) if symmetry.signed else None) for _ in range(experts)]
+    return {
+        axis: tuple(AxisMap(order, signs=signs if axis in symmetry.signed else None) for order, signs in each)
+        for axis in symmetry.axes
     }
 
 
@@ -80,15 +114,34 @@ def whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
     return (order[:, None] * d + torch.arange(d)).flatten()
 
 
-def _plane_rotations(source: Draws, heads: int, d: int) -> torch.Tensor:
-    """Rotations by a uniform angle for each head and plane (i, i + d/2), as matrices (heads, d, d)."""
-    return plane_matrices(2 * torch.pi * source.uniform(heads * (d // 2)).view(heads, d // 2))
+def planes_of(kind: str, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two coordinates of each plane that RoPE turns: int64 (rotary/2,) each."""
+    i = torch.arange(rotary // 2)
+    return (i, i + rotary // 2) if kind == "halves" else (2 * i, 2 * i + 1)
 
 
-def plane_matrices(angle: torch.Tensor) -> torch.Tensor:
-    """Matrices (heads, d, d) that rotate each plane (i, i + d/2) by its ``angle``, shape (heads, d/2)."""
-    cos, sin = torch.diag_embed(angle.cos()), torch.diag_embed(angle.sin())
-    return torch.cat([torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
+def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
+    """Matrices (heads, r, r) that rotate each plane by its ``angle``, shape (heads, r/2)."""
+    heads, half = angle.shape
+    one, two = planes_of(kind, 2 * half)
+    matrices = torch.zeros(heads, 2 * half, 2 * half, dtype=angle.dtype)
+    matrices[:, one, one] = matrices[:, two, two] = angle.cos()
+    matrices[:, two, one] = angle.sin()
+    matrices[:, one, two] = -angle.sin()
+    return matrices
+
+
+def _rotations(source: Draws, heads: int, d: int, rotation: Rotation) -> torch.Tensor:
+    """Uniform angles in the planes of the first coordinates, O() on the rest: (heads, d, d)."""
+    r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
+    matrices = torch.zeros(heads, d, d, dtype=torch.float64)
+    if r:
+        assert rotation.planes is not None
+        angles = 2 * torch.pi * source.uniform(heads * (r // 2)).view(heads, r // 2)
+        matrices[:, :r, :r] = plane_matrices(angles, rotation.planes)
+    if r < d:
+        matrices[:, r:, r:] = _orthogonal(source, heads, d - r)
+    return matrices
 
 
 def _signs(source: Draws, n: int) -> torch.Tensor:
@@ -96,20 +149,28 @@ def _signs(source: Draws, n: int) -> torch.Tensor:
     return torch.where(source.uniform(n) < 0.5, -1.0, 1.0).float()
 
 
-def _quarter_turns(source: Draws, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A multiple of 90° for each head and each plane (i, i + d/2), as order and signs: (heads, d) each."""
-    quarters = (4 * source.uniform(heads * (d // 2))).long().view(heads, d // 2)
-    odd = quarters % 2 == 1
-    i = torch.arange(d // 2).expand(heads, -1)
-    order = torch.cat([torch.where(odd, i + d // 2, i), torch.where(odd, i, i + d // 2)], 1)
-    # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
-    negative = torch.cat([quarters >= 2, (quarters == 1) | (quarters == 2)], 1)
-    return order, torch.where(negative, -1.0, 1.0)
-
-
-def _any_turns(source: Draws, heads: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any order and signs of the d coordinates of each head: (heads, d) each."""
-    return torch.stack([source.permutation(d) for _ in range(heads)]), _signs(source, heads * d).view(heads, d)
+def _turns(source: Draws, heads: int, d: int, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order and signs of the coordinates of each head, (heads, d) each: a multiple of 90° in each plane, any signed
+    permutation of the rest. Under a norm whose weights all heads share, all have the same order."""
+    r = 0 if turns.planes is None else d if turns.rotary is None else turns.rotary
+    shared = turns.norm == "shared"
+    orders, signs = torch.arange(d).repeat(heads, 1), torch.ones(heads, d)
+    if r:
+        assert turns.planes is not None
+        quarters = (4 * source.uniform(heads * (r // 2))).long().view(heads, r // 2)
+        if shared:  # whether a plane swaps its coordinates, the first head decides
+            quarters = quarters - (quarters - quarters[:1]) % 2
+        one, two = planes_of(turns.planes, r)
+        odd = quarters % 2 == 1
+        orders[:, one], orders[:, two] = torch.where(odd, two, one), torch.where(odd, one, two)
+        # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
+        signs[:, one] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
+        signs[:, two] = torch.where((quarters % 4 == 1) | (quarters % 4 == 2), -1.0, 1.0)
+    if r < d:
+        rest = [source.permutation(d - r) for _ in range(1 if shared else heads)]
+        orders[:, r:] = r + torch.stack(rest)
+        signs[:, r:] = _signs(source, heads * (d - r)).view(heads, d - r)
+    return orders, signs
 
 
 def _orthogonal(source: Draws, heads: int, d: int) -> torch.Tensor:

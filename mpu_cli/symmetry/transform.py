@@ -7,15 +7,15 @@ them back. A vector is treated as a matrix with one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
 
-from mpu_cli.architectures.family import LAYER_AXES, Permutation, Symmetry
+from mpu_cli.architectures.family import Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
-from mpu_cli.symmetry.axis import AxisMap, joined, map_columns, turn_rows
-from mpu_cli.symmetry.sampling import Draws, sample
+from mpu_cli.symmetry.axis import AxisMap, in_blocks, joined, map_columns, turn_rows
+from mpu_cli.symmetry.sampling import Draws, Maps, sample
 
 CHUNK = 262_144  # weights per slice: few enough for caches, enough that threads rarely wait for the GIL
 
@@ -23,24 +23,41 @@ FEW = 4  # up to this many maps use slices of that size
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(len(tensor), -1)
+    """A vector as one column, a stack of matrices as one below the other."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.ndim == 3 else tensor.view(len(tensor), -1)
 
 
 def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple[int, int]]:
-    """Bounds of slices of about CHUNK weights (fewer for many maps) that do not split the heads of any map."""
+    """Bounds of slices of about CHUNK weights (fewer for many maps) that split neither the heads of any map nor the
+    rows that share a map of columns."""
     maps = list(maps)
     unit = max(mapping.unit for mapping in maps)
     most = CHUNK * FEW // max(FEW, len(maps))  # a worker holds a slice for each map
     step = max(unit, most // max(columns, 1) // unit * unit)
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    block = min((mapping.block for mapping in maps if mapping.block), default=rows)
+    return [
+        (start, min(start + step, first + block))
+        for first in range(0, rows, max(1, block))
+        for start in range(first, first + block, step)
+    ]
 
 
 class TensorMap:
-    """What a transform does to one tensor: a map for its rows and one for its columns, either of which may be None."""
+    """What a transform does to one tensor: a map for its rows and one for its columns, either of which may be None.
 
-    def __init__(self, rows: AxisMap | None, columns: AxisMap | None):
-        self._rows, self._columns = rows, columns
+    ``columns`` are several for a stack of matrices with a map each, of ``block`` rows.
+    """
+
+    def __init__(self, rows: AxisMap | None, columns: AxisMap | Sequence[AxisMap] | None, block: int | None = None):
+        self._rows, self._columns, self.block = rows, columns, block
         self._places = None if rows is None else rows.places
+
+    def _columns_of(self, start: int) -> AxisMap | None:
+        """The map of the columns of the base's rows ``start …``."""
+        if self._columns is None or isinstance(self._columns, AxisMap):
+            return self._columns
+        assert self.block is not None
+        return self._columns[start // self.block]
 
     @property
     def unit(self) -> int:
@@ -60,7 +77,8 @@ class TensorMap:
         """Rows ``start …`` of a base tensor, (rows, columns), in the copy's coordinates but not yet reordered."""
         if self._rows is not None:
             x = turn_rows(x, self._rows, start)
-        return x if self._columns is None else map_columns(x, self._columns)
+        columns = self._columns_of(start)
+        return x if columns is None else map_columns(x, columns)
 
     def put(self, target: torch.Tensor, x: torch.Tensor, start: int) -> None:
         """Write the result of ``forward`` to its rows in the copy's full tensor."""
@@ -75,42 +93,80 @@ class TensorMap:
 
     def backward(self, y: torch.Tensor, start: int) -> torch.Tensor:
         """The inverse of ``forward``, for the result of ``take``: back to the base's coordinates."""
-        if self._columns is not None:
-            y = map_columns(y, self._columns, inverse=True)
+        columns = self._columns_of(start)
+        if columns is not None:
+            y = map_columns(y, columns, inverse=True)
         return y if self._rows is None else turn_rows(y, self._rows, start, inverse=True)
 
 
 class Transform:
-    """One secret T. ``draws(symmetry, layer)`` is a symmetry's source of randomness; layer −1 means the whole model."""
+    """One secret T. ``symmetries(layer)`` are those of a layer, or of the whole model (None); ``draws(symmetry, layer)`` is
+    a symmetry's source of randomness, with layer −1 for the whole model."""
 
-    def __init__(self, layout: Layout, symmetries: Iterable[Symmetry], draws: Callable[[str, int], Draws]):
+    def __init__(
+        self,
+        layout: Layout,
+        symmetries: Callable[[int | None], Iterable[Symmetry]],
+        draws: Callable[[str, int], Draws],
+    ):
         self._layout = layout
-        symmetries = tuple(symmetries)
-        shared = [s for s in symmetries if isinstance(s, Permutation) and s.axes[0] not in LAYER_AXES]
-        per_layer = [s for s in symmetries if s not in shared]
-        self._shared = sample(shared, layout.sizes, lambda name: draws(name, -1))
+        self._shared = sample(symmetries(None), layout.sizes, lambda name: draws(name, -1))
 
         @lru_cache(maxsize=2)  # tensors come layer by layer; holding every layer's matrices would grow with the model
-        def layer_maps(layer: int) -> dict[str, AxisMap]:
-            return sample(per_layer, layout.sizes, lambda name: draws(name, layer))
+        def layer_maps(layer: int) -> Maps:
+            return sample(symmetries(layer), layout.sizes, lambda name: draws(name, layer))
 
         self._layer_maps = layer_maps
 
+    def maps(self, tensor: TensorLayout) -> Maps:
+        """The map of every axis, where ``tensor`` is."""
+        return {**self._shared, **({} if tensor.layer is None else self._layer_maps(tensor.layer))}
+
     def of(self, tensor: TensorLayout) -> TensorMap:
         """What this transform does to ``tensor``."""
-        maps = dict(self._shared)
-        if tensor.layer is not None:
-            maps |= self._layer_maps(tensor.layer)
-        return tensor_map(self._layout, tensor, maps)
+        return tensor_map(self._layout, tensor, self.maps(tensor))
+
+    def name(self, tensor: TensorLayout) -> str:
+        """What ``tensor`` is called in a copy: an expert's matrices take the number of its new place."""
+        return name_in_copy(tensor, self.maps(tensor))
 
 
-def tensor_map(layout: Layout, tensor: TensorLayout, maps: Mapping[str, AxisMap]) -> TensorMap:
+def name_in_copy(tensor: TensorLayout, maps: Maps) -> str:
+    order = maps.get("expert")
+    if tensor.expert is None or not isinstance(order, AxisMap):
+        return tensor.name
+    before, after = f".{tensor.expert}.", f".{int(order.places[tensor.expert])}."
+    head, _, tail = tensor.name.rpartition(before)  # the last number: the layer's comes earlier
+    return head + after + tail
+
+
+def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
     """What these axis ``maps`` do to ``tensor``."""
-    axes = [
-        joined([maps.get(axis) for axis in group], [axis_length(layout.sizes, axis) for axis in group])
-        for group in tensor.axes
-    ]
-    return TensorMap(*axes, *[None] * (2 - len(axes)))
+
+    def dimension(i: int, expert: int | None) -> AxisMap | None:
+        of_parts = []
+        for axis in tensor.axes[i]:
+            found = maps.get(axis)
+            if isinstance(found, tuple):
+                found = None if expert is None else found[expert]
+            of_parts.append(found)
+        return joined(of_parts, [axis_length(layout.sizes, axis) for axis in tensor.axes[i]], tensor.chunks[i])
+
+    if not any(tensor.axes):  # a mask
+        return TensorMap(None, None)
+    if tensor.axes[0] != ("expert",) or len(tensor.axes) == 1:
+        axes = [dimension(i, tensor.expert) for i in range(len(tensor.axes))]
+        return TensorMap(axes[0], axes[1] if len(axes) > 1 else None)
+    experts, last = range(layout.sizes["experts"]), len(tensor.axes) - 1
+    order = maps.get("expert")
+    assert not isinstance(order, tuple)
+    rows = sum(axis_length(layout.sizes, axis) for axis in tensor.axes[1]) if last == 2 else 1
+    of_rows = [dimension(1, e) for e in experts] if last == 2 else [None for _ in experts]
+    columns = [dimension(last, e) for e in experts]
+    moved = in_blocks(of_rows, rows, order.order if order else None)
+    if any(isinstance(maps.get(axis), tuple) for axis in tensor.axes[last]):
+        return TensorMap(moved, [each for each in columns if each is not None], rows)
+    return TensorMap(moved, columns[0])
 
 
 def measured_slices(slices: int) -> range:

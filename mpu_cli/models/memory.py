@@ -1,0 +1,72 @@
+"""Where the tensors of files are in the model that transformers makes of them: names and arrangements can differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.architectures.family import Stack
+from mpu_cli.architectures.layout import HEAD
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the files, as part of a parameter: all of it or, of a stack, ``rows`` of matrix ``expert``."""
+
+    file_name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This part of ``parameter``, as a view."""
+        return parameter if self.expert is None else parameter[self.expert, slice(*self.rows)]
+
+
+Names = dict[str, list[Piece]]  # a model's parameters by name → their pieces in files
+
+
+def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], model: PreTrainedModel) -> list[Piece]:
+    """The tensors of ``files``, by name, that parameter ``name`` of ``model`` is read from; none if there are none.
+
+    Files of a bare model lack a prefix, some call the output layer by another name, and those of a mixture may hold a
+    matrix for each expert.
+    """
+    prefix = f"{model.base_model_prefix}."
+    family = FAMILIES.get(str(model.config.model_type))
+    candidates = [[Piece(name, tuple(shape))]]
+    if family:
+        if name == HEAD:
+            candidates += [[Piece(head, tuple(shape))] for head in family.heads]
+        for stack in family.stacks:
+            if name.endswith(f".{stack.name}"):
+                candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
+    candidates += [
+        [Piece(p.file_name.removeprefix(prefix), p.shape, p.expert, p.rows) for p in pieces] for pieces in candidates
+    ]
+    return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])
+
+
+def _of_stack(stack: Stack, prefix: str, shape: Sequence[int]) -> list[Piece]:
+    if not any("{e}" in part for part in stack.parts):
+        return [Piece(prefix + stack.parts[0], tuple(shape))]
+    rows = shape[1] // len(stack.parts)
+    return [
+        Piece(prefix + part.replace("{e}", str(e)), (rows, *shape[2:]), e, (i * rows, (i + 1) * rows))
+        for e in range(shape[0])
+        for i, part in enumerate(stack.parts)
+    ]
+
+
+def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch.Tensor]:
+    """Each of the tensors that ``files`` name, as a view of a parameter or buffer of ``model``."""
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {
+        piece.file_name: piece.of(tensor)
+        for name, tensor in held.items()
+        for piece in pieces_in_files(name, tensor.shape, files, model)
+    }

@@ -1,0 +1,233 @@
+"""Every family: copies compute what the base computes, what must break it does, and the whole path gives the clean
+update. On small random models with biases and norms away from 0 and 1, and windows shorter than the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.architectures.family import LAYER_AXES, Permutation, Rotation, Turns
+from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.models.source import Model, open_model
+from mpu_cli.server.noise import Scheme
+from mpu_cli.server.publication import Publication
+from mpu_cli.server.publish import Target, publish
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.sampling import plane_matrices, sample
+from mpu_cli.symmetry.transform import Transform, as_matrix, name_in_copy, row_slices, tensor_map
+from tests.models import CONFIGS, FAMILY_CONFIGS, FUSED, VOCABULARY, random_model, save, write_records
+from tests.protocol import clean_update, distance, updates
+
+SETS = ("signed", "paper", "all")
+TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+ALL = [*CONFIGS, *FAMILY_CONFIGS]
+
+
+def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """``family``, or ``FAMILY-fused`` for the arrangement of tensors that memory has."""
+    model = random_model(family.removesuffix("-fused"), dtype=dtype)
+    save(model, folder)
+    if family.endswith("-fused"):
+        model.save_pretrained(folder, save_original_format=False)
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def opened(folder: Path) -> tuple[Model, Layout]:
+    model = open_model(str(folder))
+    return model, layout_of(model.checkpoint.tensors, model.config, "")
+
+
+def test_every_family_is_tested() -> None:
+    tested = {config["model_type"] for config in {**CONFIGS, **FAMILY_CONFIGS}.values()}
+    assert tested == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", [*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)])
+def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> None:
+    """Without noise, in each set; and every tensor that a symmetry can move is moved."""
+    base, layout = opened(make(family, tmp_path / "base"))
+    expected = logits(tmp_path / "base")
+    for symmetries in SETS:
+        publication = Publication(
+            seed=bytes(32), kappa=0.0, symmetries=symmetries, noise=Scheme("extrapolate", (1.0, -1.0))
+        )
+        folder = tmp_path / symmetries
+        publish(base, None, publication, Target(folder, folder / "keys", lambda _: b""))
+        copies = [open_model(str(folder / f"copy_{k}")).checkpoint for k in (1, 2)]
+        for k in (1, 2):
+            assert relative(logits(folder / f"copy_{k}"), expected) < 1e-5, symmetries
+        for name, tensor in layout.tensors.items():
+            axes = {axis for group in tensor.axes for axis in group}
+            if axes & {"model", "|model|"} and symmetries != "paper" and base.checkpoint.tensors[name].elements > 8:
+                assert not torch.equal(copies[0].tensor(name), copies[1].tensor(name)), (symmetries, name)
+
+
+def changed(base: Path, layout: Layout, maps: dict) -> torch.Tensor:
+    """Logits after the tensors in ``base``'s files went through ``maps``; the files are left as they were."""
+    path = base / "model.safetensors"
+    before, after = load_file(path), {}
+    for tensor in layout.tensors.values():
+        mapping, matrix = tensor_map(layout, tensor, maps), as_matrix(before[tensor.name])
+        target = torch.empty_like(matrix)
+        for start, stop in row_slices([mapping], *matrix.shape):
+            mapping.put(target, mapping.forward(matrix[start:stop], start), start)
+        after[name_in_copy(tensor, maps)] = target.view(before[tensor.name].shape)
+    save_file({**before, **after}, path, {"format": "pt"})
+    try:
+        return logits(base)
+    finally:
+        save_file(before, path, {"format": "pt"})
+
+
+class Random:
+    """A source of draws like the product's."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def permutation(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+    def uniform(self, n: int) -> torch.Tensor:
+        return torch.rand(n, generator=self.generator, dtype=torch.float64)
+
+    def normal(self, n: int) -> torch.Tensor:
+        return torch.randn(n, generator=self.generator, dtype=torch.float64)
+
+
+def false_maps(family: str, layout: Layout) -> Iterator[tuple[str, int, dict]]:
+    """What looks like a symmetry and is none: a name, a layer (−1: all), and its maps."""
+    last = max(range(len(layout.structures)), key=lambda i: layout.structures[i].rotary)
+    structure, sizes, d = layout.structures[last], layout.sizes, layout.sizes["head_dim"]
+    source = Random()
+
+    def draw(symmetry: object) -> dict:
+        return dict(sample([symmetry], sizes, lambda _: source))  # type: ignore[list-item]
+
+    if structure.rotary:
+        yield "any rotation of queries and keys", last, draw(Rotation("qk", ("query", "key"), None))
+        other = "neighbours" if structure.planes == "halves" else "halves"
+        yield "the other planes", last, draw(Rotation("qk", ("query", "key"), other, structure.rotary))
+    if structure.norm:
+        yield "angles under a norm", last, draw(Rotation("qk", ("query", "key"), structure.planes, structure.rotary))
+        moved = draw(Turns("qk", ("query", "key"), structure.planes, structure.rotary, structure.norm))
+        yield "turns without the norm's weights", last, {axis: moved[axis] for axis in ("query", "key")}
+    if not structure.movable:
+        order = torch.arange(sizes["heads"]).roll(1)
+        whole = AxisMap((order[:, None] * d + torch.arange(d)).flatten())
+        yield "heads under ALiBi", last, dict.fromkeys(("query", "key", "value", "mixed"), whole)
+    if not layout.family.gated and structure.ffns[0].prefix == "":
+        yield "signs of neurons", last, draw(Permutation("ffn", ("ffn", "gate", "up"), signed=("ffn", "gate", "up")))
+    if not layout.family.rms_norm:
+        yield "signs of the residual stream", -1, draw(Permutation("r", ("model", "|model|"), signed=("model",)))
+    del family
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -> None:
+    folder = make(family, tmp_path / "base")
+    _, layout = opened(folder)
+    expected = logits(folder)
+    tried = 0
+    for name, layer, maps in false_maps(family, layout):
+        own = {tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()}
+        kept = Layout(
+            layout.family, layout.sizes, {n: t for n, t in own.items() if t}, layout.alias, layout.bare, layout.structures,
+            layout.config,
+        )  # fmt: skip
+        assert relative(changed(folder, kept, maps), expected) > 1e-3, name
+        tried += 1
+    assert tried or not any(s.rotary or s.norm for s in layout.structures)
+
+
+@pytest.mark.parametrize("family", [*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)])
+def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, family: str) -> None:
+    """SGD under rotations, plain AdamW under signed permutations, in float64 without noise; and a delta file laid out as
+    the copy is."""
+    base = make(family, tmp_path / "base", torch.float64)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    common = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
+              "--batch-size", 2, "--template", "plain", "--lr", "1e-3"]  # fmt: skip
+    for symmetries, optimizer in (("all", "sgd"), ("signed", "adamw")):
+        options = [*common, "--optim", optimizer]
+        folder = tmp_path / symmetries
+        clean = clean_update(mpu, base, folder, options)
+        update, _ = updates(
+            mpu, base, folder, ["--copies", 2, "--kappa", 0, "--symmetries", symmetries], options,
+        )  # fmt: skip
+        trained = [name for name in clean if float(clean[name].abs().max()) > 0]
+        assert len(trained) > len(clean) / 2
+        assert distance(update, clean) < 1e-5, symmetries
+        model = AutoModelForCausalLM.from_pretrained(folder / "unlearned", dtype=torch.float64)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert load_file(folder / "unlearned/model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+
+
+LORA = ("qwen3", "olmo2", "phi3-partial", "gpt_neox", "mixtral", "gptj")
+
+
+@pytest.mark.parametrize("family", LORA)
+def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
+    base = make(family, tmp_path / "base", torch.float64)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
+               "--batch-size", 2, "--template", "plain", "--lr", "1e-3", "--optim", "sgd", "--lora-rank", 3]  # fmt: skip
+    clean = clean_update(mpu, base, tmp_path, options)
+    update, _ = updates(mpu, base, tmp_path, ["--copies", 2, "--kappa", 0, "--symmetries", "all"], options)
+    assert distance({name: update[name] for name in clean}, clean) < 1e-4
+
+
+def test_angles_that_are_undone() -> None:
+    """Rotations in neighbouring planes are rotations, and differ from those in halves."""
+    angle = torch.rand(2, 3, dtype=torch.float64)
+    for kind in ("halves", "neighbours"):
+        matrices = plane_matrices(angle, kind)
+        torch.testing.assert_close(
+            matrices @ plane_matrices(-angle, kind), torch.eye(6, dtype=torch.float64).expand(2, 6, 6)
+        )
+    assert not torch.allclose(plane_matrices(angle), plane_matrices(angle, "neighbours"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mixtral-fused", "gpt_oss", "codegen"])
+def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack of experts is worked on in slices of any size."""
+    base, layout = opened(make(family, tmp_path / "base"))
+    transform = Transform(layout, lambda layer: layout.symmetries("all", layer), lambda _, layer: Random(layer + 2))
+
+    def applied() -> dict[str, torch.Tensor]:
+        made = {}
+        for tensor in layout.tensors.values():
+            mapping, x = transform.of(tensor), as_matrix(base.checkpoint.tensor(tensor.name))
+            y = torch.empty_like(x)
+            for start, stop in row_slices([mapping], *x.shape):
+                mapping.put(y, mapping.forward(x[start:stop], start), start)
+            made[transform.name(tensor)] = y
+        return made
+
+    whole = applied()
+    monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 100)
+    transform = Transform(layout, lambda layer: layout.symmetries("all", layer), lambda _, layer: Random(layer + 2))
+    for name, tensor in applied().items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-6)
+    assert {axis for t in layout.tensors.values() for g in t.axes for axis in g} <= {
+        *LAYER_AXES,
+        "model",
+        "|model|",
+        "vocab",
+    }
