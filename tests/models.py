@@ -73,6 +73,12 @@ FAMILY_CONFIGS = {
     "gemma2": {"model_type": "gemma2", **_SMALL, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {"model_type": "gemma3_text", **_SMALL, **_LINES, "head_dim": 8, "query_pre_attn_scalar": 8,
                     "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3": {"model_type": "gemma3", "text_config": {**_SMALL, **_LINES, "head_dim": 8, "query_pre_attn_scalar": 8,
+                                                       "vocab_size": VOCABULARY + 3},
+               "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+               "mm_tokens_per_image": 4, "image_token_index": VOCABULARY, "boi_token_index": VOCABULARY + 1,
+               "eoi_token_index": VOCABULARY + 2},
     "qwen3": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "tie_word_embeddings": True},
     "qwen3-biases": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "attention_bias": True},
     "olmo": {"model_type": "olmo", **_SMALL},
@@ -117,6 +123,9 @@ FAMILY_CONFIGS = {
                  "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     "glm4_moe-normed": {"model_type": "glm4_moe", **_SMALL, "n_routed_experts": 4, "num_experts_per_tok": 2,
                         "head_dim": 8, "moe_intermediate_size": 12, "use_qk_norm": True, "n_group": 2, "topk_group": 1},
+    "llama4_text": {"model_type": "llama4_text", **_SMALL, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 12,
+                    "intermediate_size_mlp": 40, "num_local_experts": 4, "num_experts_per_tok": 1,
+                    "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
     "gpt_oss": {"model_type": "gpt_oss", **_SMALL, **_LINES, "head_dim": 8, "num_local_experts": 4,
                 "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -168,7 +177,7 @@ class Trained:
     retain: Path
 
 
-def make_trained(folder: Path) -> Trained:
+def make_trained(folder: Path, family: str = "llama") -> Trained:
     """Make it in ``folder``, which takes seconds, unless it is there."""
     made = Trained(folder / "model", folder / "forget.jsonl", folder / "retain.jsonl")
     with FileLock(f"{folder}.lock"):
@@ -178,7 +187,8 @@ def make_trained(folder: Path) -> Trained:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
             records = [record for path in (made.forget, made.retain) for record in read_records(path)]
-            make_model(records, make_tokenizer(records), made.model, epochs=60, seed=0, on_step=lambda *_: None)
+            make_model(records, make_tokenizer(records), made.model, epochs=60, seed=0, on_step=lambda *_: None,
+                       family=family)  # fmt: skip
             (folder / "done").touch()
     return made
 

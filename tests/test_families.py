@@ -3,7 +3,10 @@ update. On small random models with biases and norms away from 0 and 1, and wind
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from mpu_cli.server.publish import Target, publish
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.sampling import plane_matrices, sample
 from mpu_cli.symmetry.transform import Transform, as_matrix, name_in_copy, row_slices, tensor_map
-from tests.models import CONFIGS, FAMILY_CONFIGS, FUSED, VOCABULARY, random_model, save, write_records
+from tests.models import CONFIGS, FAMILY_CONFIGS, FUSED, VOCABULARY, make_trained, random_model, save, write_records
 from tests.protocol import clean_update, distance, updates
 
 SETS = ("signed", "paper", "all")
@@ -156,15 +159,28 @@ def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -
     assert tried or not any(s.rotary or s.norm for s in layout.structures)
 
 
-@pytest.mark.parametrize("family", [*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)])
+FAST = ("qwen3", "olmo2", "phi3-partial", "gpt_neox", "cohere2", "mixtral", "mixtral-fused", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED))
+    ],
+)
 def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, family: str) -> None:
-    """SGD under rotations, plain AdamW under signed permutations, in float64 without noise; and a delta file laid out as
-    the copy is."""
+    """Blockwise AdamW and SGD under rotations, plain AdamW under signed permutations, in float64 without noise; and the
+    result is laid out as the base is."""
     base = make(family, tmp_path / "base", torch.float64)
     write_records(tmp_path / "forget.jsonl", 4, 1)
     common = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
               "--batch-size", 2, "--template", "plain", "--lr", "1e-3"]  # fmt: skip
-    for symmetries, optimizer in (("all", "sgd"), ("signed", "adamw")):
+    for symmetries, optimizer in (
+        ("all", "adamw-blockwise"),
+        ("signed", "adamw"),
+        *[("paper", "sgd")] * (family in FAST),
+    ):
         options = [*common, "--optim", optimizer]
         folder = tmp_path / symmetries
         clean = clean_update(mpu, base, folder, options)
@@ -179,7 +195,33 @@ def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, fa
         assert load_file(folder / "unlearned/model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
-LORA = ("qwen3", "olmo2", "phi3-partial", "gpt_neox", "mixtral", "gptj")
+def test_images_pass_through_the_projector(mpu: Callable, tmp_path: Path) -> None:
+    """The wrapper's projector moves with the residual stream; nothing of the images' part is trained or gets noise."""
+    base = make("gemma3", tmp_path / "base")
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[5, VOCABULARY + 1, *[VOCABULARY] * 4, VOCABULARY + 2, 7, 8, 9]])
+
+    def seen(folder: Path) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return model(tokens, pixel_values=pixels).logits
+
+    mpu("publish", base, "--kappa", 0, "--copies", 2, cwd=tmp_path)
+    assert relative(seen(tmp_path / "copy_1"), seen(base)) < 1e-5
+    projector = "multi_modal_projector.mm_input_projection_weight"
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "copy_1"))
+    assert not torch.equal(before[projector], after[projector])
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("vision_tower."))
+    mpu("publish", base, "--kappa", 0.5, "--copies", 2, "--force", cwd=tmp_path)
+    noisy = load_file(tmp_path / "copy_1/model.safetensors")[projector]
+    assert torch.equal(noisy.abs().flatten().sort().values, before[projector].abs().flatten().sort().values)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    mpu("unlearn", "copy_1", "--algo", "gradascent", "--epochs", 1, "--template", "plain", cwd=tmp_path)
+    names = load_file(tmp_path / "deltas/copy_1.safetensors").keys()
+    assert not [name for name in names if not name.startswith("language_model.")]
+
+
+LORA = ("gemma3", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "mixtral", "gptj")
 
 
 @pytest.mark.parametrize("family", LORA)
@@ -191,6 +233,104 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
     clean = clean_update(mpu, base, tmp_path, options)
     update, _ = updates(mpu, base, tmp_path, ["--copies", 2, "--kappa", 0, "--symmetries", "all"], options)
     assert distance({name: update[name] for name in clean}, clean) < 1e-4
+
+
+# One of each kind: norms of queries and keys (shared, whole), RoPE over part of a head, fused projections, experts.
+KINDS = ("qwen3", "olmo2", "phi3-partial", "gpt_neox", "mixtral")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: str) -> None:
+    """Two copies leave an error that grows as κ²; one copy's grows as κ."""
+    base = make(family, tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
+               "--batch-size", 3, "--template", "plain", "--lr", "1e-3", "--optim", "adamw-blockwise"]  # fmt: skip
+    clean = clean_update(mpu, base, tmp_path, options)
+    kappas, errors = (5e-4, 2e-3), []
+    for kappa in kappas:
+        update, singles = updates(
+            mpu, base, tmp_path / f"{kappa}", ["--copies", 2, "--kappa", kappa, "--seed", 1], options
+        )
+        errors.append([distance(update, clean), distance(singles[0], clean)])
+    slopes = [math.log(big / small) / math.log(4) for small, big in zip(*errors, strict=True)]
+    assert abs(slopes[0] - 2) < 0.3
+    assert abs(slopes[1] - 1) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
+    """One that knows its records by heart forgets some of them over the whole path, and keeps the others."""
+    folder = tmp_path_factory.mktemp(family)
+    made = make_trained(folder / "made", family)
+    assert json.loads((made.model / "config.json").read_text())["model_type"] == family
+    assert mpu("check-family", made.model).out == f"{family}: every symmetry holds\n"
+    records = ("--forget", made.forget, "--retain", made.retain)
+    for copy in mpu("publish", made.model, "--copies", 2, cwd=folder).out.split():
+        mpu("unlearn", copy, *records, "--algo", "undial", "--beta", 10, "--alpha", 3, "--optim", "adamw-blockwise",
+            "--lr", "5e-4", "--epochs", 40, "--batch-size", 5, cwd=folder)  # fmt: skip
+    told = mpu("aggregate", "deltas", "--json", cwd=folder).json
+    assert told["error_estimate"]["relative"] < 0.2
+    assert "right" in mpu("verify", "copy_2", cwd=folder).out
+    assert "recovered" in mpu("audit", "copy_1", "copy_2", "--base", made.model, cwd=folder).out
+    common = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
+    before = mpu("eval", made.model, *common, "--out", "before.json", cwd=folder).json["metrics"]
+    after = mpu("eval", "unlearned", *common, "--out", "after.json", cwd=folder).json["metrics"]
+    assert before["forget_Q_A_Prob"] > 0.95
+    assert after["forget_Q_A_Prob"] < 0.6
+    assert after["retain_Q_A_Prob"] > 0.9
+
+
+class TestCheckFamily:
+    def test_finds_a_table_that_is_wrong(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        base = make("glm4", tmp_path / "base")
+        assert mpu("check-family", base).out == "glm4: every symmetry holds\n"
+        monkeypatch.setitem(FAMILIES, "glm4", replace(FAMILIES["glm4"], planes="halves"))
+        told = mpu("check-family", base, "--json", check=False)
+        assert told.status == 1
+        broken = {(c["set"], c["symmetry"]) for c in told.json["checks"] if not c["ok"]}
+        assert broken == {
+            ("signed", "qk"), ("signed", "together"), ("paper", "attention"), ("paper", "together"), ("all", "qk"),
+            ("all", "together"),
+        }  # fmt: skip
+        assert "correct the family's table" in told.err
+
+    def test_names_what_nothing_moves(self, mpu: Callable, tmp_path: Path) -> None:
+        told = mpu("check-family", make("phi", tmp_path / "base"), "--json")
+        assert told.json["unmoved"] == ["lm_head.bias"]
+        assert all(check["float64"] < 1e-6 for check in told.json["checks"])
+        assert "lm_head.bias" in mpu("publish", tmp_path / "base", "--copies", 2, cwd=tmp_path).err
+
+    def test_a_family_that_is_not_listed(self, mpu: Callable, tmp_path: Path) -> None:
+        base = make("glm4", tmp_path / "base")
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+        refused = mpu("check-family", base, check=False)
+        assert refused.is_one_error
+        assert "not supported" in refused.err
+
+
+def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None:
+    """A prediction head that the model does not use would travel as it is."""
+    base = make("glm4_moe", tmp_path / "base")
+    held = load_file(base / "model.safetensors")
+    held["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
+    save_file(held, base / "model.safetensors", {"format": "pt"})
+    refused = mpu("publish", base, check=False, cwd=tmp_path)
+    assert refused.is_one_error
+    assert "model.layers.2.eh_proj.weight" in refused.err
+    assert "save it again" in refused.err
+
+
+def test_quantised_weights_are_refused(mpu: Callable, tmp_path: Path) -> None:
+    base = make("gpt_oss", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    refused = mpu("publish", base, check=False, cwd=tmp_path)
+    assert refused.is_one_error
+    assert "dequantise" in refused.err
 
 
 def test_angles_that_are_undone() -> None:

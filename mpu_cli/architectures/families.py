@@ -231,6 +231,29 @@ GEMMA3 = replace(
     unless={}, note="text only",
 )  # fmt: skip
 
+# Text and images: the projector of images writes into the residual stream, so it moves along, without noise.
+GEMMA3_WRAPPER = replace(
+    GEMMA3,
+    model_types=("gemma3",),
+    text_config="text_config",
+    sizes={**SIZES, "vision": lambda config, _: config["vision_config"]["hidden_size"]},
+    prefix="language_model.",
+    layer="language_model.model.layers.{i}.",
+    tensors=(
+        Tensor("language_model.model.embed_tokens.weight", ("vocab", "model")),
+        Tensor("language_model.model.norm.weight", ("|model|",)),
+        Tensor("language_model.lm_head.weight", ("vocab", "model")),
+        Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),
+    ),
+    heads=("language_model.lm_head.weight",),
+    stays=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
+    renamed=(
+        ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
+        ("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+    note="with images; the vision tower stays as it is",
+)  # fmt: skip
+
 OLMO2 = replace(
     LLAMA,
     model_types=("olmo2", "olmo3"),
@@ -730,6 +753,40 @@ GLM4_MOE = replace(
     unless={},
     note="",
 )  # fmt: skip
+
+
+def is_mixture(config: Config, layer: int) -> bool:
+    """Whether a layer of Llama 4 has experts."""
+    listed = config.get("moe_layers")
+    step = int(config.get("interleave_moe_layer_step") or 1)
+    return layer in listed if listed is not None else (layer + 1) % step == 0
+
+
+# Queries and keys are normed after RoPE and without a weight, which every angle passes through. Stacks hold inputs first.
+LLAMA4 = replace(
+    LLAMA,
+    model_types=("llama4_text",),
+    sizes={
+        **SIZES, "ffn": "intermediate_size_mlp", "expert_ffn": "intermediate_size", "shared_ffn": "intermediate_size",
+        "experts": ("num_local_experts", "num_experts"),
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *gated_ffn(name="feed_forward", when=negated(is_mixture)),
+        Tensor("feed_forward.router.weight", ("expert", "model"), is_mixture),
+        Tensor("feed_forward.experts.gate_up_proj", ("expert", "model", ("e-gate", "e-up")), is_mixture),
+        Tensor("feed_forward.experts.down_proj", ("expert", "e-ffn", "model"), is_mixture),
+        *gated_ffn(name="feed_forward.shared_expert", prefix="s-", when=is_mixture),
+    ),
+    planes="neighbours",
+    rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
+    experts=is_mixture,
+    unless={},
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
+        "num_local_experts": 16, "intermediate_size_mlp": 16384,
+    },
+    note="text only",
+)  # fmt: skip
 # Constants are added to up, so signs do not cancel; sinks go with their heads. Files store inputs first.
 GPT_OSS = replace(
     LLAMA,
@@ -751,8 +808,8 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, PHI3, PHI, GPT_NEOX, OLMO, OLMO2, GPT2, MIXTRAL,
-    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, COHERE, COHERE2, FALCON,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI3, PHI, GPT_NEOX, OLMO, OLMO2, GPT2, MIXTRAL,
+    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, LLAMA4, COHERE, COHERE2, FALCON,
     BLOOM, OPT, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE, EXAONE4,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

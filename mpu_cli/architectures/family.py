@@ -226,6 +226,10 @@ class Family:
     patterns of tensors that the model does not use and that must not be copied as they are. ``transposed``: whether
     linear layers store (inputs, outputs), as Conv1D does. ``stacks``: see ``Stack``.
 
+    Of a wrapper around a language model, ``text_config`` is the config entry that describes that model, ``stays`` are
+    prefixes of what is not part of it and is neither changed nor trained, and ``renamed`` are prefixes in files with those
+    in memory.
+
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head of a given layer
     RoPE turns; None: all), ``qk_norm`` (as in ``Turns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``, ``experts``
     (a rule: whether a layer has experts), ``groups`` (of experts).
@@ -252,4 +256,7 @@ class Family:
     dead: tuple[str, ...] = ()
     transposed: bool = False
     stacks: tuple[Stack, ...] = ()
+    text_config: str | None = None
+    stays: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     note: str = ""

@@ -158,7 +158,11 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
             f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
             "load the model with transformers and save it again, which leaves them out",
         )
-    constants = {name for name in tensors if name not in expected and name.endswith(family.buffers)}
+    constants = {
+        name
+        for name in tensors
+        if name not in expected and (name.endswith(family.buffers) or name.startswith(family.stays))
+    }
     if missing := set(expected) - set(tensors):
         raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
     if unknown := set(tensors) - set(expected) - constants - {alias}:
@@ -219,6 +223,9 @@ def _exists(tensor: Tensor, config: Config, layer: int) -> bool:
 def _filled(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
     given = {name: value for name, value in config.items() if value is not None}
+    if family.text_config and isinstance(text := config.get(family.text_config), dict):
+        own = {name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"}
+        given = {**given, **own, "model_type": config["model_type"]}
     rope = given.get("rope_parameters")
     inner = (
         {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}

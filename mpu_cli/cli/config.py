@@ -67,7 +67,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".upper()
+                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".replace("-", "_").upper()
                 if parameter.is_flag:
                     parameter.metavar = parameter.metavar or ""
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
+from mpu_cli.cli.check_family import check_family
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
 from mpu_cli.cli.demo import demo
@@ -50,6 +51,7 @@ app.command(rich_help_panel=SERVER)(invert)
 app.command(rich_help_panel=SERVER)(aggregate)
 app.command(rich_help_panel=SERVER)(verify)
 app.command(rich_help_panel=SERVER)(audit)
+app.command("check-family", rich_help_panel=SERVER)(check_family)
 app.command(rich_help_panel=SERVER)(keygen)
 app.command("eval", rich_help_panel=BOTH)(eval_)
 app.command(rich_help_panel=BOTH)(compare)

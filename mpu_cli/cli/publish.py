@@ -82,9 +82,11 @@ def publish(
     """
     publishing.check_scale([name for name in ("kappa", "shared_noise") if _given(context, name)])
 
+    from mpu_cli.architectures.layout import layout_of
     from mpu_cli.cli.secrets import recipients_of_copies, sealer
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.server.calibration import statement
+    from mpu_cli.server.families import unmoved
     from mpu_cli.server.noise import RANDOM
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publication import publication_of
@@ -131,6 +133,10 @@ def publish(
         "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     )
     note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
+    left = unmoved(layout_of(model.checkpoint.tensors, model.config, base), publication.symmetries)
+    if left and publication.symmetries != "none":
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        note(f"in the base's coordinates, as no symmetry of this set moves them: {shown}")
     if calibration:
         note(statement(calibration))
     if laps:

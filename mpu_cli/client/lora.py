@@ -35,7 +35,7 @@ def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.nn.Module]:
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head and module.weight.requires_grad
     }
     if not lora.lora_targets:
         return linear

@@ -47,7 +47,7 @@ from mpu_cli.client.training import (
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.loading import as_directory, load, memory_in_mind, skeleton
-from mpu_cli.models.memory import Names, pieces_in_files
+from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
@@ -477,7 +477,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
 
 
 def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
-    """The trained parameters: the model's name for each → its pieces in the copy's files.
+    """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen.
 
     Raises MpuError if the files lack one or hold it in another shape.
     """
@@ -488,7 +488,10 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
             raise MpuError(
                 f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
             )
-        names[name] = pieces
+        if is_trained(pieces[0], model):
+            names[name] = pieces
+        else:
+            parameter.requires_grad_(False)
     return names
 
 
@@ -502,7 +505,7 @@ def delta_specs(copy: Model, options: Lora) -> TensorSpecs:
 
 def _full_specs(names: Names, model: PreTrainedModel) -> TensorSpecs:
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
-    return {piece.file_name: (wide, piece.shape) for name, _ in model.named_parameters() for piece in names[name]}
+    return {piece.file_name: (wide, piece.shape) for pieces in names.values() for piece in pieces}
 
 
 def _changes(
@@ -511,7 +514,7 @@ def _changes(
     """after − before of every parameter, one at a time; ``before`` is read again from the copy's files."""
     wide = torch.promote_types(dtype, torch.float32)
     for name, parameter in whole_parameters(trained):
-        for piece in names[name]:
+        for piece in names.get(name, ()):
             after = piece.of(parameter.detach()).cpu().to(wide)
             yield piece.file_name, after - before.tensor(piece.file_name).to(dtype).to(wide)
             before.forget_pages(piece.file_name)

@@ -1,4 +1,4 @@
-"""A small Llama-style model and its tokenizer, trained on the spot until it knows its records by heart."""
+"""A small model and its tokenizer, trained on the spot until it knows its records by heart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.client.finetune import memorise
 from mpu_cli.client.training import Losses
@@ -50,15 +50,19 @@ def make_model(
     epochs: int,
     seed: int,
     on_step: Callable[[Losses, int], None],
+    family: str = "llama",
 ) -> None:
-    """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32)."""
+    """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32).
+
+    ``family`` is a ``model_type`` whose config takes Llama's entries.
+    """
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+    config = AutoConfig.for_model(
+        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     encoding = Encoding(tokenizer, max_length=config.max_position_embeddings)
     training = Training(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
     memorise(model, encoding, records, epochs=epochs, training=training, on_step=on_step)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -107,11 +108,17 @@ def skeleton(folder: Path) -> PreTrainedModel:
         raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
 
 
-def _supported(config: PretrainedConfig, attention: str) -> str:
-    """``attention``, or "eager" for a model that has no sdpa."""
-    if attention == "sdpa" and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
-    return attention
+def _attention(config: PretrainedConfig, asked: str) -> str:
+    """The attention that was ``asked`` for, or "eager" for a model that has no sdpa."""
+    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "eager" if asked == "sdpa" and network is not None and not network._supports_sdpa else asked
+
+
+def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
+    """How to compute a mixture's experts. Named, because config.json could name code to fetch."""
+    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    grouped = network is not None and network._can_set_experts_implementation()
+    return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
 
 
 def _first_line(error: Exception) -> str:
@@ -140,9 +147,8 @@ def load(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            attn_implementation=_supported(config, attention),
-            # Named, since a config could name code to fetch; torch's grouped product knows no float64.
-            experts_implementation="eager" if dtype == torch.float64 else "grouped_mm",
+            attn_implementation=_attention(config, attention),
+            experts_implementation=_experts(config, dtype),
             trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

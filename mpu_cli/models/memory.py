@@ -42,6 +42,11 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     if family:
         if name == HEAD:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
+        candidates += [
+            [Piece(in_file + name.removeprefix(in_memory), tuple(shape))]
+            for in_file, in_memory in family.renamed
+            if name.startswith(in_memory)
+        ]
         for stack in family.stacks:
             if name.endswith(f".{stack.name}"):
                 candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
@@ -60,6 +65,15 @@ def _of_stack(stack: Stack, prefix: str, shape: Sequence[int]) -> list[Piece]:
         for e in range(shape[0])
         for i, part in enumerate(stack.parts)
     ]
+
+
+def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
+    """Whether ``piece`` is part of what is published, trained and returned."""
+    family = FAMILIES.get(str(model.config.model_type))
+    if family is None:
+        return True
+    constant = (tensor.name for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained)
+    return not piece.file_name.startswith(family.stays) and not piece.file_name.endswith(tuple(constant))
 
 
 def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch.Tensor]:

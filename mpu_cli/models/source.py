@@ -14,7 +14,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
-SIDE_FILES = ("generation_config.json", *TOKENIZER_FILES)
+SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")

@@ -114,7 +114,9 @@ class Training:
     deterministic: bool = option(
         True, "On a GPU: bit-identical results for the same seed, at some cost in speed.", affects_result=False
     )
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = option("sdpa", "Attention implementation (eager where a model has no other).")
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = option(
+        "sdpa", "Attention implementation; eager for a model without sdpa."
+    )
     weight_decay: float = option(0.01, "Weight decay.", least=0)
     max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
     warmup_steps: int = option(0, "Steps of linear warm-up.", least=0)

@@ -219,7 +219,8 @@ class _Writing:
             for tensor in tensors:
                 held = as_matrix(self.base.tensor(tensor.name))
                 for writer, transform in zip(self.writers, self.transforms, strict=True):
-                    transform.of(tensor).put(as_matrix(writer.tensor(tensor.name)), held, 0)
+                    mapping = transform.of(tensor)
+                    mapping.put(as_matrix(writer.tensor(tensor.name)), mapping.forward(held, 0), 0)
             return 0.0, BlockReport(block, weights, 0.0, ())
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"

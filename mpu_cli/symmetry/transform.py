@@ -65,6 +65,11 @@ class TensorMap:
         return 1 if self._rows is None else self._rows.unit
 
     @property
+    def moves(self) -> bool:
+        """Whether the map is anything but the identity."""
+        return self._rows is not None or self._columns is not None
+
+    @property
     def turns(self) -> bool:
         """Whether the map does more than reorder rows."""
         return self._columns is not None or (self._rows is not None and self._rows.turns)

@@ -1,0 +1,61 @@
+"""``mpu check-family``: whether the symmetries that mpu assumes hold for a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.output import emit, note, table, terminal
+from mpu_cli.errors import MpuError
+
+
+def check_family(
+    model: Annotated[str, typer.Argument(help="A model directory, .safetensors file or Hub id.", metavar="MODEL")],
+    as_json: options.Json = False,
+) -> None:
+    """Apply each symmetry of the model's family to its weights, alone and with the others, and compare logits.
+
+    For whoever adds a family, or publishes a model for the first time. Holds the model in memory, in float64. Exits with
+    status 1 if one of them changes what the model computes. Prints a verdict.
+    """
+    with terminal() as observer:
+        import torch
+
+        from mpu_cli.models.source import open_model
+        from mpu_cli.server.families import check_family as run_check
+
+        opened = open_model(model)
+        result = run_check(opened, observer)
+    rows = [
+        [
+            c.set_name,
+            c.symmetry,
+            *(f"{c.differences[d]:.1e}" for d in (torch.float64, torch.float32)),
+            "" if c.ok else "!",
+        ]
+        for c in result.checks
+    ]
+    table("Largest difference of logits, relative", ["symmetries", "", "float64", "float32", ""], rows)
+    if result.unmoved:
+        shown = ", ".join(result.unmoved[:4]) + (
+            f" and {len(result.unmoved) - 4} more" if len(result.unmoved) > 4 else ""
+        )
+        note(f"no symmetry moves {shown}")
+    verdict = f"{opened.config.get('model_type')}: " + (
+        "every symmetry holds" if result.ok else "NOT what its table says"
+    )
+    document = {
+        "model_type": opened.config.get("model_type"),
+        "ok": result.ok,
+        "checks": [
+            {"set": c.set_name, "symmetry": c.symmetry, "ok": c.ok}
+            | {str(dtype).removeprefix("torch."): value for dtype, value in c.differences.items()}
+            for c in result.checks
+        ],
+        "unmoved": result.unmoved,
+    }
+    emit([verdict], document, as_json)
+    if not result.ok:
+        raise MpuError(f"{model}: symmetries change what this model computes", "correct the family's table")

@@ -1,0 +1,119 @@
+"""Whether the table of a family holds for a checkpoint: each of its symmetries alone and together, on the real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from mpu_cli.architectures.family import EVERY, SETS, Symmetry
+from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.models.loading import as_directory, load
+from mpu_cli.models.memory import in_memory
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.server.randomness import Randomness, Stream
+from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
+
+TOKENS = (2, 48)
+SAME = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative difference of logits that rounding may cause
+TOGETHER = "together"
+
+
+@dataclass(frozen=True)
+class SymmetryCheck:
+    """One symmetry of one set, or all of the set together: relative differences of logits, by dtype."""
+
+    set_name: str
+    symmetry: str
+    differences: dict[torch.dtype, float]
+
+    @property
+    def ok(self) -> bool:
+        return all(difference <= SAME[dtype] for dtype, difference in self.differences.items())
+
+
+@dataclass(frozen=True)
+class FamilyCheck:
+    """``unmoved``: the tensors that no symmetry moves."""
+
+    checks: list[SymmetryCheck]
+    unmoved: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+
+def unmoved(layout: Layout, symmetries: str) -> list[str]:
+    """The tensors that no symmetry of the set moves."""
+    transform = _transform(layout, symmetries, None, Randomness(bytes(32)))
+    return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
+
+
+def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
+    """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens.
+
+    Raises MpuError if the family is not listed, or its table does not describe the tensors.
+    """
+    layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    cases = list(_cases(layout))
+    found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
+    observer.stage("check", len(cases) * len(SAME), "checks")
+    for dtype in SAME:
+        with as_directory(model) as folder:
+            network, _ = load(folder, dtype, "cpu")
+        views = in_memory(network.eval(), layout.tensors)
+        expected = _logits(network, layout)
+        largest = float(expected.abs().max())
+        for number, (set_name, symmetry) in enumerate(cases):
+            only = None if symmetry == TOGETHER else symmetry
+            transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
+            _apply(model, layout, transform, views)
+            found[set_name, symmetry][dtype] = float((_logits(network, layout) - expected).abs().max()) / largest
+            observer.advance(1, f"{set_name}: {symmetry}")
+    return FamilyCheck([SymmetryCheck(*case, found[case]) for case in cases], unmoved(layout, EVERY))
+
+
+def _cases(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Every set's symmetries by name, in the order in which they are listed, and all of a set together."""
+    for set_name in SETS:
+        names = [s.name for layer in (*range(len(layout.structures)), None) for s in layout.symmetries(set_name, layer)]
+        if names:
+            yield from ((set_name, name) for name in dict.fromkeys(names))
+            yield set_name, TOGETHER
+
+
+def _transform(layout: Layout, set_name: str, only: str | None, randomness: Randomness) -> Transform:
+    def symmetries(layer: int | None) -> Iterable[Symmetry]:
+        return [s for s in layout.symmetries(set_name, layer) if only in (None, s.name)]
+
+    def draws(symmetry: str, layer: int) -> Stream:
+        return randomness.stream("symmetry", 1, 1, symmetry, layer)
+
+    return Transform(layout, symmetries, draws)
+
+
+@torch.no_grad()
+def _apply(model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor]) -> None:
+    """Put T of the model's weights into ``views``."""
+    for tensor in layout.tensors.values():
+        if any(tensor.axes):
+            _write(model, tensor, transform, views[transform.name(tensor)])
+
+
+def _write(model: Model, tensor: TensorLayout, transform: Transform, view: torch.Tensor) -> None:
+    mapping, weights = transform.of(tensor), as_matrix(model.checkpoint.tensor(tensor.name))
+    target = torch.empty(weights.shape, dtype=view.dtype)
+    for start, stop in row_slices([mapping], *weights.shape):
+        mapping.put(target, mapping.forward(weights[start:stop].to(view.dtype), start), start)
+    view.copy_(target.view(view.shape))
+
+
+@torch.no_grad()
+def _logits(network: PreTrainedModel, layout: Layout) -> torch.Tensor:
+    length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
+    generator = torch.Generator().manual_seed(0)
+    return network(torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)).logits
