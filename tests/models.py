@@ -61,6 +61,10 @@ _SMALL = {
 }  # fmt: skip
 _LINES = {"num_hidden_layers": 4, "sliding_window": 8}  # windows shorter than the texts
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_DELTA = {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 _GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "bos_token_id": 0,
         "eos_token_id": 1}  # fmt: skip
 
@@ -116,6 +120,9 @@ FAMILY_CONFIGS = {
                   "decoder_sparse_step": 1},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SMALL, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [0]},
     "olmoe": {"model_type": "olmoe", **_SMALL, **_EXPERTS},
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **_SMALL, **_DELTA},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **_SMALL, **_DELTA, **_EXPERTS,
+                         "shared_expert_intermediate_size": 20},
     "granitemoe": {"model_type": "granitemoe", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"model_type": "granitemoeshared", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 20},
@@ -136,11 +143,13 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     """A model with CONFIGS[family], overridden by ``entries``, whose biases and norms differ from their initial zeros
     and ones."""
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
+    from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5"))  # whose norms multiply by 1 + w
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1 if parameter.ndim == 1 and not name.endswith("bias") else 0  # the scale of a norm
+            scale = parameter.ndim == 1 and not name.endswith("bias") and not (from_one and "linear_attn" not in name)
+            centre = 1 if scale else 0
             parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
     return model.to(dtype).eval()
 
@@ -149,7 +158,10 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     """Save ``model`` with a tokenizer over ``w3`` … ``w95``, one token per word, and a chat template."""
     model.save_pretrained(folder)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    if model.config.model_type == "qwen2":  # transformers reads every tokenizer of this family as byte-level BPE
+    if model.config.model_type in (
+        "qwen2",
+        "qwen3_5_moe_text",
+    ):  # transformers reads every tokenizer of this family as byte-level BPE
         symbols = [*special.values(), "Ġ", "Ċ", *string.ascii_letters, *string.digits, *"?:.<>/"]
         tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -74,7 +74,8 @@ def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> N
         publish(base, None, publication, Target(folder, folder / "keys", lambda _: b""))
         copies = [open_model(str(folder / f"copy_{k}")).checkpoint for k in (1, 2)]
         for k in (1, 2):
-            assert relative(logits(folder / f"copy_{k}"), expected) < 1e-5, symmetries
+            same = 1e-4 if family.startswith("qwen3_5") else 1e-5  # a delta net amplifies rounding
+            assert relative(logits(folder / f"copy_{k}"), expected) < same, symmetries
         for name, tensor in layout.tensors.items():
             axes = {axis for group in tensor.axes for axis in group}
             if axes & {"model", "|model|"} and symmetries != "paper" and base.checkpoint.tensors[name].elements > 8:
@@ -116,7 +117,9 @@ class Random:
 
 def false_maps(family: str, layout: Layout) -> Iterator[tuple[str, int, dict]]:
     """What looks like a symmetry and is none: a name, a layer (−1: all), and its maps."""
-    last = max(range(len(layout.structures)), key=lambda i: layout.structures[i].rotary)
+    last = max(
+        range(len(layout.structures)), key=lambda i: (layout.structures[i].attention, layout.structures[i].rotary)
+    )
     structure, sizes, d = layout.structures[last], layout.sizes, layout.sizes["head_dim"]
     source = Random()
 
@@ -365,9 +368,5 @@ def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.Mon
     transform = Transform(layout, lambda layer: layout.symmetries("all", layer), lambda _, layer: Random(layer + 2))
     for name, tensor in applied().items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-6)
-    assert {axis for t in layout.tensors.values() for g in t.axes for axis in g} <= {
-        *LAYER_AXES,
-        "model",
-        "|model|",
-        "vocab",
-    }
+    named = {axis for tensor in layout.tensors.values() for group in tensor.axes for axis in group}
+    assert named <= {*LAYER_AXES, "model", "|model|", "vocab"}

@@ -628,6 +628,57 @@ FALCON = replace(
     note="heads stay in their order with ALiBi",
 )  # fmt: skip
 
+# Layers of attention, whose output is gated, among layers of a gated delta net, whose inner coordinates are left alone.
+is_attention, is_delta_net = layer_type_is("full_attention"), layer_type_is("linear_attention")
+_ATTENTION3_5 = tuple(
+    replace(tensor, when=is_attention)
+    for tensor in (
+        Tensor("self_attn.q_proj.weight", (Fused(("query", "|mixed|"), "heads"), "model")),
+        Tensor("self_attn.k_proj.weight", ("key", "model")),
+        Tensor("self_attn.v_proj.weight", ("value", "model")),
+        Tensor("self_attn.o_proj.weight", ("model", "mixed")),
+        *SHARED_NORM,
+    )
+)
+_DELTA_NET = tuple(
+    replace(tensor, when=is_delta_net)
+    for tensor in (
+        Tensor("linear_attn.A_log", ("delta_heads",)),
+        Tensor("linear_attn.dt_bias", ("delta_heads",)),
+        Tensor("linear_attn.conv1d.weight", ("delta_mixed", "one", "taps")),
+        Tensor("linear_attn.in_proj_qkv.weight", ("delta_mixed", "model")),
+        Tensor("linear_attn.in_proj_z.weight", ("delta_values", "model")),
+        Tensor("linear_attn.in_proj_a.weight", ("delta_heads", "model")),
+        Tensor("linear_attn.in_proj_b.weight", ("delta_heads", "model")),
+        Tensor("linear_attn.norm.weight", ("delta_head",)),
+        Tensor("linear_attn.out_proj.weight", ("model", "delta_values")),
+    )
+)
+_SIZES3_5: Sizes = {
+    **SIZES, "one": 1, "taps": "linear_conv_kernel_dim", "delta_heads": "linear_num_value_heads",
+    "delta_head": "linear_value_head_dim",
+    "delta_values": lambda config, _: config["linear_num_value_heads"] * config["linear_value_head_dim"],
+    "delta_mixed": lambda config, _: (
+        2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        + config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    ),
+}  # fmt: skip
+QWEN3_5 = replace(
+    QWEN3,
+    model_types=("qwen3_5_text",),
+    sizes=_SIZES3_5,
+    layer_tensors=(*INPUT_NORMS, *_ATTENTION3_5, *_DELTA_NET, *gated_ffn()),
+    rotary=share_of_head("partial_rotary_factor"),
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    },
+    unless={"attention_bias": False},
+    dead=("mtp.*",),
+    note="text only; inside delta-net layers only the residual stream moves",
+)  # fmt: skip
+
 # Mixtures of experts.
 
 
@@ -681,6 +732,21 @@ QWEN2_MOE = replace(
     unless={},
     defaults={"tie_word_embeddings": False, "qkv_bias": True, "num_key_value_heads": 16},
     note="a shared expert beside the others",
+)  # fmt: skip
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_types=("qwen3_5_moe_text",),
+    sizes={
+        **{k: v for k, v in _SIZES3_5.items() if k != "ffn"}, **_EXPERTS, "shared_ffn": "shared_expert_intermediate_size",
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *_ATTENTION3_5, *_DELTA_NET, _ROUTER, *experts(),
+        *gated_ffn(name="mlp.shared_expert", prefix="s-"),
+        Tensor("mlp.shared_expert_gate.weight", ("one", "model")),
+    ),
+    experts=lambda *_: True,
+    stacks=stacks(),
+    defaults={**QWEN3_5.defaults, "num_key_value_heads": 2},
 )  # fmt: skip
 OLMOE = replace(
     MIXTRAL,
@@ -809,7 +875,7 @@ GPT_OSS = replace(
 
 _ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI3, PHI, GPT_NEOX, OLMO, OLMO2, GPT2, MIXTRAL,
-    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, LLAMA4, COHERE, COHERE2, FALCON,
+    QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, LLAMA4, COHERE, COHERE2, FALCON,
     BLOOM, OPT, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE, EXAONE4,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

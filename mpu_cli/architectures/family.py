@@ -18,6 +18,7 @@ family is a new table, not new code.
 | mixed | query heads × head size: values after attention, the input of the output projection |
 | \|query\|, \|key\| | query and key where the weight of a norm over all heads scales them |
 | \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them |
+| \|mixed\| | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes |
 | head | query heads, one number each |
 | vocab, position | rows of the embeddings |
 
@@ -50,11 +51,11 @@ Axis = str | tuple[str, ...] | Fused
 
 FFN_AXES = ("ffn", "gate", "up")
 ATTENTION = ("query", "key", "value", "mixed")
-OF_QUERIES, OF_KEYS, OF_HEAD = "|query|", "|key|", "|head|"
+OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED = "|query|", "|key|", "|head|", "|mixed|"
 MODEL_AXES = ("model", "|model|")
 LAYER_AXES = (
     *FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES), *(f"e-{axis}" for axis in FFN_AXES), "expert",
-    *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, "head",
+    *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED, "head",
 )  # fmt: skip
 
 
@@ -162,7 +163,8 @@ class Structure:
     """What decides the symmetries of one layer.
 
     ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys, as
-    in ``Turns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
+    in ``Turns``; ``attention``: whether it has any; ``elementwise``: whether something works on values coordinate by
+    coordinate, so that they cannot be rotated; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
     ``groups``: of experts, 0 without experts.
     """
 
@@ -172,6 +174,8 @@ class Structure:
     movable: bool
     ffns: tuple[Ffn, ...]
     groups: int = 0
+    attention: bool = True
+    elementwise: bool = False
 
 
 def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
@@ -186,14 +190,15 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     turns = Turns("qk", QK, planes, rotary, norm)
     ffns = tuple(ffn.permutation(signed=name in ("signed", EVERY)) for ffn in layer.ffns)
     experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
+    if not layer.attention:
+        return (*ffns, *(experts if name != "paper" else ()))
+    values: Symmetry = Turns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
     if name == "paper":
-        rotations: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
-        return (*ffns, *((turns, Rotation("vo", VO, None)) if norm else rotations))
+        one: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
+        return (*ffns, *((turns, values) if norm or layer.elementwise else one))
     heads = (HEADS,) if layer.movable else ()
-    if name == "signed":
-        return (*ffns, turns, Turns("vo", VO, None), *heads, *experts)
-    qk = turns if norm else Rotation("qk", QK, planes, rotary)
-    return (*ffns, qk, Rotation("vo", VO, None), *heads, *experts)
+    qk: Symmetry = turns if norm or name == "signed" else Rotation("qk", QK, planes, rotary)
+    return (*ffns, qk, values, *heads, *experts)
 
 
 def symmetries_of_model(name: str, rms_norm: bool) -> tuple[Symmetry, ...]:

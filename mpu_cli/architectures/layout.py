@@ -35,7 +35,7 @@ _LENGTHS = (
     | dict.fromkeys(MODEL_AXES, "model")
     | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
 )
-_QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|"), ("key", "value", "|key|")
+_QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,16 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
     if mixture:
         ffns.append(Ffn("e-", family.gated))
         groups = int(config.get(family.groups) or 1) if isinstance(family.groups, str) else family.groups
-    return Structure(planes, rotary, norm, bool(movable), tuple(ffns), groups)
+    return Structure(
+        planes,
+        rotary,
+        norm,
+        bool(movable),
+        tuple(ffns),
+        groups,
+        attention="query" in axes,
+        elementwise="|mixed|" in axes,
+    )
 
 
 def _family(config: Mapping[str, object], where: str) -> Family:

@@ -19,12 +19,12 @@ from mpu_cli.architectures.family import (
     ATTENTION,
     OF_HEAD,
     OF_KEYS,
+    OF_MIXED,
     OF_QUERIES,
     ExpertPermutation,
     HeadPermutation,
     Permutation,
     Rotation,
-    Structure,
     Symmetry,
     Turns,
 )
@@ -178,7 +178,7 @@ def layer_maps(
             maps |= _neurons(permutation, both)
     maps |= _experts(chosen, sizes.get("experts", 0), both)
     if any(axis in group for tensor in tensors for group in tensor.axes for axis in ATTENTION):
-        maps |= _heads(layout, chosen, both, layout.structures[layer])
+        maps |= _heads(layout, chosen, both)
     return maps
 
 
@@ -215,9 +215,7 @@ def _experts(
     return maps
 
 
-def _heads(
-    layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair], structure: Structure
-) -> dict[str, AxisMap]:
+def _heads(layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair]) -> dict[str, AxisMap]:
     """The maps of the axes of attention: which head is which, and how each is turned."""
     sizes = layout.sizes
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
@@ -237,7 +235,7 @@ def _heads(
             )
     orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
     maps = {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
-    maps |= {OF_QUERIES: maps["query"], OF_KEYS: maps["key"], "head": AxisMap(query_order)}
+    maps |= {OF_QUERIES: maps["query"], OF_KEYS: maps["key"], OF_MIXED: maps["mixed"], "head": AxisMap(query_order)}
     for rotation in rotations:
         # One matrix for each KV head of the target, from all the heads of all the axes that share it.
         products = torch.zeros(kv_heads, d, d)
@@ -250,8 +248,10 @@ def _heads(
         for axis in rotation.axes:
             per_kv_head = len(orders[axis]) // kv_heads
             maps[axis] = AxisMap(maps[axis].order, matrices.repeat_interleave(per_kv_head, 0))
-        if structure.norm and isinstance(rotation, Turns) and rotation.norm:
-            maps |= _of_norms(matrices, orders, d, rotation.norm)
+        if isinstance(rotation, Turns) and rotation.norm == "shared":
+            maps[OF_HEAD] = AxisMap(matrices.abs().argmax(2).mode(0).values)
+        if isinstance(rotation, Turns):
+            maps |= {_UNSIGNED[axis]: _order(matrices, orders[axis], d) for axis in rotation.axes if axis in _UNSIGNED}
     return maps
 
 
@@ -273,17 +273,16 @@ def _solved(products: torch.Tensor, rotation: Rotation | Turns) -> torch.Tensor:
     return matrices.round() if turns else matrices
 
 
-def _of_norms(matrices: torch.Tensor, orders: Mapping[str, torch.Tensor], d: int, norm: str) -> dict[str, AxisMap]:
-    """The maps of the weights of norms on queries and keys: the order of their coordinates, without signs."""
+_UNSIGNED = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}
+
+
+def _order(matrices: torch.Tensor, heads: torch.Tensor, d: int) -> AxisMap:
+    """The order of an axis whose heads, put in the order ``heads``, are turned by signed permutations: for what takes
+    no signs, such as the weights of norms."""
     inside = matrices.abs().argmax(2)  # (KV heads, d)
-    if norm == "shared":
-        return {OF_HEAD: AxisMap(inside.mode(0).values)}
-    maps = {}
-    for axis, name in (("query", OF_QUERIES), ("key", OF_KEYS)):
-        each = inside.repeat_interleave(len(orders[axis]) // len(inside), 0)
-        flat = (each + d * torch.arange(len(each))[:, None]).flatten()
-        maps[name] = AxisMap(flat[whole_heads(orders[axis], d)])
-    return maps
+    each = inside.repeat_interleave(len(heads) // len(inside), 0)
+    flat = (each + d * torch.arange(len(each))[:, None]).flatten()
+    return AxisMap(flat[whole_heads(heads, d)])
 
 
 def _overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,9 @@ from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 TOKENS = (2, 48)
-SAME = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative difference of logits that rounding may cause
+# Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers compute in
+# float32 whatever the dtype of the weights.
+SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
 TOGETHER = "together"
 
 

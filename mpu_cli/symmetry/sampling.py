@@ -10,6 +10,7 @@ import torch
 from mpu_cli.architectures.family import (
     OF_HEAD,
     OF_KEYS,
+    OF_MIXED,
     OF_QUERIES,
     ExpertPermutation,
     HeadPermutation,
@@ -74,7 +75,9 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
                 signs[axis] = changed.repeat_interleave(per_kv_head(axis), dim=0).flatten()
             if symmetry.norm == "shared":
                 orders[OF_HEAD] = within[0]
-            elif symmetry.norm == "whole":
+            if "mixed" in symmetry.axes:
+                orders[OF_MIXED] = orders["mixed"]
+            if symmetry.norm == "whole":
                 orders |= {OF_QUERIES: orders["query"], OF_KEYS: orders["key"]}
         elif isinstance(symmetry, HeadPermutation):
             group = sizes["heads"] // kv_heads
@@ -89,7 +92,7 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
     for axis, order in heads.items():
         moved = whole_heads(order, d)
         orders[axis] = orders[axis][moved] if axis in orders else moved
-        unsigned = {"query": OF_QUERIES, "key": OF_KEYS}.get(axis)
+        unsigned = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}.get(axis)
         if unsigned:
             orders[unsigned] = orders[unsigned][moved] if unsigned in orders else moved
     if "query" in heads:
