@@ -30,8 +30,8 @@ from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2", "granite"]
 OTHERS = [
-    "qwen3", "gemma3_text", "olmo2", "exaone4", "phi3-partial", "gpt_neox", "cohere2", "codegen", "falcon", "bloom", "mixtral",
-    "qwen3_moe", "qwen3_5_text", "llama4_text", "glm4_moe-normed", "granitemoeshared", "gpt_oss",
+    "qwen3", "gemma3_text", "olmo2", "exaone4", "phi3-partial", "gpt_neox", "cohere2", "codegen", "falcon", "bloom",
+    "mixtral",    "qwen3_moe", "qwen3_5_text", "llama4_text", "glm4_moe-normed", "granitemoeshared", "gpt_oss",
 ]  # fmt: skip
 
 

@@ -154,8 +154,8 @@ def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -
     for name, layer, maps in false_maps(family, layout):
         own = {tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()}
         kept = Layout(
-            layout.family, layout.sizes, {n: t for n, t in own.items() if t}, layout.alias, layout.bare, layout.structures,
-            layout.config,
+            layout.family, layout.sizes, {n: t for n, t in own.items() if t}, layout.alias, layout.bare,
+            layout.structures, layout.config,
         )  # fmt: skip
         assert relative(changed(folder, kept, maps), expected) > 1e-3, name
         tried += 1
@@ -232,7 +232,8 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
     base = make(family, tmp_path / "base", torch.float64)
     write_records(tmp_path / "forget.jsonl", 4, 1)
     options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
-               "--batch-size", 2, "--template", "plain", "--lr", "1e-3", "--optim", "sgd", "--lora-rank", 3]  # fmt: skip
+               "--batch-size", 2, "--template", "plain", "--lr", "1e-3", "--optim", "sgd",
+               "--lora-rank", 3]  # fmt: skip
     clean = clean_update(mpu, base, tmp_path, options)
     update, _ = updates(mpu, base, tmp_path, ["--copies", 2, "--kappa", 0, "--symmetries", "all"], options)
     assert distance({name: update[name] for name in clean}, clean) < 1e-4

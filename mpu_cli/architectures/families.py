@@ -24,9 +24,9 @@ def unless(name: str) -> Rule:
     return lambda config, _: not config.get(name)
 
 
-def share_of_head(name: str) -> Rule:
-    """RoPE turns this share of a head's coordinates."""
-    return lambda config, _: int(config["head_dim"] * float(config.get(name, 1.0)))
+def share_of_head(*names: str) -> Rule:
+    """RoPE turns this share of a head's coordinates: the first of these entries that is there."""
+    return lambda config, _: int(config["head_dim"] * float(next(config[name] for name in names if name in config)))
 
 
 def where_rope(rope: Rule) -> Rule:
@@ -338,7 +338,9 @@ STABLELM = replace(
     ),
     rotary=share_of_head("partial_rotary_factor"),
     rms_norm=False,
-    defaults={"tie_word_embeddings": False, "use_qkv_bias": False, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
+    defaults={
+        "tie_word_embeddings": False, "use_qkv_bias": False, "partial_rotary_factor": 0.25, "num_key_value_heads": 32,
+    },
     unless={"qk_layernorm": False},
     note="without `qk_layernorm`",
 )  # fmt: skip
@@ -410,7 +412,7 @@ GPT_NEOX = Family(
         *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True),
         *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
     ),
-    rotary=lambda config, _: int(config["head_dim"] * float(config.get("rotary_pct") or config["partial_rotary_factor"])),
+    rotary=share_of_head("rotary_pct", "partial_rotary_factor"),
     gated=False,
     rms_norm=False,
     heads=("embed_out.weight", "lm_head.weight"),
@@ -561,7 +563,8 @@ OPT = Family(
 BLOOM = Family(
     model_types=("bloom",),
     sizes={
-        "model": ("hidden_size", "n_embed"), "ffn": lambda config, _: 4 * (config.get("hidden_size") or config["n_embed"]),
+        "model": ("hidden_size", "n_embed"),
+        "ffn": lambda config, _: 4 * (config.get("hidden_size") or config["n_embed"]),
         "vocab": "vocab_size", "layers": ("n_layer", "num_hidden_layers"), "heads": ("n_head", "num_attention_heads"),
         "kv_heads": ("n_head", "num_attention_heads"),
     },
@@ -576,7 +579,8 @@ BLOOM = Family(
         *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"),
         *linear("self_attention.query_key_value", _FUSED, "model", bias=True),
         *linear("self_attention.dense", "model", "mixed", bias=True),
-        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True), *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
+        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True),
+        *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
     ),
     planes=None,
     movable_heads=False,  # under ALiBi, a head's slope depends on its number
@@ -592,6 +596,7 @@ def has_two_norms(config: Config, _: int) -> bool:
     return bool(config["new_decoder_architecture"]) and config.get("num_ln_in_parallel_attn") != 1
 
 
+is_parallel = either(entry("new_decoder_architecture"), entry("parallel_attn"))  # attention and FFN
 FALCON = replace(
     BLOOM,
     model_types=("falcon",),
@@ -612,10 +617,11 @@ FALCON = replace(
     layer_tensors=(
         *layer_norm("ln_attn", has_two_norms), *layer_norm("ln_mlp", has_two_norms),
         *layer_norm("input_layernorm", negated(has_two_norms)),
-        *layer_norm("post_attention_layernorm", negated(either(entry("new_decoder_architecture"), entry("parallel_attn")))),
+        *layer_norm("post_attention_layernorm", negated(is_parallel)),
         *linear("self_attention.query_key_value", _FUSED, "model", bias="bias"),
         *linear("self_attention.dense", "model", "mixed", bias="bias"),
-        *linear("mlp.dense_h_to_4h", "ffn", "model", bias="bias"), *linear("mlp.dense_4h_to_h", "model", "ffn", bias="bias"),
+        *linear("mlp.dense_h_to_4h", "ffn", "model", bias="bias"),
+        *linear("mlp.dense_4h_to_h", "model", "ffn", bias="bias"),
     ),
     planes="halves",
     rotary=where_rope(unless("alibi")),
@@ -701,7 +707,9 @@ MIXTRAL = replace(
         *experts(names=("w1", "w3", "w2"), split="block_sparse_moe"),
     ),
     experts=lambda *_: True,
-    stacks=(*stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.gate.weight", ("block_sparse_moe.gate.weight",))),
+    stacks=(
+        *stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
+    ),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "num_local_experts": 8},
     note="experts, in files with a matrix each and in files with stacks",
 )  # fmt: skip
@@ -737,7 +745,8 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     model_types=("qwen3_5_moe_text",),
     sizes={
-        **{k: v for k, v in _SIZES3_5.items() if k != "ffn"}, **_EXPERTS, "shared_ffn": "shared_expert_intermediate_size",
+        **{size: source for size, source in _SIZES3_5.items() if size != "ffn"}, **_EXPERTS,
+        "shared_ffn": "shared_expert_intermediate_size",
     },
     layer_tensors=(
         *INPUT_NORMS, *_ATTENTION3_5, *_DELTA_NET, _ROUTER, *experts(),
@@ -828,7 +837,7 @@ def is_mixture(config: Config, layer: int) -> bool:
     return layer in listed if listed is not None else (layer + 1) % step == 0
 
 
-# Queries and keys are normed after RoPE and without a weight, which every angle passes through. Stacks hold inputs first.
+# Queries and keys are normed after RoPE and without a weight, which every angle passes. Stacks hold inputs first.
 LLAMA4 = replace(
     LLAMA,
     model_types=("llama4_text",),
@@ -874,8 +883,8 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI3, PHI, GPT_NEOX, OLMO, OLMO2, GPT2, MIXTRAL,
-    QWEN2_MOE, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, STABLELM, STARCODER2, GLM, GLM4, GLM4_MOE, LLAMA4, COHERE, COHERE2, FALCON,
-    BLOOM, OPT, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE, EXAONE4,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI, PHI3, OLMO,
+    OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4,
+    STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

@@ -64,8 +64,8 @@ class Tensor:
     """One parameter. ``when``: the config entry, or the rule, that says whether it exists (None: always).
 
     A name with ``{e}`` stands for one tensor for each expert. ``layout`` is for tensors that some files hold in
-    another arrangement: those of one layout are there, or those of the other. What is not ``trained`` gets no noise and is
-    in no delta, but changes places with what it counts.
+    another arrangement: those of one layout are there, or those of the other. What is not ``trained`` gets no noise
+    and is in no delta, but changes places with what it counts.
     """
 
     name: str
@@ -162,10 +162,10 @@ class Ffn:
 class Structure:
     """What decides the symmetries of one layer.
 
-    ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys, as
-    in ``Turns``; ``attention``: whether it has any; ``elementwise``: whether something works on values coordinate by
-    coordinate, so that they cannot be rotated; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
-    ``groups``: of experts, 0 without experts.
+    ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys,
+    as in ``Turns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
+    ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether something
+    works on values coordinate by coordinate, so that they cannot be rotated.
     """
 
     planes: str | None
@@ -212,8 +212,11 @@ def symmetries_of_model(name: str, rms_norm: bool) -> tuple[Symmetry, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter of the model in memory, of shape (experts, rows, columns), that files hold as a matrix for each expert:
-    of each, the tensors called ``parts`` one below the other."""
+    """A parameter in memory, of shape (experts, rows, columns), that files hold as a matrix for each expert.
+
+    ``parts``: the names in files of the matrices that lie one below the other in one of the stack. Without ``{e}``,
+    the name in files of the whole parameter.
+    """
 
     name: str
     parts: tuple[str, ...]
@@ -223,21 +226,20 @@ class Stack:
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to config entries (the first that is there), numbers, or rules; ``defaults`` are the
-    values that transformers assumes for missing entries. ``unless`` lists config entries that can invalidate the table,
-    each with the value, or a rule for the values, for which the table holds. ``layer`` is the prefix of a layer's
-    tensors; ``prefix`` may be missing from all names (a checkpoint of the bare model). ``heads`` are names of the output
-    layer, of which files hold one. ``buffers`` are name suffixes of constants, which are not parameters; ``dead`` are
-    patterns of tensors that the model does not use and that must not be copied as they are. ``transposed``: whether
-    linear layers store (inputs, outputs), as Conv1D does. ``stacks``: see ``Stack``.
+    ``sizes`` maps the names of sizes to their ``Sizes``; ``defaults`` are the values that transformers assumes for
+    missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
+    table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint of
+    the bare model). ``heads`` are names of the output layer, of which files hold one. ``buffers`` are name suffixes of
+    constants, which are not parameters; ``dead`` are patterns of tensors that the model does not use and that must not
+    be copied as they are. ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
 
     Of a wrapper around a language model, ``text_config`` is the config entry that describes that model, ``stays`` are
-    prefixes of what is not part of it and is neither changed nor trained, and ``renamed`` are prefixes in files with those
-    in memory.
+    prefixes of what is not part of it and is neither changed nor trained, and ``renamed`` are prefixes in files with
+    those in memory.
 
-    Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head of a given layer
-    RoPE turns; None: all), ``qk_norm`` (as in ``Turns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``, ``experts``
-    (a rule: whether a layer has experts), ``groups`` (of experts).
+    Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
+    layer; None: all), ``qk_norm`` (as in ``Turns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``, ``experts``
+    (a rule: whether a layer has experts), ``groups`` (of experts). ``note`` is for the list of families.
     """
 
     model_types: tuple[str, ...]
@@ -265,3 +267,18 @@ class Family:
     stays: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     note: str = ""
+
+
+def describe(layer: Structure) -> str:
+    """What a layer allows in the set "all", in words."""
+    words = []
+    if layer.attention:
+        free = "any rotation" if not layer.rotary else f"any angle in {layer.planes}"
+        rotated = f"turns by 90° in {layer.planes}, norms moved along" if layer.norm else free
+        words.append(f"queries and keys: {rotated}")
+        words.append("values: " + ("order and signs" if layer.elementwise else "any rotation"))
+        words.append("heads change places" if layer.movable else "heads stay (ALiBi)")
+    words.append("neurons: order" + (" and signs" if any(ffn.gated for ffn in layer.ffns) else ""))
+    if layer.groups:
+        words.append("experts change places")
+    return "; ".join(words)

@@ -284,7 +284,8 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     if "quantization_config" in config:
         raise MpuError(
             f"{where}: is quantised (quantization_config in config.json)",
-            "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16), then save_pretrained",
+            "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "
+            "save_pretrained",
         )
     family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

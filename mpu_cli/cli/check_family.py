@@ -17,8 +17,8 @@ def check_family(
 ) -> None:
     """Apply each symmetry of the model's family to its weights, alone and with the others, and compare logits.
 
-    For whoever adds a family, or publishes a model for the first time. Holds the model in memory, in float64. Exits with
-    status 1 if one of them changes what the model computes. Prints a verdict.
+    For whoever adds a family, or publishes a model for the first time. Holds the model in memory, in float64. Exits
+    with status 1 if one of them changes what the model computes. Prints a verdict.
     """
     with terminal() as observer:
         import torch

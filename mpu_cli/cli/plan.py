@@ -42,6 +42,8 @@ def plan(
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
 
+    from mpu_cli.architectures.family import describe
+    from mpu_cli.architectures.layout import layout_of
     from mpu_cli.experiment.cost import cost, measure_machine
     from mpu_cli.models.source import open_model
     from mpu_cli.server.noise import scheme_of
@@ -68,6 +70,10 @@ def plan(
             f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: at least "
             f"{costs.training_seconds:.3g} s on this machine's processor"
         )
+    layout = layout_of(opened.checkpoint.tensors, opened.config, opened.source)
+    kinds = dict.fromkeys(map(describe, layout.structures))
+    residual = "residual stream: order" + (" and signs" if layout.family.rms_norm else "")
+    lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
     weights = scheme.weights
     lines.append(
         f"noise\t{scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}): cancels up to order "

@@ -58,8 +58,8 @@ def make_model(
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Whether the table of a family holds for a checkpoint: each of its symmetries alone and together, on the real weights."""
+"""Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 TOKENS = (2, 48)
-# Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers compute in
-# float32 whatever the dtype of the weights.
+# Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
+# compute in float32 whatever the dtype of the weights.
 SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
 TOGETHER = "together"
 

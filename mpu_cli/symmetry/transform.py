@@ -105,8 +105,11 @@ class TensorMap:
 
 
 class Transform:
-    """One secret T. ``symmetries(layer)`` are those of a layer, or of the whole model (None); ``draws(symmetry, layer)`` is
-    a symmetry's source of randomness, with layer −1 for the whole model."""
+    """One secret T.
+
+    ``symmetries(layer)`` are those of a layer, or of the whole model (None); ``draws(symmetry, layer)`` is a symmetry's
+    source of randomness, with layer −1 for the whole model.
+    """
 
     def __init__(
         self,
