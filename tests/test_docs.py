@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 import mpu_cli
-from mpu_cli.cli.reference import reference
+from mpu_cli.cli.reference import families_page, reference
 from mpu_cli.errors import UsageError
 from tests.models import Trained, random_model, save
 
@@ -23,6 +23,11 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 def test_the_command_reference_is_current() -> None:
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
     assert page == reference(), "run: python -m mpu_cli.cli.reference > docs/commands.md"
+
+
+def test_the_list_of_families_is_current() -> None:
+    page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
+    assert page == families_page(), "run: python -m mpu_cli.cli.reference families > docs/families.md"
 
 
 @pytest.mark.parametrize(

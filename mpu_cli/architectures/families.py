@@ -161,7 +161,6 @@ LLAMA = Family(
     defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     unless={"partial_rotary_factor": 1.0},
     buffers=("rotary_emb.inv_freq",),
-    note="grouped heads, tied and untied heads, llama3 RoPE scaling, optional biases",
 )  # fmt: skip
 
 _PLAIN = (*rms_norm("input_layernorm"), *attention(False), *rms_norm("post_attention_layernorm"), *gated_ffn())
@@ -170,7 +169,6 @@ MISTRAL = replace(
     model_types=("mistral", "ministral", "ministral3"),
     layer_tensors=_PLAIN,
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
-    note="its own `head_dim`",
 )
 
 # Its multipliers scale the residual stream, scores and logits by constants, which every symmetry passes through.
@@ -183,7 +181,6 @@ QWEN2 = replace(
         *rms_norm("input_layernorm"), *attention(True, False), *rms_norm("post_attention_layernorm"), *gated_ffn(),
     ),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
-    note="biases of q, k and v are transformed together with their weights",
 )  # fmt: skip
 
 QWEN3 = replace(
@@ -199,7 +196,6 @@ QWEN3 = replace(
     qk_norm="shared",
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
     unless={},
-    note="norms of queries and keys leave only turns by 90° between them",
 )
 
 SMOLLM3 = replace(
@@ -207,7 +203,6 @@ SMOLLM3 = replace(
     model_types=("smollm3",),
     rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
-    note="layers without RoPE allow any rotation between queries and keys",
 )
 
 # Norms multiply by 1 + w, which takes any order of w. Soft-capping, scales and windows pass through.
@@ -261,7 +256,6 @@ OLMO2 = replace(
     qk_norm="whole",
     unless={},
     defaults={"tie_word_embeddings": False},
-    note="as Qwen3",
 )
 EXAONE4 = replace(
     LLAMA,
@@ -297,7 +291,7 @@ PHI3 = replace(
     rotary=share_of_head("partial_rotary_factor"),
     unless={},
     defaults={"tie_word_embeddings": False, "partial_rotary_factor": 1.0},
-    note="Phi-3, 3.5, 4 and 4-mini; fused projections, RoPE over part of a head",
+    note="fused projections",
 )
 
 GLM = replace(
@@ -389,7 +383,6 @@ PHI = replace(
     gated=False,
     defaults={"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     unless={"qk_layernorm": False},
-    note="Phi-1, 1.5 and 2",
 )  # fmt: skip
 
 _NEOX: Sizes = {
@@ -418,7 +411,6 @@ GPT_NEOX = Family(
     heads=("embed_out.weight", "lm_head.weight"),
     defaults={"tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.25},
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
-    note="Pythia, GPT-NeoX",
 )  # fmt: skip
 
 # Conv1D stores a weight as (inputs, outputs), the transpose of a linear layer's.
@@ -458,7 +450,6 @@ GPT2 = Family(
     unless={"add_cross_attention": False},
     buffers=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
-    note="fused `c_attn`, transposed `Conv1D` storage",
 )  # fmt: skip
 
 _FUSED = Fused(("query", "key", "value"), "kv_heads")  # per KV head: its query heads, then its key, then its value
@@ -473,7 +464,6 @@ GPT_BIGCODE = replace(
     ),
     defaults={"tie_word_embeddings": True, "multi_query": True},
     transposed=False,
-    note="StarCoder, SantaCoder",
 )  # fmt: skip
 GPT_NEO = replace(
     GPT2,
@@ -493,7 +483,6 @@ GPT_NEO = replace(
     unless={},
     buffers=("attn.attention.bias", "attn.attention.masked_bias"),
     transposed=False,
-    note="",
 )  # fmt: skip
 GPTJ = replace(
     GPT2,
@@ -515,7 +504,6 @@ GPTJ = replace(
     unless={},
     buffers=("attn.bias", "attn.masked_bias", "attn.embed_positions", "attn.causal_mask"),
     transposed=False,
-    note="",
 )  # fmt: skip
 CODEGEN = replace(
     GPTJ,
@@ -587,7 +575,6 @@ BLOOM = Family(
     gated=False,
     rms_norm=False,
     defaults={"tie_word_embeddings": True},
-    note="heads stay in their order (ALiBi)",
 )  # fmt: skip
 
 
@@ -631,7 +618,6 @@ FALCON = replace(
         "bias": False, "alibi": False,
     },
     buffers=("rotary_emb.inv_freq",),
-    note="heads stay in their order with ALiBi",
 )  # fmt: skip
 
 # Layers of attention, whose output is gated, among layers of a gated delta net, whose inner coordinates are left alone.
@@ -711,7 +697,6 @@ MIXTRAL = replace(
         *stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
     ),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "num_local_experts": 8},
-    note="experts, in files with a matrix each and in files with stacks",
 )  # fmt: skip
 QWEN3_MOE = replace(
     QWEN3,
@@ -724,7 +709,6 @@ QWEN3_MOE = replace(
     experts=is_sparse,
     stacks=stacks(),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 4},
-    note="as Mixtral and Qwen3",
 )  # fmt: skip
 QWEN2_MOE = replace(
     QWEN3_MOE,
@@ -789,7 +773,6 @@ GRANITEMOE = replace(
         Stack("block_sparse_moe.experts.gate_up_proj", ("block_sparse_moe.input_linear.weight",)),
         Stack("block_sparse_moe.experts.down_proj", ("block_sparse_moe.output_linear.weight",)),
     ),
-    note="",
 )  # fmt: skip
 
 
@@ -826,7 +809,6 @@ GLM4_MOE = replace(
         "num_key_value_heads": 8, "first_k_dense_replace": 1,
     },
     unless={},
-    note="",
 )  # fmt: skip
 
 
@@ -884,7 +866,8 @@ GPT_OSS = replace(
 
 _ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI, PHI3, OLMO,
-    OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4,
-    STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
+    OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE,
+    LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN,
+    GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}
