@@ -1,6 +1,7 @@
 """Time and memory of the server's commands on a synthetic checkpoint, beside what bounds them:
 
     python -m tests.benchmarks.server 1b DIR [--copies 2,3,4] [--mergekit PATH/mergekit-yaml] [--fast]
+    python -m tests.benchmarks.server 30b-moe DIR --fast --layers 2 [--stacked]
 
 For each command: seconds of wall time, start-up included, peak anonymous resident memory (what is not a file's pages),
 and the ratio to its floor: `cp` of the same bytes for publish, reading the deltas once and writing the model for
@@ -100,7 +101,8 @@ def copy_seconds(folder: Path, copies: int) -> float:
 
 def main(options: argparse.Namespace) -> None:
     folder: Path = options.folder
-    base = make(options.shape, folder / "base")
+    entries = {"num_hidden_layers": options.layers} if options.layers else {}
+    base = make(options.shape, folder / "base", stacked=options.stacked, **entries)
     keys = ("--keys", folder / "keys.bin")
     for copies in options.copies:
         floor = copy_seconds(folder, copies)
@@ -163,4 +165,6 @@ if __name__ == "__main__":
     parser.add_argument("--copies", type=lambda text: [int(part) for part in text.split(",")], default=[2])
     parser.add_argument("--mergekit", type=Path)
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--stacked", action="store_true", help="experts in stacks (30b-moe)")
     main(parser.parse_args())

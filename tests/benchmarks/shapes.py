@@ -28,6 +28,9 @@ SHAPES = {
            "head_dim": 64, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "head_dim": 128, "tie_word_embeddings": False},
+    "30b-moe": {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False},
 }  # fmt: skip
 
 
@@ -35,8 +38,8 @@ def whole_config(shape: str) -> dict:
     return {**_COMMON, **SHAPES[shape]}
 
 
-def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama with this config."""
+def tensors_of(config: dict, stacked: bool = False) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama or a Qwen 3 mixture with this config, its experts ``stacked`` or a matrix each."""
     d, ffn, q = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
     layer = {
@@ -44,20 +47,32 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj": (d, q), "post_attention_layernorm": (d,),
         "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d), "mlp.down_proj": (d, ffn),
     }  # fmt: skip
+    if experts := config.get("num_experts", 0):
+        n = config["moe_intermediate_size"]
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+        layer |= {"self_attn.q_norm": (config["head_dim"],), "self_attn.k_norm": (config["head_dim"],)}
+        layer |= {"mlp.gate": (experts, d)}
+        if not stacked:
+            for e in range(experts):
+                own = {"gate_proj": (n, d), "up_proj": (n, d), "down_proj": (d, n)}
+                layer |= {f"mlp.experts.{e}.{name}": shape for name, shape in own.items()}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        if stacked:
+            shapes[f"model.layers.{i}.mlp.experts.gate_up_proj"] = (experts, 2 * n, d)
+            shapes[f"model.layers.{i}.mlp.experts.down_proj"] = (experts, d, n)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], d)
     return shapes
 
 
-def make(shape: str, folder: Path, dtype: str = "BF16", **entries: object) -> Path:
+def make(shape: str, folder: Path, dtype: str = "BF16", stacked: bool = False, **entries: object) -> Path:
     """A checkpoint of ``shape``, with other ``entries`` in its config, of normal weights (σ 0.02) in ``folder``."""
     folder.mkdir(parents=True)
     config = whole_config(shape) | entries
     (folder / "config.json").write_text(json.dumps(config))
-    plan = {name: (dtype, size) for name, size in tensors_of(config).items()}
+    plan = {name: (dtype, size) for name, size in tensors_of(config, stacked).items()}
     noise = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
     with CheckpointWriter(folder, plan, {}) as writer, ThreadPoolExecutor(2) as pool:
 
