@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -115,7 +116,7 @@ class Random:
         return torch.randn(n, generator=self.generator, dtype=torch.float64)
 
 
-def false_maps(family: str, layout: Layout) -> Iterator[tuple[str, int, dict]]:
+def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
     """What looks like a symmetry and is none: a name, a layer (−1: all), and its maps."""
     last = max(
         range(len(layout.structures)), key=lambda i: (layout.structures[i].attention, layout.structures[i].rotary)
@@ -142,7 +143,6 @@ def false_maps(family: str, layout: Layout) -> Iterator[tuple[str, int, dict]]:
         yield "signs of neurons", last, draw(Permutation("ffn", ("ffn", "gate", "up"), signed=("ffn", "gate", "up")))
     if not layout.family.rms_norm:
         yield "signs of the residual stream", -1, draw(Permutation("r", ("model", "|model|"), signed=("model",)))
-    del family
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -151,7 +151,7 @@ def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -
     _, layout = opened(folder)
     expected = logits(folder)
     tried = 0
-    for name, layer, maps in false_maps(family, layout):
+    for name, layer, maps in false_maps(layout):
         own = {tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()}
         kept = Layout(
             layout.family, layout.sizes, {n: t for n, t in own.items() if t}, layout.alias, layout.bare,
@@ -236,6 +236,25 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
     clean = clean_update(mpu, base, tmp_path, options)
     update, _ = updates(mpu, base, tmp_path, ["--copies", 2, "--kappa", 0, "--symmetries", "all"], options)
     assert distance({name: update[name] for name in clean}, clean) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])
+def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str) -> None:
+    """Loaded by peft, it gives the model that aggregate writes without it, whatever files and memory call its tensors."""
+    base = make(family, tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)
+    for k in (1, 2):
+        mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
+            "--lr", "1e-2", "--lora-rank", 2, cwd=tmp_path)  # fmt: skip
+    mpu("aggregate", "deltas", cwd=tmp_path)
+    mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", cwd=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(model, tmp_path / "adapter")(TOKENS).logits
+    expected = logits(tmp_path / "unlearned")
+    assert relative(found, expected) < 1e-4
+    assert relative(logits(base), expected) > 1e-3
 
 
 # One of each kind: norms of queries and keys (shared, whole), RoPE over part of a head, fused projections, experts.
@@ -326,6 +345,35 @@ def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None
     assert refused.is_one_error
     assert "model.layers.2.eh_proj.weight" in refused.err
     assert "save it again" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [
+        ("gpt_bigcode", {"n_head": None}),
+        ("falcon", {"hidden_size": "wide"}),
+        ("phi3-partial", {"partial_rotary_factor": "half"}),
+        ("phi3-partial", {"partial_rotary_factor": 3.0, "rope_parameters": None}),
+        ("smollm3", {"no_rope_layers": [1]}),
+        ("exaone4", {"layer_types": 5}),
+        ("mixtral", {"num_local_experts": 10**9}),
+        ("qwen3_moe", {"num_local_experts": None, "num_experts": None}),
+        ("qwen3_moe", {"mlp_only_layers": 7}),
+        ("gemma3", {"text_config": []}),
+        ("gemma3", {"vision_config": None}),
+        ("qwen3_5_text", {"linear_num_value_heads": "many"}),
+    ],
+)
+def test_configs_that_make_no_sense(mpu: Callable, tmp_path: Path, family: str, entries: dict) -> None:
+    base = make(family, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | entries
+    (base / "config.json").write_text(json.dumps(config))
+    refused = mpu("publish", base, check=False, cwd=tmp_path)
+    assert refused.status == 1
+    assert refused.is_one_error, refused.err
+    assert "config.json" in refused.err
+    assert "unexpected" not in refused.err
+    assert not list(tmp_path.glob("copy_*"))
 
 
 def test_quantised_weights_are_refused(mpu: Callable, tmp_path: Path) -> None:

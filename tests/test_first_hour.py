@@ -348,3 +348,41 @@ class TestTheModelCard:
             assert refused.is_one_error
             assert named in refused.err
             assert not (place / "unlearned").exists()
+
+
+class TestTune:
+    @pytest.mark.slow
+    def test_finds_what_forgets_in_bounds(self, mpu: Callable, trained: Trained, tmp_path: Path) -> None:
+        """Its options, passed to unlearn as printed, give the losses that it promised; nothing is left behind."""
+        common = ("--forget", trained.forget, "--retain", trained.retain, "--algo", "npo", "--beta", 2.0,
+                  "--batch-size", 5, "--optim", "adamw-blockwise")  # fmt: skip
+        search = ("--trials", 5, "--most-epochs", 8, "--least-lr", 1e-4, "--max-retain-rise", 0.2)
+        told = mpu("tune", trained.model, *common, *search, "--json", cwd=tmp_path).json
+        assert not list(tmp_path.iterdir())
+        assert len(told["trials"]) == 5
+        within = [trial for trial in told["trials"] if trial["retain_rise"] <= 0.2]
+        assert told["best"] == max(within, key=lambda trial: trial["forget_rise"])
+        assert told["best"]["forget_rise"] > 0.1
+        again = mpu("tune", trained.model, *common, *search, cwd=tmp_path).out
+        assert again == told["options"] + "\n"  # the same seed, the same search
+        exact = ("--lr", told["best"]["lr"], "--epochs", told["best"]["epochs"])
+        direct = mpu("unlearn", trained.model, *common, *exact, "--json", cwd=tmp_path).json
+        rise = direct["after"]["forget"] - direct["before"]["forget"]
+        assert rise == pytest.approx(told["best"]["forget_rise"], rel=1e-6)
+
+    def test_bad_input(self, mpu: Callable, place: Path) -> None:
+        for arguments, named in (
+            (("--algo", "gradascent"), "records to keep"),
+            (("--least-lr", 1, "--most-lr", 0.1), "--least-lr"),
+            (("--trials", 0), "--trials"),
+            (("--forget", "none.jsonl"), "none.jsonl"),
+        ):
+            refused = mpu("tune", "base", *TRAINING[6:], *arguments, check=False, cwd=place)
+            assert refused.is_one_error
+            assert named in refused.err
+
+    def test_no_trial_in_bounds(self, mpu: Callable, place: Path) -> None:
+        refused = mpu("tune", "base", "--template", "plain", "--trials", 1, "--least-lr", 0.5, "--most-lr", 0.5,
+                      "--most-epochs", 2, "--max-retain-rise", 1e-6, check=False, cwd=place)  # fmt: skip
+        assert refused.status == 1
+        assert "no trial stayed in bounds" in refused.err

@@ -89,6 +89,9 @@ class Layout:
         """The name that the transformers model uses for tensor ``name`` of these files."""
         if name in self.family.heads:
             return HEAD
+        for in_file, in_memory in self.family.renamed:
+            if name.startswith(in_file):
+                return in_memory + name.removeprefix(in_file)
         return self.family.prefix + name if self.bare and not name.startswith("lm_head.") else name
 
     def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
@@ -113,6 +116,14 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     names the model in error messages.
     """
     family = _family(config, where)
+    try:
+        return _layout(family, tensors, config, where)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
+
+
+def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
     filled = _filled(family, config)
     sizes = _sizes(family, filled, where)
     bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -132,6 +143,8 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
         if (tensor.layout and tensor.layout not in kept) or not _exists(tensor, filled, layer or 0):
             return
         experts = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
+        if len(experts) > len(tensors):
+            raise MpuError(f"{where}: config.json specifies {len(experts)} experts, more than there are tensors")
         axes, chunks = zip(*(_names_and_chunks(axis, sizes) for axis in tensor.axes), strict=True)
         for e in experts:
             name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))

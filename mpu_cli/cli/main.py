@@ -28,6 +28,7 @@ from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.run import run
 from mpu_cli.cli.sweep import sweep
+from mpu_cli.cli.tune import tune
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
 from mpu_cli.errors import MpuError, Stopped
@@ -55,6 +56,7 @@ app.command("check-family", rich_help_panel=SERVER)(check_family)
 app.command(rich_help_panel=SERVER)(keygen)
 app.command("eval", rich_help_panel=BOTH)(eval_)
 app.command(rich_help_panel=BOTH)(compare)
+app.command(rich_help_panel=BOTH)(tune)
 app.command(rich_help_panel=BOTH)(inspect)
 app.command(rich_help_panel=EXPERIMENTS)(run)
 app.command(rich_help_panel=EXPERIMENTS)(sweep)

@@ -1,0 +1,47 @@
+"""``mpu tune``: a learning rate and a number of epochs for `mpu unlearn`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.output import emit, table, terminal
+from mpu_cli.errors import MpuError
+from mpu_cli.options.tuning import Search
+from mpu_cli.options.unlearning import Unlearning
+
+
+@grouped
+def tune(
+    model: Annotated[str, typer.Argument(help="A copy, or any model directory or Hub id.", metavar="MODEL")],
+    search: Search,
+    unlearning: Unlearning,
+    as_json: options.Json = False,
+) -> None:
+    """Search a learning rate and a number of epochs that forget most while the loss on records to keep stays in bounds.
+
+    Trains MODEL anew for each trial and keeps nothing of it; --lr and --epochs are what is searched. Prints options for
+    `mpu unlearn`, the same for every copy.
+    """
+    from mpu_cli.client.dataset import read_dataset
+
+    data = read_dataset(unlearning)
+    with terminal() as observer:
+        from mpu_cli.experiment.tune import tune as run_search
+        from mpu_cli.models.source import open_model
+
+        best, trials = run_search(open_model(model), data, unlearning, search, observer)
+    rows = [
+        [f"{t.lr:.2g}", str(t.epochs), f"{t.forget_rise:+.3f}", f"{t.retain_rise:+.3f}", "" if t.within else "beyond",
+         f"{t.seconds:.1f}"]
+        for t in sorted(trials, key=lambda trial: trial.forget_rise)
+    ]  # fmt: skip
+    table("Rise of the loss per answer token", ["lr", "epochs", "forget", "retain", "bound", "seconds"], rows)
+    if best is None:
+        raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-retain-rise or --trials")
+    found = f"--lr {best.lr:.3g} --epochs {best.epochs}"
+    emit([found], {"options": found, "best": asdict(best), "trials": [asdict(trial) for trial in trials]}, as_json)
