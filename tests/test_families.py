@@ -240,7 +240,7 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])
 def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str) -> None:
-    """Loaded by peft, it gives the model that aggregate writes without it, whatever files and memory call its tensors."""
+    """Loaded by peft, it gives the model that aggregate writes without it, whatever names files and memory have."""
     base = make(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, paths_from, table, terminal
+from mpu_cli.cli.output import emit, few, note, paths_from, table, terminal
 from mpu_cli.errors import MpuError
 from mpu_cli.options.publishing import NoiseKind
 
@@ -117,8 +117,7 @@ def audit(
     )
     unmoved = [block for block, share in result.unmoved.items() if share > HELD]
     if unmoved:
-        note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {', '.join(unmoved[:4])}"
-             + (f" and {len(unmoved) - 4} more blocks" if len(unmoved) > 4 else ""))  # fmt: skip
+        note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")
     off, share = result.function_error(best), result.change_error(best)
     of_change = f", {share:.2%} of the change that fine-tuning made" if public else ""
     verdict = (

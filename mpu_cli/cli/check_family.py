@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, table, terminal
+from mpu_cli.cli.output import emit, few, note, table, terminal
 from mpu_cli.errors import MpuError
 
 
@@ -39,15 +39,11 @@ def check_family(
     ]
     table("Largest difference of logits, relative", ["symmetries", "", "float64", "float32", ""], rows)
     if result.unmoved:
-        shown = ", ".join(result.unmoved[:4]) + (
-            f" and {len(result.unmoved) - 4} more" if len(result.unmoved) > 4 else ""
-        )
-        note(f"no symmetry moves {shown}")
-    verdict = f"{opened.config.get('model_type')}: " + (
-        "every symmetry holds" if result.ok else "NOT what its table says"
-    )
+        note(f"no symmetry moves {few(result.unmoved)}")
+    model_type = opened.config["model_type"]
+    verdict = f"{model_type}: {'every symmetry holds' if result.ok else 'NOT what its table says'}"
     document = {
-        "model_type": opened.config.get("model_type"),
+        "model_type": model_type,
         "ok": result.ok,
         "checks": [
             {"set": c.set_name, "symmetry": c.symmetry, "ok": c.ok}

@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, table, terminal, warn
+from mpu_cli.cli.output import emit, few, note, table, terminal, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.outputs import next_round, round_folder
@@ -135,8 +135,7 @@ def publish(
     note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
     left = unmoved(layout_of(model.checkpoint.tensors, model.config, base), publication.symmetries)
     if left and publication.symmetries != "none":
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        note(f"in the base's coordinates, as no symmetry of this set moves them: {shown}")
+        note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
     if calibration:
         note(statement(calibration))
     if laps:
