@@ -47,7 +47,7 @@ not fit would change what the model computes. How to add one: [CONTRIBUTING.md](
 - **Experts** change places with the rows of their router, and each has its own order of neurons. Files with a
   matrix for each expert and files with stacks are both read, and results are laid out like the base. Which expert a
   token goes to is a decision that noise can flip; an error from that does not cancel, so keep κ small and look at
-  the estimate of `aggregate`.
+  the estimate of `aggregate`. LoRA adapts linear layers, which stacked experts are not: train these without it.
 - **What no symmetry moves** `publish` names: with `paper`, embeddings and norms, for instance. Noise hides those.
 - Tensors that a model does not use (prediction heads of some releases) and quantised weights are refused by name.
 
