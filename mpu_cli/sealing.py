@@ -110,7 +110,7 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
     def unpack(end: BinaryIO) -> None:
         try:
             with tarfile.open(fileobj=end, mode="r|", bufsize=_BUFFER) as archive:
-                archive.extractall(into, filter="data")
+                _extract(archive, into)
         finally:
             while end.read(_BUFFER):  # otherwise decryption would fail on a closed pipe and hide its own error
                 pass
@@ -132,6 +132,21 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
     if len(folders) != 1:
         raise MpuError(f"{path}: decrypted, but contains no copy of a model")
     return folders[0]
+
+
+def _extract(archive: tarfile.TarFile, into: Path) -> None:
+    """Unpack files and folders, nothing else, and nothing outside ``into``. Raises TarError for other members.
+
+    The first releases of Python 3.10 and 3.11 lack tarfile's own filter.
+    """
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(into, filter="data")
+        return
+    root = into.resolve()
+    for member in archive:
+        if not (member.isfile() or member.isdir()) or not (root / member.name).resolve().is_relative_to(root):
+            raise tarfile.ReadError(f"{member.name!r} leads elsewhere, or is neither a file nor a folder")
+        archive.extract(member, into, set_attrs=False)
 
 
 def _damaged(path: Path, error: Exception) -> MpuError:

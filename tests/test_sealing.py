@@ -69,7 +69,7 @@ class TestSealedCopies:
             )
         with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
             members = archive.getmembers()
-            archive.extractall(folder / "opened", filter="data")
+            archive.extractall(folder / "opened")
         assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", 0)}
         for path in (folder / "plain/copy_1").iterdir():
             if path.name != "mpu.json":
@@ -95,7 +95,17 @@ class TestSealedCopies:
         refused = unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "b.txt", check=False)
         assert "another identity" in refused.err
 
-    def test_an_archive_that_would_write_elsewhere(self, mpu: Callable, folder: Path) -> None:
+    def test_opens_without_tarfiles_filter(self, mpu: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As the first releases of Python 3.10 and 3.11 have it."""
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+        unlearn(mpu, folder, "sealed/copy_1.age", "deltas/without", "--identity", folder / "a.txt")
+
+    @pytest.mark.parametrize("filtered", [True, False])
+    def test_an_archive_that_would_write_elsewhere(
+        self, mpu: Callable, folder: Path, filtered: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not filtered:
+            monkeypatch.delattr(tarfile, "data_filter", raising=False)
         made = io.BytesIO()
         with tarfile.open(fileobj=made, mode="w") as archive:
             archive.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
