@@ -90,20 +90,29 @@ def show_answers(answers: Iterable[Shown]) -> None:
         note("\n".join([shown.question.strip(), *lines]))
 
 
+def terminal_width() -> int | None:
+    """How many columns the terminal has; None if standard error is not one, which any line fits."""
+    from rich.console import Console
+
+    return Console(stderr=True).width if sys.stderr.isatty() else None
+
+
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on standard error: text in the first column, numbers in the others."""
+    """Print a table on standard error: text in the first column, numbers in the others. Text is folded on a terminal
+    that is too narrow for it; numbers never are, since one cut to "1.2…" is worse than a long line."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
 
+    width = terminal_width()
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if i else "left", no_wrap=True)
+        drawn.add_column(column, justify="right" if i else "left", no_wrap=bool(i) or width is None)
     for row in rows:
         drawn.add_row(*map(printable, row))
     console = Console(stderr=True, markup=False, highlight=False)
-    # A number cut to "1.2…" is worse than a long line.
-    console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), drawn).maximum)
+    needed = Measurement.get(console, console.options.update(width=10_000), drawn)
+    console.width = needed.maximum if width is None else max(width, needed.minimum)
     console.print(drawn)
 
 

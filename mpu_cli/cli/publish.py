@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, few, note, table, terminal, warn
+from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.outputs import next_round, round_folder
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, Target
 
+WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
@@ -194,13 +195,19 @@ def report(published: Published) -> None:
     kappa, shared, calibration = published.keys.kappa, published.keys.shared_kappa, published.keys.calibration
     if kappa or shared or calibration:
         rows = []
+        narrow = (terminal_width() or WIDE) < WIDE
         for block in blocks:
+            if narrow:
+                name = block.block.removesuffix(".weight")
+                for k, copy in enumerate(block.copies, 1):
+                    rows.append([name, str(k), f"{copy.asked:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"])
+                continue
             row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
             for copy in block.copies:
                 row += [f"{copy.asked:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"]
             rows.append(row)
-        columns = ["block", "weights", "RMS(v)"]
-        for k in range(1, len(published.copies) + 1):
+        columns = ["block", "copy", "σ", "survived", "unchanged"] if narrow else ["block", "weights", "RMS(v)"]
+        for k in range(1, 1 if narrow else len(published.copies) + 1):
             columns += [f"σ of {k}", "survived", "unchanged"]
         scale = f"κ = {kappa:g}" + (f" and κ_s = {shared:g}, shared" if shared else "")
         if calibration:
