@@ -12,7 +12,14 @@ import pytest
 import torch
 from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from mpu_cli.demo.model import make_model, make_tokenizer
 from mpu_cli.demo.people import make_people
@@ -64,6 +71,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _DELTA = {
     "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
 }  # fmt: skip
 _GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "bos_token_id": 0,
         "eos_token_id": 1}  # fmt: skip
@@ -124,6 +135,10 @@ FAMILY_CONFIGS = {
     "qwen3_5_text": {"model_type": "qwen3_5_text", **_SMALL, **_DELTA},
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **_SMALL, **_DELTA, **_EXPERTS,
                          "shared_expert_intermediate_size": 20},
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": {**_SMALL, **_DELTA}, "vision_config": _VISION,
+                "image_token_id": 5, "video_token_id": 6},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": {
+        **_SMALL, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 20}, "vision_config": _VISION},
     "granitemoe": {"model_type": "granitemoe", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"model_type": "granitemoeshared", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 20},
@@ -147,7 +162,9 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
     from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5"))  # whose norms multiply by 1 + w
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    images = config["model_type"] in ("qwen3_5", "qwen3_5_moe")  # as text models they would lack the vision tower
+    build = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    model = build.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.ndim == 1 and not name.endswith("bias") and not (from_one and "linear_attn" not in name)
@@ -160,10 +177,8 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     """Save ``model`` with a tokenizer over ``w3`` … ``w95``, one token per word, and a chat template."""
     model.save_pretrained(folder)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    if model.config.model_type in (
-        "qwen2",
-        "qwen3_5_moe_text",
-    ):  # transformers reads every tokenizer of this family as byte-level BPE
+    # transformers reads every tokenizer of these families as byte-level BPE.
+    if model.config.model_type in ("qwen2", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"):
         symbols = [*special.values(), "Ġ", "Ċ", *string.ascii_letters, *string.digits, *"?:.<>/"]
         tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

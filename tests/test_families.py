@@ -229,7 +229,21 @@ def test_images_pass_through_the_projector(mpu: Callable, tmp_path: Path) -> Non
     assert not [name for name in names if not name.startswith("language_model.")]
 
 
-LORA = ("gemma3", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "mixtral", "gptj")
+def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path) -> None:
+    base = make("mixtral", tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
+               "--dp-epsilon", 8, "--lora-rank", 2]  # fmt: skip
+    told = mpu("unlearn", base, *private, check=False, cwd=tmp_path)
+    assert told.status == 2
+    assert "--lora-targets" in told.err
+    assert mpu("unlearn", base, *private, "--lora-targets", "q_proj,v_proj", cwd=tmp_path).out
+
+
+LORA = (
+    "gemma3", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "gptj", "mixtral", "mixtral-fused", "gpt_oss",
+    "llama4_text",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", LORA)
@@ -242,17 +256,21 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
     clean = clean_update(mpu, base, tmp_path, options)
     update, _ = updates(mpu, base, tmp_path, ["--copies", 2, "--kappa", 0, "--symmetries", "all"], options)
     assert distance({name: update[name] for name in clean}, clean) < 1e-4
+    if family in ("mixtral", "gpt_oss", "llama4_text"):
+        assert any(".experts." in name and clean[name].any() for name in clean)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral"])
-def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets"), [("gemma3", "o_proj,up_proj"), ("gpt_neox", "query_key_value"), ("mixtral", "q_proj,o_proj")]
+)
+def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str, targets: str) -> None:
     """Loaded by peft, it gives the model that aggregate writes without it, whatever names files and memory have."""
     base = make(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)
     for k in (1, 2):
         mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
-            "--lr", "1e-2", "--lora-rank", 2, cwd=tmp_path)  # fmt: skip
+            "--lr", "1e-2", "--lora-rank", 2, "--lora-targets", targets, cwd=tmp_path)  # fmt: skip
     mpu("aggregate", "deltas", cwd=tmp_path)
     mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", cwd=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

@@ -668,8 +668,38 @@ QWEN3_5 = replace(
     },
     unless={"attention_bias": False},
     dead=("mtp.*",),
-    note="text only; inside delta-net layers only the residual stream moves",
+    renamed=(("model.language_model.", "model."),),  # transformers loads a wrapper's files as the text model
+    note="inside delta-net layers only the residual stream moves",
 )  # fmt: skip
+
+
+def with_images3_5(text: Family, model_type: str) -> Family:
+    """The wrapper around a Qwen3.5 text model: what merges patches writes into the residual stream."""
+    inner = "model.language_model."
+    return replace(
+        text,
+        model_types=(model_type,),
+        text_config="text_config",
+        sizes={
+            **text.sizes,
+            "patches": lambda config, _: (
+                config["vision_config"]["hidden_size"] * config["vision_config"]["spatial_merge_size"] ** 2
+            ),
+        },
+        prefix=inner,
+        layer=inner + "layers.{i}.",
+        tensors=(
+            Tensor(f"{inner}embed_tokens.weight", ("vocab", "model")), Tensor(f"{inner}norm.weight", ("|model|",)),
+            Tensor("lm_head.weight", ("vocab", "model")),
+            Tensor("model.visual.merger.linear_fc2.weight", ("model", "patches"), trained=False),
+            Tensor("model.visual.merger.linear_fc2.bias", ("model",), trained=False),
+        ),
+        stays=("model.visual.",),
+        note=f"with images; the vision tower stays as it is; {text.note}",
+    )  # fmt: skip
+
+
+QWEN3_5_WRAPPER = with_images3_5(QWEN3_5, "qwen3_5")
 
 # Mixtures of experts.
 
@@ -741,6 +771,7 @@ QWEN3_5_MOE = replace(
     stacks=stacks(),
     defaults={**QWEN3_5.defaults, "num_key_value_heads": 2},
 )  # fmt: skip
+QWEN3_5_MOE_WRAPPER = with_images3_5(QWEN3_5_MOE, "qwen3_5_moe")
 OLMOE = replace(
     MIXTRAL,
     model_types=("olmoe",),
@@ -865,9 +896,9 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, PHI, PHI3, OLMO,
-    OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE, GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE,
-    LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN,
-    GPT_BIGCODE,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, QWEN3_5_WRAPPER, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER,
+    PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, QWEN3_5_MOE_WRAPPER, OLMOE,
+    GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM,
+    OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

@@ -47,7 +47,8 @@ not fit would change what the model computes. How to add one: [CONTRIBUTING.md](
 - **Experts** change places with the rows of their router, and each has its own order of neurons. Files with a
   matrix for each expert and files with stacks are both read, and results are laid out like the base. Which expert a
   token goes to is a decision that noise can flip; an error from that does not cancel, so keep κ small and look at
-  the estimate of `aggregate`. LoRA adapts linear layers, which stacked experts are not: train these without it.
+  the estimate of `aggregate`. LoRA adapts experts too, unless `--lora-targets` leaves them out; `aggregate
+  --as-adapter` cannot write those.
 - **What no symmetry moves** `publish` names: with `paper`, embeddings and norms, for instance. Noise hides those.
 - Tensors that a model does not use (prediction heads of some releases) and quantised weights are refused by name.
 
@@ -92,6 +93,7 @@ def _names(axis: Axis) -> tuple[str, ...]:
 NAMES = {
     "llama": "Llama 2, 3, …", "llama4_text": "Llama 4", "mistral": "Mistral, Ministral", "qwen2": "Qwen 2, 2.5",
     "qwen3": "Qwen 3", "qwen3_5_text": "Qwen 3.5", "qwen3_5_moe_text": "Qwen 3.5, mixture",
+    "qwen3_5": "Qwen 3.5, images", "qwen3_5_moe": "Qwen 3.5, mixture, images",
     "qwen2_moe": "Qwen 1.5, 2, mixture", "qwen3_moe": "Qwen 3, mixture", "smollm3": "SmolLM 3", "gemma": "Gemma",
     "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "gemma3": "Gemma 3, images", "phi": "Phi 1, 1.5, 2",
     "phi3": "Phi 3, 3.5, 4", "olmo": "OLMo", "olmo2": "OLMo 2, 3", "olmoe": "OLMoE", "gpt_neox": "Pythia, GPT-NeoX",

@@ -1,7 +1,8 @@
 """LoRA with peft: low-rank factors instead of a change to every weight.
 
 The delta holds two factors for each adapted tensor W, as W is stored: ``W.lora_B`` (rows of W, r) and ``W.lora_A``
-(r, columns of W); the change is their product. peft's scaling is included in the first.
+(r, columns of W); the change is their product. peft's scaling is included in the first. A stack of experts' matrices,
+(experts, rows, columns), has stacks of factors.
 
 A starts not at random but at the input directions to which W responds most (PiSSA's choice, Meng et al. 2024; W itself
 is left intact here): they rotate with the coordinates of a copy, so all copies train in the same subspace and the noise
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +31,47 @@ from mpu_cli.models.memory import Names
 from mpu_cli.options.unlearning import Lora
 
 
-def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.nn.Module]:
-    """The modules that ``lora`` adapts, by name. Raises UsageError if a target matches nothing."""
+def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.Tensor]:
+    """The parameters that ``lora`` adapts, by name: of linear layers, and stacks of experts' matrices.
+
+    Raises UsageError if a target matches nothing.
+    """
     head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head and module.weight.requires_grad
-    }
-    if not lora.lora_targets:
-        return linear
+    layers: dict[str, torch.Tensor] = {}  # by the name that a target has
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            if module is not head and type(module) in (torch.nn.Linear, Conv1D):  # a router may be a subclass
+                layers[name] = module.weight
+        elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
+            own = module.named_parameters(recurse=False)
+            layers |= {f"{name}.{parameter}": value for parameter, value in own if value.ndim == 3}
+    layers = {name: parameter for name, parameter in layers.items() if parameter.requires_grad}
     for target in lora.lora_targets:
-        if not any(name == target or name.endswith("." + target) for name in linear):
-            known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        if not any(_matches(name, target) for name in layers):
+            known = sorted({name.rsplit(".", 1)[-1] for name in layers})
             raise UsageError(
                 f"--lora-targets {target}: matches no linear layer of this model (it has {', '.join(known)})"
             )
-    return {n: m for n, m in linear.items() if any(n == t or n.endswith("." + t) for t in lora.lora_targets)}
+    return {
+        name if parameter.ndim == 3 else f"{name}.weight": parameter
+        for name, parameter in layers.items()
+        if not lora.lora_targets or any(_matches(name, target) for target in lora.lora_targets)
+    }
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
 
 
 def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpecs:
     """The tensors that a delta trained with ``lora`` will hold."""
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
     tensors = {}
-    for name, module in adapted(model, lora).items():
-        [piece] = names[f"{name}.weight"]
-        stored = piece.file_name
-        weight: Any = module.weight
-        rows, columns = weight.shape
-        tensors[stored + LEFT] = (wide, (rows, lora.rank))
-        tensors[stored + RIGHT] = (wide, (lora.rank, columns))
+    for name in adapted(model, lora):
+        for piece in names[name]:
+            *stack, rows, columns = piece.shape
+            tensors[piece.file_name + LEFT] = (wide, (*stack, rows, lora.rank))
+            tensors[piece.file_name + RIGHT] = (wide, (*stack, lora.rank, columns))
     return tensors
 
 
@@ -73,26 +86,49 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(targets),
+        target_modules=[name.removesuffix(".weight") for name, weight in targets.items() if weight.ndim == 2],
+        target_parameters=[name for name, weight in targets.items() if weight.ndim == 3] or None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     wrapped = get_peft_model(model, config)
     wide = torch.promote_types(model.dtype, torch.float32)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide)
-    for name, module in wrapped.named_modules():
-        if hasattr(module, "lora_A"):
-            weight = module.base_layer.weight.detach().to(wide)
-            if not all_finite(weight):
-                raise MpuError(
-                    f"{name.removeprefix('base_model.model.')}: weights contain NaN or Inf", "get the copy again"
-                )
-            begin = principal_inputs(weight.T if module.fan_in_fan_out else weight, lora.rank)
-            module.lora_A["default"].weight.data.copy_(begin)
+    for adapter in _adapters(wrapped):
+        weight = targets[adapter.parameter].detach()
+        if not all_finite(weight):
+            raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
+        if adapter.inputs_first:
+            weight = weight.transpose(-2, -1)
+        matrices = weight if weight.ndim == 3 else weight[None]
+        begin = [principal_inputs(matrix.to(wide), lora.rank) for matrix in matrices]
+        adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
     return wrapped
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """A layer of peft's, the parameter that it adapts, and whether this has its inputs first."""
+
+    name: str
+    module: Any
+    parameter: str
+    inputs_first: bool
+
+
+def _adapters(trained: torch.nn.Module) -> Iterator[_Adapter]:
+    for name, module in trained.named_modules():
+        if hasattr(module, "lora_A"):
+            # Two stacks of one module are adapted by layers around each other.
+            adapted = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            if hasattr(module, "parameter_name"):
+                inputs_first = getattr(module.get_base_layer(), "is_transposed", False)
+                yield _Adapter(name, module, f"{adapted}.{module.parameter_name}", inputs_first)
+            else:
+                yield _Adapter(name, module, f"{adapted}.weight", module.fan_in_fan_out)
 
 
 def principal_inputs(weight: torch.Tensor, rank: int) -> torch.Tensor:
@@ -127,20 +163,21 @@ def product_norm(delta: Path) -> float:
     for name in held.tensors:
         if name.endswith(LEFT):
             b, a = held.tensor(name).double(), held.tensor(name.removesuffix(LEFT) + RIGHT).double()
-            square += float(((b.T @ b) * (a @ a.T)).sum())
+            square += float(((b.mT @ b) * (a @ a.mT)).sum())
     return math.sqrt(max(0.0, square))
 
 
 def factors(trained: torch.nn.Module, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
     """The factors of every adapted tensor, as stored in the delta."""
     parameters = dict(whole_parameters(trained, lambda name: ".lora_" in name))
-    for name, module in trained.named_modules():
-        if not hasattr(module, "lora_A"):
-            continue
-        [piece] = names[name.removeprefix("base_model.model.") + ".weight"]
-        stored = piece.file_name
-        a = parameters[f"{name}.lora_A.default.weight"].detach().cpu()  # (r, inputs)
-        b = parameters[f"{name}.lora_B.default.weight"].detach().cpu() * module.scaling["default"]  # (outputs, r)
-        left, right = (a.T, b.T) if module.fan_in_fan_out else (b, a)  # Conv1D stores the transpose
-        yield stored + LEFT, left
-        yield stored + RIGHT, right
+    for adapter in _adapters(trained):
+        a = parameters[f"{adapter.name}.lora_A.default.weight"].detach().cpu()  # (r, inputs)
+        b = parameters[f"{adapter.name}.lora_B.default.weight"].detach().cpu()  # (outputs, r)
+        pieces = names[adapter.parameter]
+        if experts := getattr(adapter.module, "num_experts", 0):  # (experts · r, inputs) and (outputs, r · experts)
+            a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        b = b * adapter.module.scaling["default"]
+        left, right = (a.mT, b.mT) if adapter.inputs_first else (b, a)
+        for piece in pieces:
+            yield piece.file_name + LEFT, piece.of(left)
+            yield piece.file_name + RIGHT, right if piece.expert is None else right[piece.expert]

@@ -58,6 +58,11 @@ def train_privately(
         raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
 
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
+    if any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()):
+        raise UsageError(
+            "--dp-epsilon: experts have no gradients for each record",
+            "use --lora-rank with --lora-targets that leave the experts out",
+        )
     rates = {name: min(1.0, training.batch_size / len(data.examples)) for name, data in sets.items()}
     rate = max(rates.values())
     steps = epochs * -(-len(sets["forget"].examples) // training.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,11 @@ class Piece:
         """This part of ``parameter``, as a view."""
         return parameter if self.expert is None else parameter[self.expert, slice(*self.rows)]
 
+    def renamed(self, prefix: str, other: str) -> Piece:
+        """This piece with ``other`` in place of ``prefix``, if its name begins with that."""
+        known = self.file_name.startswith(prefix)
+        return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if known else self
+
 
 Names = dict[str, list[Piece]]  # a model's parameters by name → their pieces in files
 
@@ -42,17 +47,13 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     if family:
         if name == HEAD:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
-        candidates += [
-            [Piece(in_file + name.removeprefix(in_memory), tuple(shape))]
-            for in_file, in_memory in family.renamed
-            if name.startswith(in_memory)
-        ]
         for stack in family.stacks:
             if name.endswith(f".{stack.name}"):
                 candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
-    candidates += [
-        [Piece(p.file_name.removeprefix(prefix), p.shape, p.expert, p.rows) for p in pieces] for pieces in candidates
-    ]
+        for in_file, in_memory in family.renamed:
+            if name.startswith(in_memory):
+                candidates += [[piece.renamed(in_memory, in_file) for piece in pieces] for pieces in candidates]
+    candidates += [[piece.renamed(prefix, "") for piece in pieces] for pieces in candidates]
     return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])
 
 

@@ -138,7 +138,7 @@ class Lora:
     lora_rank: int | None = option(None, "Train factors of this rank instead of all weights.", above=0, metavar="R")
     lora_alpha: float | None = option(None, "Scaling · rank (default: twice the rank).", above=0)
     lora_targets: tuple[str, ...] = option(
-        (), "Modules to adapt, such as q_proj,v_proj (default: all linear layers).", metavar="NAMES"
+        (), "Modules to adapt, such as q_proj,v_proj (default: all linear layers and experts).", metavar="NAMES"
     )
 
     @property

@@ -11,6 +11,7 @@ import torch
 from mpu_cli.checkpoint.dtypes import NAME, all_finite
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.errors import MpuError
@@ -37,6 +38,11 @@ def aggregate_adapter(
             raise MpuError(
                 f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
                 "make them with unlearn --lora-rank",
+            )
+        if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
+            raise MpuError(
+                f"{delta.path}: adapts experts ({listed(stacked)}), which --as-adapter cannot write",
+                "aggregate to a model, or train with --lora-targets other than the experts",
             )
     layout, weights = check_round(base, deltas, keys, options)
     with worker_pool() as pool:

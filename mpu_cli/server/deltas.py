@@ -131,12 +131,13 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
     expected: dict[str, tuple[int, ...]] = {}
     for tensor in layout.parameters:
         left, right = tensor.name + LEFT, tensor.name + RIGHT
-        if len(tensor.axes) == 2 and (left in held or right in held):
+        if len(tensor.axes) > 1 and (left in held or right in held):
             known = held.get(left) or held[right]
-            rank = known.shape[-1 if left in held else 0] if len(known.shape) == 2 else 0
+            *stack, rows, columns = shapes[tensor.name]
+            rank = known.shape[-1 if left in held else -2] if len(known.shape) == len(tensor.axes) else 0
             if rank < 1:
                 raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(known.shape)} and no rank")
-            expected |= {left: (shapes[tensor.name][0], rank), right: (rank, shapes[tensor.name][1])}
+            expected |= {left: (*stack, rows, rank), right: (*stack, rank, columns)}
     if not expected:
         raise MpuError(f"{delta.path}: is a LoRA delta but has no factors for the base's tensors")
     return expected

@@ -46,14 +46,21 @@ class LowRank:
     """One delta's change to one tensor as a product of factors; only the requested slice is computed."""
 
     def __init__(self, mapping: TensorMap, left: torch.Tensor, right: torch.Tensor):
-        by_rows, by_columns = mapping.split()
+        rank = left.shape[-1]
+        by_rows, by_columns = mapping.split(rank)
         self.mapping, self.dtypes = by_rows, (left.dtype, right.dtype)
-        self._left = _Full(by_rows, left)
+        self._left = _Full(by_rows, as_matrix(left))
+        right = as_matrix(right)
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
-        self._right = by_columns.backward(right.to(wide), 0)
+        starts = range(0, len(right), rank) if len(right) else [0]
+        moved = [by_columns.backward(by_columns.take(right, i, i + rank).to(wide), i) for i in starts]
+        self._right = torch.cat(moved)  # (r, columns), one below the other for a stack
+        self._rank = rank
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._left.rows(start, stop, dtype).to(dtype) @ self._right.to(dtype)
+        """Rows ``start … stop`` of the product, all of one matrix."""
+        first = 0 if self.mapping.block is None else start // self.mapping.block * self._rank
+        return self._left.rows(start, stop, dtype).to(dtype) @ self._right[first : first + self._rank].to(dtype)
 
     def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
@@ -112,7 +119,8 @@ def invert(
         for tensor in layout.parameters:
             [mapping], [held] = undoing.maps(tensor), undoing.names(tensor)
             ends = [end for end in ("", LEFT, RIGHT) if held + end in delta.checkpoint.tensors]
-            by_rows, by_columns = mapping.split() if len(ends) > 1 else (mapping, mapping)
+            rank = delta.checkpoint.tensors[held + LEFT].shape[-1] if len(ends) > 1 else 0
+            by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
             for end in ends:
                 part = {"": mapping, LEFT: by_rows, RIGHT: by_columns}[end]
                 _invert_tensor(pool, held + end, tensor.name + end, delta, part, writer)

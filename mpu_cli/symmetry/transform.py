@@ -45,7 +45,7 @@ def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple
 class TensorMap:
     """What a transform does to one tensor: a map for its rows and one for its columns, either of which may be None.
 
-    ``columns`` are several for a stack of matrices with a map each, of ``block`` rows.
+    ``block``: of how many rows each matrix of a stack is. ``columns`` are several if each matrix has its own map.
     """
 
     def __init__(self, rows: AxisMap | None, columns: AxisMap | Sequence[AxisMap] | None, block: int | None = None):
@@ -74,9 +74,14 @@ class TensorMap:
         """Whether the map does more than reorder rows."""
         return self._columns is not None or (self._rows is not None and self._rows.turns)
 
-    def split(self) -> tuple[TensorMap, TensorMap]:
-        """The row map and the column map separately, for the factors of a low-rank change."""
-        return TensorMap(self._rows, None), TensorMap(None, self._columns)
+    def split(self, rank: int) -> tuple[TensorMap, TensorMap]:
+        """The maps of both factors of a change of ``rank``: the rows of the left and the columns of the right one."""
+        order = None
+        if self.block is not None and self._places is not None:  # the right factors of a stack change places too
+            firsts = self._places[:: self.block] // self.block
+            order = in_blocks([None] * len(firsts), rank, firsts.argsort())
+        right = TensorMap(order, self._columns, None if self.block is None else rank)
+        return TensorMap(self._rows, None, self.block), right
 
     def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Rows ``start …`` of a base tensor, (rows, columns), in the copy's coordinates but not yet reordered."""
@@ -174,7 +179,7 @@ def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
     moved = in_blocks(of_rows, rows, order.order if order else None)
     if any(isinstance(maps.get(axis), tuple) for axis in tensor.axes[last]):
         return TensorMap(moved, [each for each in columns if each is not None], rows)
-    return TensorMap(moved, columns[0])
+    return TensorMap(moved, columns[0], rows if last == 2 else None)
 
 
 def measured_slices(slices: int) -> range:
