@@ -14,6 +14,14 @@ else:
     import tomli as tomllib
 
 
+def parse_value(text: str) -> object:
+    """``text`` as a TOML value; as it is if it is none, so that words need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The document in ``path``. Raises MpuError if it cannot be read."""
     try:

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyrage
@@ -629,3 +630,98 @@ def test_manifests_survive_metadata():
     origin = CopyManifest("123456", 2, 1, 3, "0042")  # strings that look like numbers stay strings
     manifest = DeltaManifest(origin, "npo", inverted=True)
     assert delta_manifest(as_metadata(delta_facts(manifest)), Path("x")) == manifest
+
+
+class TestRunningSum:
+    """Deltas one at a time, as they arrive."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        save(random_model("llama"), tmp_path / "base")
+        write_records(tmp_path / "forget.jsonl", 4, 1)
+        return tmp_path
+
+    def deltas(self, mpu: Callable, folder: Path, copies: int, *more: object) -> list[Path]:
+        told = mpu("publish", "base", "--copies", copies, "--kappa", 0.05, "--seed", 1, cwd=folder)
+        return [
+            Path(mpu("unlearn", copy, "--algo", "gradascent", "--epochs", 1, "--template", "plain", *more,
+                     cwd=folder).out.strip())
+            for copy in told.out.split()
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
+    def test_is_the_aggregate(self, mpu: Callable, folder: Path, more: tuple) -> None:
+        """To the last bits, in any order; what was added can be deleted. All is known of two copies."""
+        one, two = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
+        whole = mpu("aggregate", "deltas", "--json", cwd=folder).json
+        told = mpu("aggregate", two, "--running", "sums", "--json", cwd=folder).json
+        assert (told["copies"], told["missing"]) == ([2], [1])
+        (folder / two).unlink()
+        again = mpu("aggregate", one, "--running", "sums", "--out", "later", "--json", cwd=folder).json
+        assert not (folder / "sums").exists()
+        expected, found = (load_file(folder / name / "model.safetensors") for name in ("unlearned", "later"))
+        base = load_file(folder / "base/model.safetensors")
+        for name, weights in expected.items():
+            error = (found[name] - weights).norm()
+            assert error <= 1e-6 * (weights - base[name]).norm() + 1e-7 * weights.norm(), name
+        for name in ("norm", "smallest_pairwise_cosine"):
+            assert again[name] == pytest.approx(whole[name], rel=1e-5)
+        assert again["error_estimate"]["relative"] == pytest.approx(whole["error_estimate"]["relative"], rel=1e-3)
+        assert [copy["norm"] for copy in again["copies"]] == pytest.approx([c["norm"] for c in whole["copies"]])
+
+    def test_three_copies_and_what_is_refused(self, mpu: Callable, folder: Path) -> None:
+        one, two, three = self.deltas(mpu, folder, 3)
+        mpu("aggregate", one, "--running", "sums", cwd=folder)
+        before = (folder / "sums/mpu.json").read_bytes()
+        twice = mpu("aggregate", one, "--running", "sums", check=False, cwd=folder)
+        assert "already in sums" in twice.err
+        assert twice.is_one_error
+        assert (folder / "sums/mpu.json").read_bytes() == before
+        assert "no running sum" in mpu("aggregate", two, "--running", "base", check=False, cwd=folder).err
+        shutil.move(folder / "keys.bin", folder / "other.bin")
+        mpu("publish", "base", "--copies", 3, "--seed", 2, "--out", "again", cwd=folder)
+        other = mpu("unlearn", "again/copy_2", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
+                    "--out", "other.safetensors", cwd=folder).out.strip()  # fmt: skip
+        assert "another publication" in mpu("aggregate", other, "--running", "sums", check=False, cwd=folder).err
+        shutil.move(folder / "other.bin", folder / "keys.bin")
+        told = mpu("aggregate", two, three, "--running", "sums", "--json", cwd=folder).json
+        whole = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
+        assert told["norm"] == pytest.approx(whole["norm"], rel=1e-5)
+        assert 0.5 < told["smallest_pairwise_cosine"] <= 1
+
+
+def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
+    """--only makes the bytes that all copies together have, and asks for the same options."""
+    save(random_model("llama"), tmp_path / "base")
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.05, cwd=tmp_path)
+    (tmp_path / "copy_2").rename(tmp_path / "kept")
+    keys = (tmp_path / "keys.bin").read_bytes()
+    assert mpu("publish", "base", "--copies", 2, "--kappa", 0.05, "--only", 2, cwd=tmp_path).out == "copy_2\n"
+    for name in ("model.safetensors", "mpu.json"):
+        assert (tmp_path / "copy_2" / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
+    assert (tmp_path / "keys.bin").read_bytes() == keys
+    wrong = mpu("publish", "base", "--copies", 2, "--kappa", 0.1, "--only", 2, "--force", check=False, cwd=tmp_path)
+    assert "other options" in wrong.err
+    assert "from 1 to 2" in mpu("publish", "base", "--copies", 2, "--only", 3, check=False, cwd=tmp_path).err
+    told = mpu("publish", "base", "--copies", 2, "--only", 1, "--out", "new", "--keys", "new.bin", cwd=tmp_path)
+    assert told.out == "new/copy_1\n"
+    assert (tmp_path / "new.bin").exists()
+
+
+def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
+    """Half the bytes; what rounding lost is told, and is what it is."""
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    mpu("publish", "base", "--copies", 2, cwd=tmp_path)
+    common = ("--algo", "gradascent", "--epochs", 1, "--template", "plain", "--lr", "1e-2")
+    mpu("unlearn", "copy_1", *common, "--out", "whole", cwd=tmp_path)
+    told = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=tmp_path)
+    whole, half = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "deltas/copy_1.safetensors")
+    assert {x.dtype for x in half.values()} == {torch.bfloat16}
+    lost = sum(float((half[n].double() - x.double()).square().sum()) for n, x in whole.items()) ** 0.5
+    norm = sum(float(x.double().square().sum()) for x in whole.values()) ** 0.5
+    assert told.json["lost_to_rounding"] == pytest.approx(lost / norm, rel=1e-6)
+    assert 1e-4 < lost / norm < 5e-3
+    assert "lost to bfloat16" in told.err
+    mpu("unlearn", "copy_2", *common, "--delta-dtype", "bfloat16", cwd=tmp_path)
+    assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"

@@ -12,6 +12,7 @@ import typer
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, paths_from, table, terminal, warn
+from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.outputs import model_folder
 
@@ -43,6 +44,14 @@ def aggregate(
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Write LoRA deltas as one peft adapter for BASE instead of a model.")
     ] = False,
+    running: Annotated[
+        Path | None,
+        typer.Option(
+            help="Add the deltas to the sum in DIR, after which they can be deleted; the model is written once every "
+            "copy's is in it.",
+            metavar="DIR",
+        ),
+    ] = None,
     push: Annotated[
         str | None,
         typer.Option(help="Upload the result to this private repository on the Hub.", metavar="OWNER/NAME"),
@@ -55,7 +64,7 @@ def aggregate(
 ) -> None:
     """Undo the coordinates of all copies' deltas, average them so that the noise cancels, and add the result to BASE.
 
-    Prints the path of the unlearned model.
+    Prints the path of the unlearned model; with --running, of the sum until every copy is in it.
     """
     from mpu_cli.cli.secrets import open_keys
     from mpu_cli.server.adapter import aggregate_adapter
@@ -63,6 +72,8 @@ def aggregate(
     from mpu_cli.server.deltas import open_deltas
     from mpu_cli.server.keys import published_base
 
+    if running and (as_adapter or dry_run):
+        raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
     paths = paths_from(deltas)  # first: at the end of a pipe, the command that writes the keys may still be running
     opened = open_keys(keys, identity, passphrase_file)
     opened_deltas = open_deltas(paths, opened)
@@ -76,13 +87,25 @@ def aggregate(
 
         check_repository(push)  # before the work
     with terminal() as observer:
-        if as_adapter:
+        if running:
+            from mpu_cli.server.running import add, finish
+
+            for delta in opened_deltas:
+                summed = add(model, delta, opened, aggregating, running, observer)
+            missing = sorted(set(range(1, opened.copies + 1)) - set(summed.copies))
+            if missing:
+                note(f"in the sum: copy {_listed(summed.copies)}; missing: copy {_listed(missing)}")
+                emit([running], {"sum": running, "copies": summed.copies, "missing": missing}, as_json)
+                return
+            result = finish(model, opened, aggregating, running, out=out, force=force, observer=observer)
+        elif as_adapter:
             result = aggregate_adapter(model, opened_deltas, opened, aggregating, out=out, force=force)
         else:
             result = run_aggregate(model, opened_deltas, opened, aggregating, out=out, force=force, observer=observer)
+    paths_of = {delta.copy: delta.path for delta in opened_deltas}
     rows = [
-        [f"copy {delta.copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
-        for delta, norm, cosine in zip(opened_deltas, result.norms, result.cosines, strict=True)
+        [f"copy {copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
+        for copy, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
     ]
     table(
         "Deltas of this round",
@@ -105,8 +128,8 @@ def aggregate(
             "run": opened.run,
             "round": opened.round,
             "copies": [
-                {"copy": delta.copy, "delta": delta.path, "norm": norm, "cosine": cosine}
-                for delta, norm, cosine in zip(opened_deltas, result.norms, result.cosines, strict=True)
+                {"copy": k, "delta": paths_of.get(k), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}
+                for k, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
             ],
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
@@ -120,6 +143,10 @@ def aggregate(
         },
         as_json,
     )
+
+
+def _listed(copies: Sequence[int]) -> str:
+    return ", ".join(map(str, copies))
 
 
 def _preview(

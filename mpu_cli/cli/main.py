@@ -26,6 +26,7 @@ from mpu_cli.cli.keygen import keygen
 from mpu_cli.cli.output import printable, results_alone, warn
 from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
+from mpu_cli.cli.report import report
 from mpu_cli.cli.run import run
 from mpu_cli.cli.sweep import sweep
 from mpu_cli.cli.tune import tune
@@ -60,6 +61,7 @@ app.command(rich_help_panel=BOTH)(tune)
 app.command(rich_help_panel=BOTH)(inspect)
 app.command(rich_help_panel=EXPERIMENTS)(run)
 app.command(rich_help_panel=EXPERIMENTS)(sweep)
+app.command(rich_help_panel=EXPERIMENTS)(report)
 app.command(rich_help_panel=EXPERIMENTS)(finetune)
 app.command(rich_help_panel=EXPERIMENTS)(plan)
 app.command(rich_help_panel=EXPERIMENTS)(demo)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, in_bytes, note
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies, SharedNoise
 from mpu_cli.options.unlearning import Optimizer, Training
-
-if TYPE_CHECKING:
-    from mpu_cli.models.source import Model
 
 
 @grouped
@@ -44,7 +41,7 @@ def plan(
 
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.experiment.cost import cost, measure_machine
+    from mpu_cli.experiment.cost import cost, measure_machine, training_tokens
     from mpu_cli.models.source import open_model
     from mpu_cli.server.noise import scheme_of
 
@@ -52,7 +49,7 @@ def plan(
     opened = open_model(model)
     tokens = None
     if forget:
-        tokens = 2 * epochs * _tokens(opened, forget, data_dir)
+        tokens = 2 * epochs * training_tokens(opened, forget, data_dir)
     machine = measure_machine()
     costs = cost(opened, machine, copies=scheme.copies, optimizer=optim, tokens=tokens)
     lines = [
@@ -94,19 +91,3 @@ def plan(
             "noise": {**asdict(scheme), "weights": weights.tolist(), "order": scheme.order,
                       "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip
-
-
-def _tokens(opened: Model, forget: str, data_dir: Path | None) -> int:
-    """Number of tokens in all records, encoded as for training: with the chat template if the tokenizer has one."""
-    from transformers import AutoTokenizer
-
-    from mpu_cli.records.encoding import Encoding
-    from mpu_cli.records.reading import read_records
-
-    records = read_records(forget, data_dir)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(opened.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise MpuError(f"{opened.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
-    encoding = Encoding(tokenizer)
-    return sum(len(example.ids) for example in encoding.encode(records))

@@ -48,6 +48,13 @@ def publish(
             help="Where to write the sealed keys (default: keys.bin; after round 1, round_R/keys.bin).", metavar="FILE"
         ),
     ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Make only these of the copies, such as 1 or 2,3; the others later, with the same options and --keys.",
+            metavar="K,…",
+        ),
+    ] = None,
     copy_recipients: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +91,7 @@ def publish(
     publishing.check_scale([name for name in ("kappa", "shared_noise") if _given(context, name)])
 
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.cli.secrets import recipients_of_copies, sealer
+    from mpu_cli.cli.secrets import open_keys, recipients_of_copies, sealer
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.families import unmoved
@@ -107,16 +114,24 @@ def publish(
         round_=number,
         copies=len(clients) if len(clients) > 1 else None,
     )
+    keys = keys or round_folder(Path("."), number) / "keys.bin"
+    known = None
+    if only is not None and keys.exists():
+        known = open_keys(keys, identity, passphrase_file)
+        publication = publication.of_keys(known)
     scheme, calibration = publication.noise, publication.calibration
+    chosen = None if only is None else _numbers(only, scheme.copies)
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
         warn(f"{model.folder}: no tokenizer files next to the weights; the client needs them to train on the copies")
     laps = Profile() if profile else None
-    sealed_for = recipients_of_copies(clients, scheme.copies) if clients else ()
+    sealed_for = recipients_of_copies(clients, scheme.copies if chosen is None else len(chosen)) if clients else ()
     public = open_model(reference) if reference else None
+    # Known keys are sealed already.
+    sealing = sealer(recipient or [], passphrase, passphrase_file, identity) if known is None else lambda _: b""
     target = Target(
         out or round_folder(Path("."), number),
-        keys or round_folder(Path("."), number) / "keys.bin",
-        sealer(recipient or [], passphrase, passphrase_file, identity),
+        keys,
+        sealing,
         sealed_for,
         force,
     )
@@ -124,7 +139,9 @@ def publish(
         _preview(model, public, publication, target, as_json)
         return
     with terminal() as observer:
-        published = run_publish(model, public, publication, target, observer=observer, profile=laps)
+        published = run_publish(
+            model, public, publication, target, only=chosen, known=known, observer=observer, profile=laps
+        )
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
         note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
@@ -181,6 +198,14 @@ def _preview(base: Model, reference: Model | None, publication: Publication, tar
         ],
     )
     show(preview, force=target.force, as_json=as_json)
+
+
+def _numbers(text: str, copies: int) -> list[int]:
+    """The copies named by ``--only``, ascending. Raises UsageError if there is no such copy."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and 1 <= int(part) <= copies for part in parts):
+        raise UsageError(f"--only {text}: copies are numbered from 1 to {copies}")
+    return sorted({int(part) for part in parts})
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import chosen_metrics, emit, names_in, terminal
-from mpu_cli.errors import MpuError
+from mpu_cli.cli.output import chosen_metrics, emit, in_bytes, names_in, note, table, terminal
+from mpu_cli.errors import MpuError, UsageError
+
+if TYPE_CHECKING:
+    from mpu_cli.experiment.sweep import Cell
 
 MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak")
 
@@ -34,31 +40,95 @@ def sweep(
             metavar="OPTIONS",
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Replace an option of FILE, or eval.OPTION of [eval]; may be repeated.",
+            metavar="OPTION=VALUE",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Experiments at once, each on a GPU of its own if there are.", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the experiments and what they cost.")] = False,
+    cell: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Run and evaluate every experiment of a grid. Print a Markdown table for each metric, with distances from clean.
 
     An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
     """
-    from mpu_cli.experiment.sweep import measured, read_sweep
+    from mpu_cli.experiment.jobs import Jobs
+    from mpu_cli.experiment.sweep import measured, play, read_sweep
     from mpu_cli.experiment.sweep import sweep as run_sweep
-    from mpu_cli.experiment.tables import markdown, pivot
+    from mpu_cli.experiment.tables import degradation, markdown, pivot, sentences
 
-    cells = read_sweep(file)
+    folder = out or Path(file.stem)
+    cells = read_sweep(file, _overrides(settings or []))
+    if dry_run:
+        _preview(cells, as_json)
+        return
+    if cell is not None:  # one of several jobs
+        [one] = [each for each in cells if each.name == cell]
+        with terminal() as observer:
+            emit([json.dumps(play(one, folder, observer))], None, False)
+        return
     if metrics is not None:
         chosen_metrics(metrics, measured(cells))  # before hours of training
+    given = [str(file), "--out", str(folder), *(part for setting in settings or [] for part in ("--set", setting))]
     with terminal() as observer:
-        lines, failed = run_sweep(cells, out or Path(file.stem), observer)
+        at_once = Jobs(jobs, ["sweep", *given], folder) if jobs > 1 else None
+        lines, failed = run_sweep(cells, folder, observer, at_once)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = [name for name in MAIN if name in had] or had
     if metrics is not None and had:
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
     axes = None if over is None else list(names_in(over))
-    for name, table in pivot(lines, names, across, axes).items():
-        printed += [f"**{name}**", "", *markdown(table), ""]
-    emit(printed[:-1], lines, as_json)
+    for name, rows in pivot(lines, names, across, axes).items():
+        printed += [f"**{name}**", "", *markdown(rows), ""]
+    for mode, found in degradation(lines, names).items():
+        printed += [f"{mode}: {sentence}" for sentence in sentences(found)]
+    emit(printed if printed and printed[-1] else printed[:-1], lines, as_json)
     if failed:
         name, first = next(iter(failed.items()))
         counts = f"{len(failed)} of {len(cells)} experiments failed"
         raise MpuError(f"{counts}, the first being {name}: {first.problem}", first.hint)
+
+
+def _overrides(settings: Sequence[str]) -> dict[str, object]:
+    """Options by name from OPTION=VALUE, values as in TOML, or text. Raises UsageError if there is no "="."""
+    from mpu_cli.toml import parse_value
+
+    values = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--set {setting}: not of the form OPTION=VALUE")
+        values[name.strip()] = parse_value(value.strip())
+    return values
+
+
+def _preview(cells: Sequence[Cell], as_json: bool) -> None:
+    """The experiments, what passes between the parties, and how long training takes at least."""
+    from mpu_cli.experiment.cost import costs_of_cells
+
+    costs = costs_of_cells(cells)
+    table(
+        f"{len(cells)} experiments",
+        ["", "sent to the client", "returned", "training at this processor's speed"],
+        [
+            [cell.name, in_bytes(cost.sent), in_bytes(cost.returned), f"{cost.hours:.2g} h"]
+            if cost
+            else [cell.name, "–", "–", "–"]
+            for cell, cost in zip(cells, costs, strict=True)
+        ],
+    )
+    known = [cost for cost in costs if cost]
+    if len(known) < len(cells):
+        note(f"{len(cells) - len(known)} models or sets of records are not on this machine, so their cost is not known")
+    note(f"in all at least {sum(cost.hours for cost in known):.2g} h of training; evaluation comes on top")
+    document = [
+        {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
+        for cell, cost in zip(cells, costs, strict=True)
+    ]
+    emit([cell.name for cell in cells], document, as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,13 +104,14 @@ def unlearn(
     elif result.steps:
         first, last = result.steps[0].forget, result.steps[-1].forget
         text += f"; loss per answer token {first:.3f} → {last:.3f} (first and last batch)"
-    note(f"{text}; ‖Δ‖ {result.norm:.3g}")
+    rounded = f" ({result.rounding:.2%} of it lost to {unlearning.delta_dtype})" if unlearning.delta_dtype else ""
+    note(f"{text}; ‖Δ‖ {result.norm:.3g}{rounded}")
     for warning in result.warnings():
         warn(warning)
     if result.spent:
         note(
             f"privacy: this delta protects each record with ε = {result.spent['epsilon']:.3g} at δ = "
-            f"{unlearning.privacy.dp_delta:g}; the deltas of m copies together spend at most m times that"
+            f"{unlearning.privacy.dp_delta:g}; {_together(result.spent)}"
         )
     show_answers(answers)
     emit(
@@ -118,6 +120,7 @@ def unlearn(
             "delta": target,
             "algorithm": unlearning.algo,
             "norm": result.norm,
+            "lost_to_rounding": result.rounding,
             "before": asdict(result.before) if result.before else None,
             "after": asdict(result.after) if result.after else None,
             "warnings": result.warnings(),
@@ -127,6 +130,14 @@ def unlearn(
         },
         as_json,
     )
+
+
+def _together(spent: Mapping[str, float]) -> str:
+    """What the deltas of all copies of a round spend together."""
+    copies = int(spent["copies"])
+    if copies == 1:
+        return "each further delta of these records spends more"
+    return f"those of all {copies} copies of the round together: ε = {spent['epsilon_of_all_copies']:.3g}"
 
 
 def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force: bool, as_json: bool) -> None:
@@ -142,7 +153,7 @@ def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force:
     if Path(copy).is_file() and is_sealed(Path(copy)):
         raise MpuError(f"{copy}: sealed, so it has to be opened first", "run it without --dry-run")
     model = open_model(copy)
-    specs = delta_specs(model, options.lora)
+    specs = delta_specs(model, options)
     trained = sum(info.elements for info in model.checkpoint.tensors.values())
     optimised = sum(math.prod(shape) for _, shape in specs.values())
     steps = len(

@@ -43,8 +43,10 @@ def train_privately(
     epochs: int,
     on_step: Callable[[Losses, int], None],
     noise_multiplier: float | None = None,
+    copies: int = 1,
 ) -> dict[str, float]:
-    """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps.
+    """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps, and
+    what ``copies`` such trainings spend together at the same delta: they compose as their steps one after the other.
 
     ``noise_multiplier`` overrides the one that meets ``privacy``. The generators of noise and samples are torch's,
     seeded by the operating system, never from ``training.seed``: who knows the noise could take it off.
@@ -119,8 +121,12 @@ def train_privately(
         total = objective.constants.gamma * terms[0] + objective.constants.alpha * (terms[1] or 0.0)
         on_step(Losses(total, *terms, means.get("forget", 0.0), means.get("retain")), steps)
     wrapped.remove_hooks()
+    one = accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf")
+    accountant.history = [(noise_multiplier, rate, steps * copies)]
     return {
-        "epsilon": accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf"),
+        "epsilon": one,
+        "copies": copies,
+        "epsilon_of_all_copies": accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf"),
         "delta": privacy.dp_delta,
         "noise_multiplier": noise_multiplier,
         "max_grad_norm": privacy.dp_max_grad_norm,

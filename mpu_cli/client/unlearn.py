@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.checkpoint.dtypes import NAME
+from mpu_cli.checkpoint.dtypes import NAME, OPTION
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
@@ -89,6 +89,7 @@ class Result:
     spent: dict[str, float] | None = None  # of the privacy budget, if there was one
     before: Measured | None = None
     after: Measured | None = None
+    rounding: float = 0.0  # ‖Δ as written − Δ‖ / ‖Δ‖
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the training, and what to change; empty if nothing is."""
@@ -239,7 +240,7 @@ def unlearn(
         model, tokenizer = load(folder, dtype, options.training.device, options.training.attention)
         names = _names_in_files(model, copy.checkpoint)
         low_rank = options.lora.lora_rank is not None
-        specs = lora.tensor_specs(names, options.lora, model) if low_rank else _full_specs(names, model)
+        specs = _delta_specs(names, model, options)
         if first:
             output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
 
@@ -285,8 +286,9 @@ def unlearn(
         if options.privacy.dp_epsilon is not None:
             trained: torch.nn.Module = model
             spent = train_privately(
-                model, sets, objective, options.training, options.privacy, epochs=epochs_of(options), on_step=record
-            )
+                model, sets, objective, options.training, options.privacy, epochs=epochs_of(options), on_step=record,
+                copies=manifest.copies if manifest else 1,
+            )  # fmt: skip
         else:
             trained = train(
                 model, steps, sets, objective, options.training, logging=logging, checkpoints=checkpoints,
@@ -294,13 +296,13 @@ def unlearn(
             )  # fmt: skip
         after = _measure(trained, sets, options) if alone else None
         change = lora.factors(trained, names) if low_rank else _changes(names, trained, copy.checkpoint, dtype)
-        norm = 0.0
+        norm = lost = 0.0
         if first:
             delta = DeltaManifest(
                 manifest, options.algo, "lora" if low_rank else "full", privacy=_bound(options.privacy), trained=tag
             )
             with CheckpointWriter(output, specs, as_metadata(delta_facts(delta))) as writer:
-                norm = _write(change, writer)
+                norm, lost = _write(change, writer)
             if low_rank:
                 norm = lora.product_norm(output)
         else:
@@ -308,7 +310,7 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, losses, norm, first, spent, before, after)
+    return Result(target, losses, norm, first, spent, before, after, lost)
 
 
 @torch.no_grad()
@@ -495,12 +497,20 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
     return names
 
 
-def delta_specs(copy: Model, options: Lora) -> TensorSpecs:
-    """The tensors that a float32 delta of ``copy`` will hold; no weight is read."""
+def delta_specs(copy: Model, options: Unlearning) -> TensorSpecs:
+    """The tensors that a delta of ``copy``, trained in float32, will hold; no weight is read."""
     with as_directory(copy) as folder:
         model = skeleton(folder)
     names = _names_in_files(model, copy.checkpoint)
-    return lora.tensor_specs(names, options, model) if options.lora_rank is not None else _full_specs(names, model)
+    return _delta_specs(names, model, options)
+
+
+def _delta_specs(names: Names, model: PreTrainedModel, options: Unlearning) -> TensorSpecs:
+    low_rank = options.lora.lora_rank is not None
+    specs = lora.tensor_specs(names, options.lora, model) if low_rank else _full_specs(names, model)
+    if options.delta_dtype is None:
+        return specs
+    return {name: (OPTION[options.delta_dtype], shape) for name, (_, shape) in specs.items()}
 
 
 def _full_specs(names: Names, model: PreTrainedModel) -> TensorSpecs:
@@ -520,17 +530,24 @@ def _changes(
             before.forget_pages(piece.file_name)
 
 
-def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> float:
-    """Write the tensors as they arrive; returns the norm over all of them."""
-    square = 0.0
+def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> tuple[float, float]:
+    """Write the tensors as they arrive; returns the norm over all of them, and how much of it rounding lost."""
+    square = lost = 0.0
     for name, change in changes:
         part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
         if not math.isfinite(part):
             raise MpuError(f"training diverged: {name!r} is no longer finite", "lower --lr, or use fewer --epochs")
         square += part
-        writer.tensor(name).copy_(change)
+        target = writer.tensor(name)
+        target.copy_(change)
+        if target.dtype != change.dtype:
+            pieces = zip(target.reshape(-1).split(1 << 20), change.reshape(-1).split(1 << 20), strict=True)
+            error = math.fsum(float((after.double() - before.double()).square().sum()) for after, before in pieces)
+            if not math.isfinite(error):
+                raise MpuError(f"{name!r}: the change overflows --delta-dtype", "use bfloat16 or float32")
+            lost += error
         writer.forget_pages(name)
-    return math.sqrt(square)
+    return math.sqrt(square), math.sqrt(lost / square) if square else 0.0
 
 
 def _same_training(

@@ -8,15 +8,22 @@ measured bandwidth is used instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
-from mpu_cli.models.source import Model
+from mpu_cli.client.unlearn import epochs_of
+from mpu_cli.errors import MpuError
+from mpu_cli.models.source import Model, open_model
 from mpu_cli.server.profile import BUFFERS
+
+if TYPE_CHECKING:
+    from mpu_cli.experiment.sweep import Cell
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
@@ -118,3 +125,62 @@ def cost(
         training_operations=training,
         training_seconds=None if training is None else training / machine.operations,
     )
+
+
+@dataclass(frozen=True)
+class CellCost:
+    """An experiment with all its rounds: bytes to and from the client, hours of training at this machine's speed."""
+
+    sent: int
+    returned: int
+    hours: float
+
+
+def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
+    """What each experiment of a sweep costs at least; None if its model or records are not on this machine."""
+    from mpu_cli.experiment.rounds import handout, rounds_of, uninterrupted
+
+    machine = measure_machine()
+    costs: list[CellCost | None] = []
+    read: dict[tuple[str, str, Path | None], int] = {}
+    for cell in cells:
+        played = uninterrupted(cell.experiment)
+        asked = played.unlearning
+        where = (played.base, asked.records.forget, asked.records.data_dir)
+        if not Path(played.base).exists():
+            costs.append(None)
+            continue
+        try:
+            model = open_model(played.base)
+            if where not in read:
+                read[where] = training_tokens(model, asked.records.forget, asked.records.data_dir)
+        except MpuError:
+            costs.append(None)
+            continue
+        one = cost(
+            model, machine, copies=handout(played).noise.copies, optimizer=asked.training.optim,
+            tokens=int(2 * epochs_of(asked) * read[where]),
+        )  # fmt: skip
+        rounds = rounds_of(played)
+        assert one.training_seconds is not None
+        costs.append(CellCost(rounds * one.published, rounds * one.returned, rounds * one.training_seconds / 3600))
+    return costs
+
+
+def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
+    """Number of tokens in all records, encoded as for training: with the chat template if the tokenizer has one.
+
+    Raises MpuError if the model has no tokenizer or the records cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    from mpu_cli.records.encoding import Encoding
+    from mpu_cli.records.reading import read_records
+
+    records = read_records(forget, data_dir)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise MpuError(f"{model.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
+    encoding = Encoding(tokenizer)
+    return sum(len(example.ids) for example in encoding.encode(records))

@@ -1,9 +1,10 @@
 """R rounds of publish → unlearn → aggregate, each party in a folder of its own, and two unprotected baselines.
 
-*mpu* is the protocol. *clean* gives the client the model itself: one copy, no noise, no transform. *noised* gives it
-one copy with noise of scale κ·mean|α_k| (or |c_k|), and the client's result is the next model:
-θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε) (paper, appendix). All three use the same functions and files and differ only in
-what is published.
+*mpu* is the protocol. *clean* gives the client the model itself: one copy, no noise, no transform, and one training for
+as many epochs as all rounds have together, which keeps the optimiser's state, as in the paper. *clean-rounds* does that
+round by round. *noised* gives it one copy with noise of scale κ·mean|α_k| (or |c_k|), and the client's result is
+the next model: θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε) (paper, appendix). All use the same functions and files and differ
+only in what is published.
 
     DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
     DIR/client/round_R/copy_K (removed after unlearning on it), round_R/deltas/…
@@ -38,7 +39,7 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.tag import client_secret
-from mpu_cli.client.unlearn import check_options, deciding, refers_back, unlearn
+from mpu_cli.client.unlearn import check_options, deciding, epochs_of, refers_back, unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG, Outcome, remember
 from mpu_cli.models.source import Model, open_model
@@ -61,7 +62,7 @@ from mpu_cli.version import __version__
 
 
 @dataclass(frozen=True)
-class _Handout:
+class Handout:
     """What the server publishes with in a mode: noise, κ, κ_s, symmetries."""
 
     noise: Scheme
@@ -70,20 +71,29 @@ class _Handout:
     symmetries: str
 
 
-def _handout(experiment: Experiment) -> _Handout:
+def handout(experiment: Experiment) -> Handout:
+    """What the server publishes with."""
     disguise = experiment.disguise
     noise = scheme_of(disguise)
-    if experiment.mode == "clean":
-        return _Handout(Scheme(ZERO_SUM, (1.0,)), 0.0, 0.0, "none")
+    if experiment.mode in ("clean", "clean-rounds"):
+        return Handout(Scheme(ZERO_SUM, (1.0,)), 0.0, 0.0, "none")
     if experiment.mode == "noised":
         mean = math.fsum(noise.scales) / noise.copies
-        return _Handout(Scheme(ZERO_SUM, (mean,)), disguise.kappa, 0.0, "none")
-    return _Handout(noise, disguise.kappa, disguise.shared_noise, disguise.symmetries)
+        return Handout(Scheme(ZERO_SUM, (mean,)), disguise.kappa, 0.0, "none")
+    return Handout(noise, disguise.kappa, disguise.shared_noise, disguise.symmetries)
 
 
 def rounds_of(experiment: Experiment) -> int:
     """The rounds that were asked for, or the paper's for the algorithm."""
     return ALGORITHMS[experiment.unlearning.algo].rounds if experiment.rounds is None else experiment.rounds
+
+
+def uninterrupted(experiment: Experiment) -> Experiment:
+    """``experiment`` as it is played: what is clean has one round with all epochs."""
+    if experiment.mode != "clean":
+        return experiment
+    epochs = rounds_of(experiment) * epochs_of(experiment.unlearning)
+    return replace(experiment, rounds=1, unlearning=replace(experiment.unlearning, epochs=epochs))
 
 
 @dataclass
@@ -108,9 +118,10 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     """
     check_ranges(experiment)
     check_options(experiment.unlearning)
-    _begin(folder, _facts(experiment, data))
+    played = uninterrupted(experiment)
+    _begin(folder, _facts(played, data))
     with _alone(folder):
-        rounds = _Rounds(experiment, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
+        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
         model = rounds.play()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
@@ -170,8 +181,13 @@ class _Rounds:
         done = [number for number in range(1, self.count + 1) if self.model(number).exists()]
         model = str(self.model(done[-1])) if done else self.experiment.base
         for number in range(done[-1] if done else 1, self.count + 1):
+            if self.log.lines and self.log.lines[-1]["step"] == "stop":
+                break
             if not self.model(number).exists():
                 _Round(self, number, model).play()
+            if self._copies_disagree(number):
+                shutil.rmtree(self.model(number))
+                break
             model = str(self.model(number))
             if not self.experiment.keep:
                 if number > 1:
@@ -183,6 +199,22 @@ class _Rounds:
             shutil.rmtree(self.references, ignore_errors=True)
         return Path(model)
 
+    def _copies_disagree(self, number: int) -> bool:
+        """Whether the changes of a round's copies differ too much for the round to count.
+
+        Raises MpuError if those of the first one do.
+        """
+        least = self.experiment.min_cosine
+        told = next(line for line in reversed(self.log.lines) if line["step"] == "aggregate")
+        if least is None or told["round"] != number or not told["smallest_pairwise_cosine"] < least:
+            return False
+        found = f"cosine between copies {told['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
+        if number == 1:
+            raise MpuError(f"round 1: {found}", "lower --kappa or --lr, or use --optim adamw-blockwise")
+        self.log.add("stop", round=number, smallest_pairwise_cosine=told["smallest_pairwise_cosine"])
+        self.observer.note(f"round {number}: {found}; the result is that of round {number - 1}")
+        return True
+
 
 class _Round:
     """One round: ``base`` is what it starts from."""
@@ -190,7 +222,7 @@ class _Round:
     def __init__(self, rounds: _Rounds, number: int, base: str):
         self.rounds, self.experiment, self.number, self.base = rounds, rounds.experiment, number, base
         self.server, self.client = rounds.server / f"round_{number}", rounds.client / f"round_{number}"
-        self.handout = _handout(rounds.experiment)
+        self.handout = handout(rounds.experiment)
         self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
 
     def play(self) -> None:
@@ -366,7 +398,7 @@ def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
     known = declared(Experiment)
     decided = {name: value for name, value in options.items() if known[name].affects_result and name not in elsewhere}
     decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
-    handout = _handout(experiment)
+    handed_out = handout(experiment)
 
     def digest(records: Sequence[Record]) -> str:
         rows = [asdict(record) | {"place": ""} for record in records]
@@ -379,7 +411,7 @@ def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
                 "mpu": __version__,
                 "experiment": decided,
                 "without_effect": {name: value for name, value in options.items() if name not in decided},
-                "published": asdict(handout),
+                "published": asdict(handed_out),
                 "base": _identity(open_model(experiment.base)).fingerprint,
                 "reference": _identity(open_model(experiment.reference)).fingerprint if experiment.reference else None,
                 "records": {name: {"count": len(of), "sha256": digest(of)} for name, of in sets.items()}

@@ -9,6 +9,8 @@ forget_split = "forget01"
 
 [[cases]]                            # options that change together; the grid is run for each
 forget = "tofu:forget01"
+
+[paper]                              # what others measured, for the reader: text, and lines like those of results
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,8 @@ from mpu_cli.evaluation.benchmarks import Benchmark, benchmark_of
 from mpu_cli.evaluation.evaluate import choose, evaluate
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.experiment.rounds import rounds_of, run
+from mpu_cli.experiment.jobs import Jobs
+from mpu_cli.experiment.rounds import run
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
@@ -44,11 +48,16 @@ from mpu_cli.toml import read_toml
 # of [eval]; those of the run by default
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
+_OF_COPIES = ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed")
 IGNORED = {
-    "clean": ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed"),
+    "clean": _OF_COPIES,
+    "clean-rounds": _OF_COPIES,
     "noised": ("shared_noise", "symmetries"),
 }
 RESULTS = "results.jsonl"
+FORGET_QUALITY = "forget_quality"
+LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
+RETAIN_MODEL = "retain_model"  # of [eval]: the model that never saw the forget set, of which the sweep makes the log
 
 
 @dataclass(frozen=True)
@@ -69,26 +78,35 @@ class Cell:
         """Options of eval; where [eval] does not say, records are measured as they were trained."""
         trained = flat(self.experiment)
         given = {name: trained[name] for name in AS_TRAINED} | self.evaluation
+        given.pop(RETAIN_MODEL, None)  # its log is made first
         if given.get("benchmark") == "qa":
             own = {name: trained[name] for name in ("forget", "retain") if Path(str(trained[name])).exists()}
             given = own | given
         return from_flat(Measuring, given)
 
 
-def read_sweep(path: Path) -> list[Cell]:
-    """The cells of a sweep file, in order, each once. Raises MpuError or UsageError, naming the place."""
+def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> list[Cell]:
+    """The cells of a sweep file, in order, each once; ``overrides`` replace options, "eval.…" those of eval.
+
+    Raises MpuError or UsageError, naming the place.
+    """
     document = read_toml(path)
+    document.pop("paper", None)
     evaluation = document.pop("eval", {})
     cases = document.pop("cases", [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise UsageError(f"{path}: cases: must be tables, each under a line [[cases]]")
     if not all(isinstance(table, dict) for table in (evaluation, *(case.get("eval", {}) for case in cases))):
         raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
+    of_eval = {n.removeprefix("eval."): v for n, v in (overrides or {}).items() if n.startswith("eval.")}
+    of_run = {name: value for name, value in (overrides or {}).items() if not name.startswith("eval.")}
     cells: dict[str, Cell] = {}
     for case in cases:
-        options = {**document, **{name: value for name, value in case.items() if name != "eval"}}
-        measured = {**evaluation, **case.get("eval", {})}
-        from_flat(Measuring, measured, f"{path}: [eval] ")
+        options = {**document, **{name: value for name, value in case.items() if name != "eval"}, **of_run}
+        measured = {**evaluation, **case.get("eval", {}), **of_eval}
+        from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
+        if RETAIN_MODEL in measured and "retain_log" in measured:
+            raise UsageError(f"{path}: [eval] retain_model: there is a retain_log already", "leave one of them out")
         axes = {name: value for name, value in options.items() if isinstance(value, list)}
         if empty := [name for name, values in axes.items() if not values]:
             raise UsageError(f"{path}: {empty[0]} = []: an axis needs a value")
@@ -144,13 +162,14 @@ def _digest(cell: Cell) -> str:
 
 
 def sweep(
-    cells: Sequence[Cell], folder: Path, observer: Observer = SILENT
+    cells: Sequence[Cell], folder: Path, observer: Observer = SILENT, jobs: Jobs | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, MpuError]]:
     """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and the
     reason for each cell that failed.
 
-    A cell's models are removed once it is evaluated, unless it says ``keep = true``; its log and result stay. Raises
-    MpuError or UsageError, before anything is run, for options that do not work.
+    A cell's models are removed once it is evaluated, unless it says ``keep = true``; its log and result stay. With
+    ``jobs``, several cells run at once. Raises MpuError or UsageError, before anything is run, for options that do not
+    work.
     """
     for cell in cells:
         check_options(cell.experiment.unlearning)
@@ -158,30 +177,55 @@ def sweep(
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)
+    cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     results = folder / RESULTS
-    done = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
+    kept = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
+    done = {cell.name: kept[cell.name] for cell in cells if kept.get(cell.name, {}).get("digest") == _digest(cell)}
     failed: dict[str, MpuError] = {}
-    for number, cell in enumerate(cells, 1):
-        if done.get(cell.name, {}).get("digest") == _digest(cell):
-            continue
-        done.pop(cell.name, None)
+
+    def attempt(number: int, cell: Cell) -> None:
         observer.note(f"{number} of {len(cells)}: {cell.name}")
-        own, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
         try:
-            outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
-            metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
+            line = jobs.play(cell.name) if jobs else play(cell, folder, observer)
         except MpuError as error:
             failed[cell.name] = error
-            continue
-        done[cell.name] = {
-            "name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log),
-        }  # fmt: skip
-        append_line(results, done[cell.name])
-        if not experiment.keep:
-            shutil.rmtree(
-                folder / cell.name / "server" / f"round_{rounds_of(experiment)}" / "model", ignore_errors=True
-            )
+            return
+        done[cell.name] = line
+        append_line(results, line)
+
+    todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
+    with ThreadPoolExecutor(jobs.count if jobs else 1) as pool:
+        for running in [pool.submit(attempt, *each) for each in todo]:
+            running.result()
     return [done[cell.name] for cell in cells if cell.name in done], failed
+
+
+def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
+    """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
+    own, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
+    cell = _with_retain_log(cell, folder, own)
+    outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
+    metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
+    if not experiment.keep:
+        shutil.rmtree(outcome.model, ignore_errors=True)
+    return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log)}
+
+
+def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
+    """``cell`` with the log of its retain model, measured now unless ``folder`` has it."""
+    model = cell.evaluation.get(RETAIN_MODEL)
+    if model is None:
+        return cell
+    asked = json.dumps([model, flat(cell.measuring)], sort_keys=True, default=str)
+    log = folder / f"retain-{hashlib.sha256(asked.encode()).hexdigest()[:6]}.json"
+    if not log.exists():
+        observer.note(f"measuring {model}, the retain model")
+        benchmark = benchmark_of(cell.measuring, None)
+        wanted = [*cell.measuring.metrics, *LOGGED] if cell.measuring.metrics else []
+        options = replace(cell.measuring, metrics=tuple(name for name in wanted if name in benchmark.metrics))
+        evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
+    evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
+    return replace(cell, evaluation={**evaluation, "retain_log": str(log)})
 
 
 def measured(cells: Sequence[Cell]) -> list[str]:
@@ -189,6 +233,7 @@ def measured(cells: Sequence[Cell]) -> list[str]:
     names: dict[str, None] = {}
     for cell in cells:
         names |= dict.fromkeys(_benchmark(cell)[1])
+        names |= {FORGET_QUALITY: None} if RETAIN_MODEL in cell.evaluation else {}
     return list(names)
 
 
@@ -199,7 +244,10 @@ def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
     """
     options = cell.measuring
     benchmark = benchmark_of(options, read_retain_log(options.retain_log) if options.retain_log else None)
-    return benchmark, choose(benchmark, options.metrics, options.reference_model is not None)
+    names = options.metrics
+    if RETAIN_MODEL in cell.evaluation:  # its log is not made yet
+        names = tuple(name for name in names if name != FORGET_QUALITY)
+    return benchmark, choose(benchmark, names, options.reference_model is not None)
 
 
 def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, object]:

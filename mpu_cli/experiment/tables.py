@@ -61,6 +61,39 @@ def pivot(
     return tables
 
 
+def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict[str, tuple[float, int]]]:
+    """How far each mode is from clean, in percent, and of how many algorithms that is the mean; by mode and metric.
+
+    An algorithm counts with the mean of its runs, each compared with the clean run that it agrees with.
+    """
+    clean = [line for line in lines if line.get("mode") == "clean"]
+    found: dict[str, dict[str, tuple[float, int]]] = {}
+    for mode in dict.fromkeys(str(line["mode"]) for line in lines if line.get("mode", "clean") != "clean"):
+        for metric in metrics:
+            means = []
+            for algo in dict.fromkeys(line.get("algo") for line in lines):
+                runs = [line for line in lines if line.get("mode") == mode and line.get("algo") == algo]
+                distances = [d for line in runs for d in _distances([line], clean, metric, [*_axes(line)])]
+                means += [statistics.fmean(distances)] if distances else []
+            if means:
+                found.setdefault(mode, {})[metric] = statistics.fmean(means), len(means)
+    return found
+
+
+def sentences(found: Mapping[str, tuple[float, int]]) -> list[str]:
+    """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
+    said = []
+    for count in dict.fromkeys(count for _, count in found.values()):
+        parts = [f"{distance:.2g} % ({metric})" for metric, (distance, of) in found.items() if of == count]
+        plural = "s" if count > 1 else ""
+        said.append(f"average degradation (distance from clean) over {count} algorithm{plural}: {', '.join(parts)}")
+    return said
+
+
+def _axes(line: Line) -> list[str]:
+    return [name for name in line if name not in (*FIXED, "mode")]
+
+
 def _fits(line: Line, where: Mapping[str, object]) -> bool:
     """Whether ``line`` agrees with ``where`` on every option that it has."""
     return all(name not in line or line[name] == value for name, value in where.items())

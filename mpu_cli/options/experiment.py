@@ -9,7 +9,7 @@ from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Disguise, ServerRate, Stored
 from mpu_cli.options.unlearning import Unlearning
 
-Mode = Literal["mpu", "clean", "noised"]
+Mode = Literal["mpu", "clean", "clean-rounds", "noised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,13 @@ class Experiment:
     base: str = option(..., "The server's model: file, directory or Hub id.", metavar="BASE", argument=True)
     mode: Mode = option(
         "mpu",
-        "mpu: the protocol; clean: the model itself goes to the client; noised: one noisy copy, whose noise stays.",
+        "mpu: the protocol; clean: unlearning on the model itself, uninterrupted, for as many epochs as all rounds "
+        "have; clean-rounds: the same in rounds, each with a new optimiser; noised: one noisy copy, whose noise stays.",
     )
     rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
+    min_cosine: float | None = option(
+        None, "Stop before the first round in which two copies' changes have a smaller cosine.", least=-1, below=1
+    )
     keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)
     loss_reference: Literal["original", "round"] = option(
         "original",

@@ -172,6 +172,9 @@ class Unlearning:
     epochs: int | None = option(
         None, "Passes over the forget set per round (default: the paper's for the algorithm).", above=0
     )
+    delta_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Write the delta in this dtype (default: float32, or float64 if trained in it): half the traffic."
+    )
     records: Records = group(Records)
     prompts: Prompts = group(Prompts)
     loss: Loss = group(Loss)

@@ -92,6 +92,7 @@ def aggregate_adapter(
             for name, factor in tensors.items():
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
-        result = replace(agreement(out, gram, keys.noise, deltas), outliers=tuple(outliers))
+        manifests = {delta.copy: delta.manifest for delta in deltas}
+        result = replace(agreement(out, gram, keys.noise, manifests), outliers=tuple(outliers))
         (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
     return result

@@ -11,15 +11,14 @@ from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from mpu_cli.architectures.layout import TensorLayout
+from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.dtypes import NAME, OPTION, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import combine, piece_digests
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
@@ -39,7 +38,7 @@ from mpu_cli.server.deltas import (
     outliers_of,
 )
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.undo import Undoing
+from mpu_cli.server.undo import Change, Undoing
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, row_slices
 
 # For one slice: the deltas' inner products (m, m; upper triangle 0) and, if measured, the squared norms of the update's
@@ -47,6 +46,14 @@ from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, ro
 _Sums = tuple[list[list[float]], list[float]]
 
 Begun = TypeVar("Begun")
+
+
+class Changes(Protocol):
+    """What is added up: for each tensor a change from each of ``deltas``, in the base's coordinates."""
+
+    deltas: Sequence[Delta]
+
+    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]: ...
 
 
 def aggregate(
@@ -65,56 +72,74 @@ def aggregate(
     published, or for NaN and Inf; UsageError if a number in ``options`` is out of range.
     """
     layout, weights = check_round(base, deltas, keys, options)
-    source = base.checkpoint
-    specs = model_specs(source, layout, OPTION[options.dtype] if options.dtype else None)
-    observer.stage("aggregate", source.nbytes)
-    facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
     undoing = Undoing(deltas, keys, layout)
-    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
-    rounding = torch.zeros(2, dtype=torch.float64)
-    digests: dict[str, list[bytes]] = {}
-    outliers: list[tuple[str, int, float]] = []
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
-        with ExitStack() as stack:
-            writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
-            pool = stack.enter_context(worker_pool())
-
-            def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
-                digesting = piece_digests(source, tensor.name, pool)
-                if not tensor.constant:
-                    return digesting, _combine(pool, tensor, source, undoing, weights * options.server_lr, writer)
-                writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
-                return digesting, []
-
-            for tensor, (digesting, combining) in _one_ahead(begin, layout.tensors.values()):
-                name = tensor.name
-                digests[name] = list(digesting)
-                if combining:
-                    parts = zip(*(future.result() for future in combining), strict=True)
-                    products, squares = (torch.tensor(part, dtype=torch.float64).sum(0) for part in parts)
-                    products += products.tril(-1).T
-                    gram += products
-                    rounding += squares
-                    outliers += outliers_of(name, products, deltas)
-                for checkpoint in (source, *(delta.checkpoint for delta in deltas)):
-                    if name in checkpoint.tensors:
-                        checkpoint.forget_pages(name)
-                writer.forget_pages(name)
-                observer.advance(source.tensors[name].nbytes)
-            if layout.alias:
-                digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
-            check_base(base, keys, combine(source.tensors, digests))
+        gram, facts = write_model(base, undoing, layout, weights, keys, options, folder, observer)
         check_norms(gram, deltas, options.max_norm)
-        lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-        result = replace(agreement(out, gram, keys.noise, deltas), rounding=lost, outliers=tuple(outliers))
-        write_small_files(base, folder, specs)
-        write_json(folder / MANIFEST_NAME, facts)
+        result = replace(agreement(out, gram, keys.noise, {delta.copy: delta.manifest for delta in deltas}), **facts)
         (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     return result
 
 
-def _one_ahead(
+def write_model(
+    base: Model,
+    undoing: Changes,
+    layout: Layout,
+    weights: torch.Tensor,
+    keys: Keys,
+    options: Aggregating,
+    folder: Path,
+    observer: Observer = SILENT,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card.
+
+    Returns the inner products of the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
+    """
+    source = base.checkpoint
+    specs = model_specs(source, layout, OPTION[options.dtype] if options.dtype else None)
+    observer.stage("aggregate", source.nbytes)
+    facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
+    deltas = undoing.deltas
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    rounding = torch.zeros(2, dtype=torch.float64)
+    digests: dict[str, list[bytes]] = {}
+    outliers: list[tuple[str, int, float]] = []
+    with ExitStack() as stack:
+        writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
+        pool = stack.enter_context(worker_pool())
+
+        def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
+            digesting = piece_digests(source, tensor.name, pool)
+            if not tensor.constant:
+                before = source.tensor(tensor.name)
+                return digesting, add_up(pool, tensor, before, undoing, weights * options.server_lr, writer)
+            writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
+            return digesting, []
+
+        for tensor, (digesting, adding) in one_ahead(begin, layout.tensors.values()):
+            name = tensor.name
+            digests[name] = list(digesting)
+            if adding:
+                products, squares = sums_of(adding)
+                gram += products
+                rounding += squares
+                outliers += outliers_of(name, products, deltas)
+            for checkpoint in (source, *(delta.checkpoint for delta in deltas)):
+                if name in checkpoint.tensors:
+                    checkpoint.forget_pages(name)
+            writer.forget_pages(name)
+            observer.advance(source.tensors[name].nbytes)
+        if layout.alias:
+            digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
+        check_base(base, keys, combine(source.tensors, digests))
+    lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
+    write_small_files(base, folder, specs)
+    write_json(folder / MANIFEST_NAME, facts)
+    return gram, {"rounding": lost, "outliers": tuple(outliers)}
+
+
+def one_ahead(
     begin: Callable[[TensorLayout], Begun], tensors: Iterable[TensorLayout]
 ) -> Iterator[tuple[TensorLayout, Begun]]:
     """Yield each tensor and its ``begin(tensor)`` once the next one has begun too, so that no core is idle."""
@@ -126,16 +151,24 @@ def _one_ahead(
     yield from waiting
 
 
-def _combine(
+def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All slices of a tensor together: inner products, float64 (m, m), and squares of what rounding lost, (2,)."""
+    parts = zip(*(future.result() for future in adding), strict=True)
+    products, squares = (torch.tensor(part, dtype=torch.float64).sum(0) for part in parts)
+    return products + products.tril(-1).T, squares
+
+
+def add_up(
     pool: Executor,
     tensor: TensorLayout,
-    source: Checkpoint,
-    undoing: Undoing,
+    source: torch.Tensor | None,
+    undoing: Changes,
     rates: torch.Tensor,
     writer: CheckpointWriter,
 ) -> list[Future[_Sums]]:
-    """Start writing one tensor of the result; each slice returns its ``_Sums``."""
-    before, target = as_matrix(source.tensor(tensor.name)), as_matrix(writer.tensor(tensor.name))
+    """Start writing ``source`` (None: zeros) plus the changes to one tensor times their rates; see ``sums_of``."""
+    target = as_matrix(writer.tensor(tensor.name))
+    before = torch.zeros((), dtype=target.dtype).expand(target.shape) if source is None else as_matrix(source)
     changes = undoing.changes(tensor)
     given = [change for change in changes if change is not None]
     dtype = compute_dtype(*(NAME[d] for d in (before.dtype, target.dtype, *(d for c in given for d in c.dtypes))))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mpu_cli.server.deltas import Delta, trained_differently
+from mpu_cli.manifest import DeltaManifest
+from mpu_cli.server.deltas import trained_differently
 from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.noise import Scheme
 
@@ -86,8 +87,8 @@ class Aggregation:
             yield self.error.warning
 
 
-def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, deltas: Sequence[Delta]) -> Aggregation:
-    """How the copies agree, from the inner products of their undone deltas, float64 (m, m)."""
+def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, manifests: Mapping[int, DeltaManifest]) -> Aggregation:
+    """How the copies agree, from the inner products of their undone deltas, float64 (m, m), and each one's manifest."""
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
@@ -100,6 +101,6 @@ def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, deltas: Sequence[D
         norm=norm,
         rounding=0.0,
         error=error_estimate(scheme, gram),
-        trained_differently=trained_differently(deltas),
-        algorithms=tuple(delta.manifest.algorithm for delta in deltas),
+        trained_differently=trained_differently({copy: m.trained for copy, m in manifests.items()}),
+        algorithms=tuple(manifest.algorithm for manifest in manifests.values()),
     )

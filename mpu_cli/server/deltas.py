@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,7 @@ def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, 
 
 def check_same_tensors(deltas: Sequence[Delta]) -> None:
     """Raise MpuError if a round's LoRA deltas adapt different tensors: noise cancels only where all of them do."""
-    first = deltas[0]
-    for delta in deltas[1:]:
+    for first, delta in itertools.product(deltas[:1], deltas[1:]):
         if "lora" not in (first.manifest.kind, delta.manifest.kind):
             continue
         if odd := set(first.checkpoint.tensors) ^ set(delta.checkpoint.tensors):
@@ -114,14 +114,17 @@ def check_same_tensors(deltas: Sequence[Delta]) -> None:
             )
 
 
-def trained_differently(deltas: Sequence[Delta]) -> tuple[tuple[int, int, str], ...]:
-    """A copy, a later one, and the tag in which they differ. Tags under different keys cannot be compared."""
-    first: dict[str, tuple[int, dict[str, str]]] = {}  # by key, the first copy with tags under it
+def trained_differently(tags: Mapping[int, Mapping[str, str] | None]) -> tuple[tuple[int, int, str], ...]:
+    """A copy, a later one, and the tag in which they differ, from the tags of each copy.
+
+    Tags under different keys cannot be compared.
+    """
+    first: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
     unlike = []
-    for delta in deltas:
-        tags = delta.manifest.trained or {}
-        one, expected = first.setdefault(str(tags.get("key")), (delta.copy, tags))
-        unlike += [(one, delta.copy, name) for name in sorted(expected) if tags.get(name) != expected[name]]
+    for copy, given in tags.items():
+        own = given or {}
+        one, expected = first.setdefault(str(own.get("key")), (copy, own))
+        unlike += [(one, copy, name) for name in sorted(expected) if own.get(name) != expected[name]]
     return tuple(unlike)
 
 
@@ -174,12 +177,17 @@ def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | N
 
 def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> tuple[Layout, torch.Tensor]:
     """The base's layout and the weights, float64 (m,), after checking that every copy has a delta that fits."""
-    check_ranges(options)
     if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
         raise MpuError(
             f"no delta for copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
             "or the noise does not cancel"
         )
+    return check_fits(base, deltas, keys, options), keys.noise.weights
+
+
+def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
+    """The base's layout, after checking that the deltas fit it and each other."""
+    check_ranges(options)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
     try:
@@ -190,7 +198,7 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
             check_base(base, keys, fingerprint(base.checkpoint, pool))
         raise
     check_same_tensors(deltas)
-    return layout, keys.noise.weights
+    return layout
 
 
 def check_base(base: Model, keys: Keys, digest: str) -> None:

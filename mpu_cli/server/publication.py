@@ -15,7 +15,7 @@ from mpu_cli.manifest import CopyManifest
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.server.calibration import calibrate
-from mpu_cli.server.keys import Calibration
+from mpu_cli.server.keys import Calibration, Keys
 from mpu_cli.server.noise import EXTRAPOLATE, RANDOM, Scheme, default_scheme, scheme_of
 from mpu_cli.server.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.symmetry.transform import Transform
@@ -56,6 +56,13 @@ class Publication:
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1."""
         return make_transform(self.randomness, self.round, copy, layout, self.symmetries)
+
+    def of_keys(self, keys: Keys) -> Publication:
+        """This publication with the secrets, names and noise of ``keys``, to make further copies of theirs."""
+        return replace(
+            self, seed=bytes.fromhex(keys.seed), seed_is_secret=keys.seed_is_secret, noise=keys.noise, run=keys.run,
+            round=keys.round,
+        )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
         """The manifest of each copy of a base with these ``tensors``, scaled to ``reference`` (its address).

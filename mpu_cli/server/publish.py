@@ -93,23 +93,29 @@ def publish(
     target: Target,
     *,
     only: Sequence[int] | None = None,
+    known: Keys | None = None,
     observer: Observer = SILENT,
     profile: Profile | None = None,
 ) -> Published:
     """Write the copies of ``publication`` and its sealed keys to ``target``, all or nothing.
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − reference, or base without one (docs/design.md). ``only``
-    names the copies to write, counted from 1, if not all are wanted. ``profile`` collects where the time goes.
+    names the copies to write, counted from 1, if not all are wanted; ``known`` are the keys of this publication if
+    another copy of it was made before: they stay as they are. ``profile`` collects where the time goes.
 
-    Raises MpuError if the base or the reference does not fit, holds NaN, or an output exists.
+    Raises MpuError if the base or the reference does not fit, holds NaN, an output exists, or ``known`` belong to
+    another publication.
     """
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
+    if known and known.copy_ids != tuple(m.copy_id for m in manifests):
+        raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
     written = [m for m in manifests if only is None or m.copy in only]
     specs = model_specs(base.checkpoint, layout, publication.dtype)
     observer.stage("publish", base.checkpoint.nbytes)
     with Transaction(force=target.force) as transaction:
-        keys_output = transaction.add(target.keys)  # renamed first: copies whose keys are lost would be wasted work
+        # Renamed first: copies whose keys are lost would be wasted work.
+        keys_output = None if known else transaction.add(target.keys)
         paths = [target.copy(manifest) for manifest in written]
         outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
         folders = outputs
@@ -168,7 +174,10 @@ def publish(
             shared_sigma=writing.shared_sigma,
             calibration=publication.calibration,
         )
-        write_private(keys_output, target.seal(keys))
+        if keys_output:
+            write_private(keys_output, target.seal(keys))
+        elif known and known.base.fingerprint != fingerprint:
+            raise MpuError(f"{base.source}: is not the model whose copies {target.keys} belongs to")
     return Published(paths, target.keys, keys, reports)
 
 

@@ -26,7 +26,7 @@ from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 
 @dataclass(frozen=True)
-class _Full:
+class Full:
     """One delta's change to one tensor, inverted slice by slice."""
 
     mapping: TensorMap
@@ -49,7 +49,7 @@ class LowRank:
         rank = left.shape[-1]
         by_rows, by_columns = mapping.split(rank)
         self.mapping, self.dtypes = by_rows, (left.dtype, right.dtype)
-        self._left = _Full(by_rows, as_matrix(left))
+        self._left = Full(by_rows, as_matrix(left))
         right = as_matrix(right)
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
         starts = range(0, len(right), rank) if len(right) else [0]
@@ -65,6 +65,9 @@ class LowRank:
     def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
         return self._left.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
+
+
+Change = Full | LowRank
 
 
 class Undoing:
@@ -85,13 +88,13 @@ class Undoing:
         """What each delta calls ``tensor``: in a copy, experts change places."""
         return [tensor.name if t is None else t.name(tensor) for t in self._transforms]
 
-    def changes(self, tensor: TensorLayout) -> list[_Full | LowRank | None]:
+    def changes(self, tensor: TensorLayout) -> list[Change | None]:
         """Each delta's change to ``tensor``; None if it has none (a tensor that LoRA did not adapt)."""
-        changes: list[_Full | LowRank | None] = []
+        changes: list[Change | None] = []
         for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
             held = delta.checkpoint
             if delta.manifest.kind == "full":
-                changes.append(_Full(mapping, as_matrix(held.tensor(name))))
+                changes.append(Full(mapping, as_matrix(held.tensor(name))))
             elif name + LEFT in held.tensors:
                 factors = (held.tensor(name + end) for end in (LEFT, RIGHT))
                 changes.append(LowRank(mapping, *factors))
@@ -138,7 +141,7 @@ def _invert_tensor(
 
     def work(bounds: tuple[int, int]) -> None:
         start, stop = bounds
-        undone = _Full(mapping, change).rows(start, stop, dtype)
+        undone = Full(mapping, change).rows(start, stop, dtype)
         check_finite(undone, float(undone.square().sum()), delta, name)
         target[start:stop] = undone.to(target.dtype)
 

@@ -1,0 +1,60 @@
+"""Cells of a sweep side by side, each in a process of its own: one for each device, or with a share of the cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError
+
+OUTPUT = "output.txt"  # in a cell's folder: what its process said
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Up to ``count`` processes at once; ``command`` are the arguments of ``mpu`` that run one cell, but for its name,
+    and print its line of results."""
+
+    count: int
+    command: Sequence[str]
+    folder: Path
+    _places: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        for place in range(self.count):
+            self._places.put(place)
+
+    def play(self, name: str) -> dict[str, Any]:
+        """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""
+        place = self._places.get()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "mpu_cli", *self.command, "--cell", name],
+                capture_output=True, text=True, env={**os.environ, **self._environment(place)}, check=False,
+            )  # fmt: skip
+        finally:
+            self._places.put(place)
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTPUT).write_text(done.stderr, encoding="utf-8")
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            said = [line.removeprefix("mpu: error: ") for line in done.stderr.splitlines() if "error: " in line]
+            reason = said[0] if said else f"exit status {done.returncode}"
+            raise MpuError(reason, f"{folder / OUTPUT} has all that it said") from None
+
+    def _environment(self, place: int) -> dict[str, str]:
+        import torch
+
+        if devices := torch.cuda.device_count():
+            allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+            return {"CUDA_VISIBLE_DEVICES": allowed[place % devices]}
+        return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.count))}

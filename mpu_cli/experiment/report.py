@@ -1,0 +1,165 @@
+"""A sweep as one HTML page: tables with the best in bold, forgetting against utility, a curve for each numeric axis.
+
+Modes differ by marker and line as well as by colour, so that the page can be printed in black and white.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.errors import MpuError
+from mpu_cli.evaluation.results import best, goal
+from mpu_cli.experiment.sweep import RESULTS
+from mpu_cli.experiment.tables import FIXED, REPEATS, Line, degradation, half_interval, pivot, sentences
+from mpu_cli.figures import PALETTE, html_table, legend_below, make_figure, page, svg
+from mpu_cli.resumption import read_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAIN = ("forget_quality", "forget_truth_ratio", "model_utility", "privleak", "forget_Q_A_Prob", "retain_Q_A_Prob")
+FORGETTING = ("forget_truth_ratio", "forget_quality", "extraction_strength", "forget_Q_A_Prob", "forget_Q_A_ROUGE")
+UTILITY = ("model_utility", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_knowmem_ROUGE")
+MARKERS, LINES = "osD^vPX*h", ("-", "--", ":", "-.")
+MODES = {"clean": ("#000000", "full"), "clean-rounds": ("#777777", "full"), "noised": ("#D55E00", "none"),
+         "mpu": ("#0072B2", "full")}  # fmt: skip
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a sweep. Raises MpuError if ``folder`` holds none."""
+    lines = read_lines(folder / RESULTS, "run the sweep again")
+    if not lines:
+        raise MpuError(f"{folder}: has no {RESULTS}, or an empty one", "pass the folder of a sweep")
+    try:
+        latest = {str(line["name"]): line for line in lines}
+        return [line for line in latest.values() if isinstance(line["metrics"], dict)]
+    except (KeyError, TypeError) as error:
+        raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
+
+
+def write_report(
+    lines: Sequence[Line],
+    target: Path,
+    title: str,
+    metrics: Sequence[str] | None = None,
+    over: Sequence[str] | None = None,
+    *,
+    force: bool = False,
+) -> None:
+    """Write the page. Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes."""
+    had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
+    names = list(metrics or [name for name in MAIN if name in had] or had)
+    repeats = [name for name in REPEATS if any(name in line for line in lines)] if over is None else list(over)
+    tables = pivot(lines, names, None, over)
+    parts = [
+        f"<p>{len(lines)} experiments, {sum(line.get('seconds') or 0 for line in lines) / 60:.0f} minutes of work "
+        "without evaluation. Bold: best of its row. Where runs are averaged, ± is half of the 95 % interval.</p>"
+    ]
+    for mode, found in degradation(lines, names).items():
+        parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(found)]
+    for name, (head, *rows) in tables.items():
+        parts += [
+            f"<h2>{html.escape(name)}</h2>",
+            html_table(head, [_marked(head, r, name) for r in rows], escape=False),
+        ]
+    forgetting = next((name for name in FORGETTING if name in had), None)
+    utility = next((name for name in UTILITY if name in had), None)
+    if forgetting and utility:
+        figure = make_figure([lambda axes: _plane(axes, lines, utility, forgetting)], None)
+        parts += ["<h2>Forgetting against utility</h2>", svg(figure)]
+    for axis in _numeric_axes(lines, repeats):
+        panels = [_curves(lines, axis, name, repeats) for name in names]
+        parts += [f"<h2>{html.escape(axis)}</h2>", svg(make_figure(panels, None))]
+    with Transaction(force=force) as transaction:
+        transaction.add(target).write_text(page(title, parts), encoding="utf-8")
+
+
+def _marked(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
+    """``row`` as HTML, with the best value in bold; axes and distances do not compete."""
+    values: list[float | None] = []
+    for name, cell in zip(head, row, strict=True):
+        number = cell.split(" ±")[0]
+        values.append(_number(number) if name in MODES else None)
+    marked = best(values, goal(metric))
+    return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _mean(lines: Sequence[Line], metric: str) -> tuple[float, float] | None:
+    """The mean of a metric and half of its 95 % interval (0 for a single run); None if no run has it."""
+    values = [line["metrics"].get(metric) for line in lines]
+    known = [float(value) for value in values if isinstance(value, int | float)]
+    if not known:
+        return None
+    return statistics.fmean(known), half_interval(known) if len(known) > 1 else 0.0
+
+
+def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> None:
+    """A point for each algorithm and mode: the marker says which algorithm, colour and filling which mode."""
+    algorithms = list(dict.fromkeys(str(line.get("algo", "")) for line in lines))
+    modes = list(dict.fromkeys(str(line.get("mode", "mpu")) for line in lines))
+    for (i, algo), mode in itertools.product(enumerate(algorithms), modes):
+        own = [line for line in lines if line.get("algo", "") == algo and line.get("mode", "mpu") == mode]
+        x, y = _mean(own, utility), _mean(own, forgetting)
+        if x and y:
+            colour, filled = MODES.get(mode, (PALETTE[3], "full"))
+            axes.errorbar(
+                x[0], y[0], xerr=x[1] or None, yerr=y[1] or None, marker=MARKERS[i % len(MARKERS)], color=colour,
+                fillstyle=filled, linestyle="", markersize=8, label=f"{algo} {mode}".strip(), capsize=2,
+            )  # fmt: skip
+    axes.set_xlabel(utility)
+    axes.set_ylabel(forgetting)
+    legend_below(axes, min(3, len(modes)))
+
+
+def _numeric_axes(lines: Sequence[Line], repeats: Sequence[str]) -> list[str]:
+    """Options with numbers for values, of which the sweep has several."""
+    names = dict.fromkeys(name for line in lines for name in line if name not in (*FIXED, *repeats))
+    values = {name: {line[name] for line in lines if isinstance(line.get(name), int | float)} for name in names}
+    return [name for name, known in values.items() if len(known) > 1]
+
+
+def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str]) -> Callable[[Axes], None]:
+    """A panel with a line for each combination of the other options; what ignores the axis is level."""
+
+    def group(line: Line) -> tuple[tuple[str, str], ...]:
+        return tuple((k, str(v)) for k, v in line.items() if k not in (*FIXED, *repeats, axis))
+
+    groups: dict[tuple[tuple[str, str], ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(group(line), []).append(line)
+
+    def draw(axes: Axes) -> None:
+        for i, (names, own) in enumerate(groups.items()):
+            facts: Mapping[str, str] = dict(names)
+            label = " ".join(value for value in facts.values() if value != "default")
+            colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
+            style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
+            places = sorted({line[axis] for line in own if isinstance(line.get(axis), int | float)})
+            points = [(x, found) for x in places if (found := _mean([c for c in own if c.get(axis) == x], metric))]
+            if points:
+                axes.errorbar(
+                    [x for x, _ in points], [y for _, (y, _) in points], yerr=[half for _, (_, half) in points],
+                    marker=MARKERS[i % len(MARKERS)], fillstyle=filled, capsize=2, **style,
+                )  # fmt: skip
+            elif found := _mean(own, metric):
+                axes.axhline(found[0], **style)
+        axes.set_xlabel(axis)
+        axes.set_ylabel(metric)
+        if axis == "kappa":
+            axes.set_xscale("symlog", linthresh=1e-3)
+        legend_below(axes, 2)
+
+    return draw

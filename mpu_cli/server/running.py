@@ -1,0 +1,195 @@
+"""A round's deltas one at a time, as they arrive: Σ_k w_k T_k⁻¹(Δ_k) so far, in a file; each delta can then be deleted.
+
+    DIR/sums.safetensors   the sum, float32 (float64 if a delta is)
+    DIR/mpu.json           which copies are in it, their norms, how each fits the sum of those before it
+
+The sum is rewritten whole for each delta, so an interruption leaves the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu_cli.architectures.layout import Layout, TensorLayout
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import MANIFEST_NAME, VERSION, DeltaManifest
+from mpu_cli.models.files import write_json
+from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.server.aggregate import add_up, one_ahead, sums_of, write_model
+from mpu_cli.server.agreement import Aggregation, agreement
+from mpu_cli.server.card import CARD, card
+from mpu_cli.server.deltas import Delta, check_fits, check_norms
+from mpu_cli.server.keys import Keys
+from mpu_cli.server.undo import Change, Full, Undoing
+from mpu_cli.symmetry.transform import TensorMap, as_matrix
+
+SUMS, FACTS = "sums.safetensors", MANIFEST_NAME
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is kept of a delta: its copy, a digest of its tensors' names, its norm, and its cosine with the sum of those
+    before it (None for the first)."""
+
+    copy: int
+    names: str
+    norm: float
+    cosine: float | None
+    algorithm: str
+    trained: dict[str, str] | None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A sum so far, and its norm."""
+
+    folder: Path
+    parts: tuple[Part, ...]
+    norm: float
+
+    @property
+    def copies(self) -> list[int]:
+        return sorted(part.copy for part in self.parts)
+
+
+class _WithSum:
+    """The changes of deltas, after that of the sum so far if there is one."""
+
+    def __init__(self, held: Checkpoint | None, undoing: Undoing | None):
+        self._held, self._undoing = held, undoing
+        summed = [] if held is None else [Delta(held.path, held, DeltaManifest(None, "", inverted=True))]
+        self.deltas: Sequence[Delta] = [*summed, *(undoing.deltas if undoing else [])]
+
+    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
+        summed = [] if self._held is None else [Full(TensorMap(None, None), as_matrix(self._held.tensor(tensor.name)))]
+        return [*summed, *(self._undoing.changes(tensor) if self._undoing else [])]
+
+
+def read_running(folder: Path, keys: Keys) -> Running:
+    """The sum in ``folder``, of no delta yet if there is none. Raises MpuError if it is of another publication."""
+    path = folder / FACTS
+    if not path.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise MpuError(f"{folder}: already exists and holds no running sum", "choose another folder")
+        return Running(folder, (), 0.0)
+    facts: dict[str, Any] = dict(read_json_object(path))
+    if (facts.get("run"), facts.get("round"), facts.get("copy_ids")) != (keys.run, keys.round, list(keys.copy_ids)):
+        raise MpuError(f"{folder}: holds the sum of another publication or round", "use another folder for each round")
+    try:
+        parts = tuple(Part(**part) for part in facts["parts"])
+        return Running(folder, parts, float(facts["norm"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise MpuError(f"{path}: damaged ({error})", "remove the folder, and ask for the deltas again") from error
+
+
+def add(
+    base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Path, observer: Observer = SILENT
+) -> Running:
+    """Add a delta to the sum in ``folder``.
+
+    Raises MpuError if it is in it already, does not fit the base, holds NaN or Inf, or is above ``--max-norm``.
+    """
+    before = read_running(folder, keys)
+    if delta.copy in before.copies:
+        raise MpuError(f"{delta.path}: copy {delta.copy} is already in {folder}", "each copy counts once")
+    layout = check_fits(base, [delta], keys, options)
+    names = hashlib.sha256("\n".join(sorted(delta.checkpoint.tensors)).encode()).hexdigest()
+    if before.parts and names != before.parts[0].names:
+        raise MpuError(
+            f"{delta.path}: tensors differ from those of copy {before.parts[0].copy}",
+            "train all copies of a round with the same options",
+        )
+    held = open_checkpoint(folder / SUMS) if before.parts else None
+    summed = _WithSum(held, Undoing([delta], keys, layout))
+    weight = float(keys.noise.weights[delta.copy - 1])
+    rates = torch.tensor([1.0, weight] if held else [weight], dtype=torch.float64)
+    with Transaction(force=True) as transaction:
+        fresh = transaction.add(folder, directory=True)
+        gram = _write_sum(base, layout, summed, rates, fresh, observer)
+        check_norms(gram[-1:, -1:], [delta], options.max_norm)
+        norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
+        own = math.sqrt(float(gram[-1, -1]))
+        cosine = float(gram[0, -1]) / (before.norm * own) if held and before.norm and own else None
+        part = Part(delta.copy, names, own, cosine, delta.manifest.algorithm, delta.manifest.trained)
+        after = Running(folder, (*before.parts, part), norm)
+        write_json(
+            fresh / FACTS,
+            {"format": "mpu-sums", "version": VERSION, "run": keys.run, "round": keys.round,
+             "copy_ids": list(keys.copy_ids), "norm": norm, "parts": [asdict(each) for each in after.parts]},
+        )  # fmt: skip
+    return after
+
+
+def _write_sum(
+    base: Model, layout: Layout, summed: _WithSum, rates: torch.Tensor, folder: Path, observer: Observer
+) -> torch.Tensor:
+    """Write the new sum; the inner products of what is added, float64."""
+    dtype = "F64" if any(i.dtype == "F64" for d in summed.deltas for i in d.checkpoint.tensors.values()) else "F32"
+    shapes = {tensor.name: base.checkpoint.tensors[tensor.name].shape for tensor in layout.parameters}
+    specs: TensorSpecs = {name: (dtype, shape) for name, shape in shapes.items()}
+    gram = torch.zeros(len(summed.deltas), len(summed.deltas), dtype=torch.float64)
+    observer.stage("add", sum(base.checkpoint.tensors[name].nbytes for name in shapes))
+    with ExitStack() as stack:
+        writer = stack.enter_context(CheckpointWriter(folder / SUMS, specs, {}))
+        pool = stack.enter_context(worker_pool())
+        for tensor, adding in one_ahead(lambda t: add_up(pool, t, None, summed, rates, writer), layout.parameters):
+            gram += sums_of(adding)[0]
+            writer.forget_pages(tensor.name)
+            observer.advance(base.checkpoint.tensors[tensor.name].nbytes)
+    return gram
+
+
+def finish(
+    base: Model, keys: Keys, options: Aggregating, folder: Path, *, out: Path, force: bool = False,
+    observer: Observer = SILENT,
+) -> Aggregation:  # fmt: skip
+    """Write the model from a sum that holds every copy, and remove the sum.
+
+    Of more than two copies, the angles between any two are not known any more: ``pairwise`` is the smallest cosine of
+    a delta with the sum of those before it, and the error cannot be estimated.
+    """
+    running = read_running(folder, keys)
+    if missing := sorted(set(range(1, keys.copies + 1)) - set(running.copies)):
+        raise MpuError(f"{folder}: lacks the delta of copy {', '.join(map(str, missing))}")
+    layout = check_fits(base, [], keys, options)
+    summed = _WithSum(open_checkpoint(folder / SUMS), None)
+    with Transaction(force=force) as transaction:
+        target = transaction.add(out, directory=True)
+        ones = torch.ones(1, dtype=torch.float64)
+        _, facts = write_model(base, summed, layout, ones, keys, options, target, observer)
+        result = replace(_agreement(running, keys, out), rounding=facts["rounding"])
+        (target / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
+    shutil.rmtree(folder)
+    return result
+
+
+def _agreement(running: Running, keys: Keys, out: Path) -> Aggregation:
+    """How the copies agree, as far as it is known."""
+    m = keys.copies
+    gram = torch.full((m, m), math.nan, dtype=torch.float64)
+    by_copy = {part.copy: part for part in running.parts}
+    for part in running.parts:
+        gram[part.copy - 1, part.copy - 1] = part.norm**2
+    cosines = [part.cosine for part in running.parts if part.cosine is not None]
+    if m == 2 and cosines:  # the first delta's direction is the sum's
+        sign = math.copysign(1.0, float(keys.noise.weights[running.parts[0].copy - 1]))
+        gram[0, 1] = gram[1, 0] = sign * cosines[0] * by_copy[1].norm * by_copy[2].norm
+    known = sorted(by_copy.items())
+    manifests = {copy: DeltaManifest(None, part.algorithm, trained=part.trained) for copy, part in known}
+    result = agreement(out, gram, keys.noise, manifests)
+    return result if m == 2 else replace(result, norm=running.norm, pairwise=min(cosines, default=1.0))
