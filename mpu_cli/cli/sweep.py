@@ -40,6 +40,10 @@ def sweep(
             metavar="OPTIONS",
         ),
     ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option("--with", help="TOML whose options replace those of FILE; --set replaces both.", metavar="FILE"),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,12 +62,13 @@ def sweep(
     An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
     """
     from mpu_cli.experiment.jobs import Jobs
-    from mpu_cli.experiment.sweep import measured, play, read_sweep
+    from mpu_cli.experiment.sweep import measured, overrides_of, play, published, read_sweep
     from mpu_cli.experiment.sweep import sweep as run_sweep
     from mpu_cli.experiment.tables import degradation, markdown, pivot, sentences
 
     folder = out or Path(file.stem)
-    cells = read_sweep(file, _overrides(settings or []))
+    cells = read_sweep(file, {**(overrides_of(like) if like else {}), **_overrides(settings or [])})
+    known_numbers = published(file)
     if dry_run:
         _preview(cells, as_json)
         return
@@ -74,7 +79,8 @@ def sweep(
         return
     if metrics is not None:
         chosen_metrics(metrics, measured(cells))  # before hours of training
-    given = [str(file), "--out", str(folder), *(part for setting in settings or [] for part in ("--set", setting))]
+    given = [str(file), "--out", str(folder), *(("--with", str(like)) if like else ())]
+    given += [part for setting in settings or [] for part in ("--set", setting)]
     with terminal() as observer:
         at_once = Jobs(jobs, ["sweep", *given], folder) if jobs > 1 else None
         lines, failed = run_sweep(cells, folder, observer, at_once)
@@ -84,7 +90,9 @@ def sweep(
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
     axes = None if over is None else list(names_in(over))
-    for name, rows in pivot(lines, names, across, axes).items():
+    algorithms = {line.get("algo") for line in lines}
+    others = [line for line in known_numbers if line.get("algo") in algorithms]
+    for name, rows in pivot([*lines, *others], names, across, axes).items():
         printed += [f"**{name}**", "", *markdown(rows), ""]
     for mode, found in degradation(lines, names).items():
         printed += [f"{mode}: {sentence}" for sentence in sentences(found)]

@@ -252,7 +252,7 @@ ALGORITHMS = {
     "simnpo": Algorithm(simnpo, Constants(beta=4.5, delta=0, gamma=0.125), ("beta", "delta"), epochs=1, rounds=10),
     "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), asks="logits"),
     "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
-    "wga": Algorithm(wga, Constants(beta=1), ("beta",)),
+    "wga": Algorithm(wga, Constants(beta=1), ("beta",), epochs=5, rounds=2),
     "rmu": Algorithm(
         rmu, Constants(layer=7, coefficient=2), ("layer", "coefficient"), asks="direction", retain="hidden", hidden=True
     ),

@@ -10,7 +10,10 @@ forget_split = "forget01"
 [[cases]]                            # options that change together; the grid is run for each
 forget = "tofu:forget01"
 
-[paper]                              # what others measured, for the reader: text, and lines like those of results
+[[published]]                        # what others measured, shown beside it: options, source, metrics
+source = "OpenUnlearning"
+algo = "npo"
+metrics = { model_utility = 0.56 }
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.rounds import run
+from mpu_cli.experiment.tables import PUBLISHED
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
@@ -91,7 +95,7 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
     Raises MpuError or UsageError, naming the place.
     """
     document = read_toml(path)
-    document.pop("paper", None)
+    document.pop("published", None)
     evaluation = document.pop("eval", {})
     cases = document.pop("cases", [{}])
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
@@ -118,6 +122,26 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
     if len({cell.name for cell in named}) < len(named):
         return [replace(cell, name=f"{cell.name}-{_digest(cell)}") for cell in named]
     return named
+
+
+def overrides_of(path: Path) -> dict[str, object]:
+    """The options in ``path``, those of its table [eval] as "eval.…". Raises MpuError if it cannot be read."""
+    document = read_toml(path)
+    evaluation = document.pop("eval", {})
+    if not isinstance(evaluation, dict):
+        raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
+    return {**document, **{f"eval.{name}": value for name, value in evaluation.items()}}
+
+
+def published(path: Path) -> list[dict[str, Any]]:
+    """What others measured, as lines of results whose mode names the source. Raises UsageError if it is none."""
+    lines: list[dict[str, Any]] = []
+    for entry in read_toml(path).get("published", []):
+        if not isinstance(entry, dict) or not isinstance(entry.get("metrics"), dict) or "source" not in entry:
+            raise UsageError(f"{path}: [[published]]: needs a source, and metrics = {{ NAME = VALUE, … }}")
+        options = {name: value for name, value in entry.items() if name != "source"}
+        lines.append({"name": f"published-{len(lines)}", "mode": f"{PUBLISHED}: {entry['source']}", **options})
+    return lines
 
 
 def _told_apart(cells: Sequence[Cell]) -> list[Cell]:

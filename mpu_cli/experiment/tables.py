@@ -16,6 +16,7 @@ from mpu_cli.errors import UsageError
 
 FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
          "error_estimate", "seconds")  # fmt: skip
+PUBLISHED = "published"  # how the mode of what others measured begins
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95
 
@@ -44,7 +45,8 @@ def pivot(
     across = across or ("mode" if "mode" in axes else axes[-1])
     down = [name for name in axes if name != across]
     heads = list(dict.fromkeys(line[across] for line in lines if across in line))
-    compared = [head for head in heads if head != "clean"] if across == "mode" and "clean" in heads else []
+    ours = [head for head in heads if head != "clean" and not str(head).startswith(PUBLISHED)]
+    compared = ours if across == "mode" and "clean" in heads else []
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
     # A place that omits an axis gets no row of its own if others fill it in.
     rows = [place for place in places if not any(_covers(place, other) for other in places)]
@@ -68,7 +70,8 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
     """
     clean = [line for line in lines if line.get("mode") == "clean"]
     found: dict[str, dict[str, tuple[float, int]]] = {}
-    for mode in dict.fromkeys(str(line["mode"]) for line in lines if line.get("mode", "clean") != "clean"):
+    modes = dict.fromkeys(str(line.get("mode", "clean")) for line in lines)
+    for mode in (mode for mode in modes if mode != "clean" and not mode.startswith(PUBLISHED)):
         for metric in metrics:
             means = []
             for algo in dict.fromkeys(line.get("algo") for line in lines):
