@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from mpu_cli.records.reading import read_records
 from mpu_cli.sealing import read_identities
 from mpu_cli.server.keys import unseal
 from tests.conftest import Outcome
-from tests.models import random_model, save, write_records
+from tests.models import SHARED, needs_shared, random_model, save, write_records
 from tests.protocol import distance, tensors
 from tests.stopping import stopped
 
+ROOT = Path(__file__).resolve().parents[1]
 SAME_THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 TRAINING = ("--algo", "graddiff", "--epochs", 2, "--lr", 1e-3, "--batch-size", 4, "--optim", "adamw-blockwise")
 
@@ -74,6 +76,52 @@ class TestRun:
         after = tensors(place / "clean/server/round_1/model")
         for name, weights in base.items():
             torch.testing.assert_close(after[name], (weights + change[name]).float().double(), rtol=0, atol=1e-7)
+
+    def test_clean_is_uninterrupted(self, mpu: Callable, place: Path) -> None:
+        """All epochs in one training; clean-rounds begins anew in each round."""
+        epochs = TRAINING[TRAINING.index("--epochs") + 1]
+        rounds = ("--rounds", 2, "--optim", "adamw")
+        for mode in ("clean", "clean-rounds"):
+            mpu("run", "base", "--mode", mode, *TRAINING, *rounds, "--out", mode, cwd=place)
+        mpu(
+            "unlearn",
+            "base",
+            *TRAINING,
+            "--optim",
+            "adamw",
+            "--epochs",
+            2 * epochs,
+            "--out",
+            "delta.safetensors",
+            cwd=place,
+        )
+        base, change = tensors(place / "base"), tensors(place / "delta.safetensors")
+        after = tensors(place / "clean/server/round_1/model")
+        apart = tensors(place / "clean-rounds/server/round_2/model")
+        for name, weights in base.items():
+            torch.testing.assert_close(after[name], (weights + change[name]).float().double(), rtol=0, atol=1e-7)
+        assert any(not torch.allclose(apart[name], after[name], atol=1e-5) for name in after)
+
+    def test_stops_before_copies_disagree(self, mpu: Callable, place: Path) -> None:
+        """The result is the last round whose copies agreed, also if the run is asked for again."""
+        run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.3)
+        mpu(*run, "--out", "whole", "--keep", cwd=place)
+        log = [json.loads(line) for line in (place / "whole/log.jsonl").read_text().splitlines()]
+        cosines = [line["smallest_pairwise_cosine"] for line in log if line["step"] == "aggregate"]
+        assert min(cosines[1:]) < cosines[0]  # or the test shows nothing
+        least = (cosines[0] + min(cosines[1:])) / 2
+        last = next(i for i, cosine in enumerate(cosines) if cosine < least)
+        told = mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=place)
+        assert told.out == f"stopped/server/round_{last}/model\n"
+        assert "--min-cosine" in told.err
+        found, expected = (tensors(place / f"{out}/server/round_{last}/model") for out in ("stopped", "whole"))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=place).out == told.out
+        (place / "stopped/done.json").unlink()
+        assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=place).out == told.out
+        first = mpu(*run, "--out", "first", "--min-cosine", 0.9999, check=False, cwd=place)
+        assert "round 1: cosine between copies" in first.err
+        assert first.status == 1
 
     def test_noised_keeps_the_noise(self, mpu: Callable, place: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
@@ -275,6 +323,38 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, next to both κ
 
     @pytest.mark.slow
+    def test_settings_jobs_and_what_others_measured(self, mpu: Callable, place: Path) -> None:
+        """--set and --with replace options, jobs change nothing, published numbers stand beside; one retain log."""
+        (place / "grid.toml").write_text(
+            self.GRID.replace('benchmark = "qa"', 'benchmark = "qa"\nretain_model = "reference"')
+            + '[[published]]\nsource = "us"\nalgo = "npo"\nmetrics = { forget_Q_A_Prob = 0.25 }\n'
+        )
+        (place / "with.toml").write_text('kappa = [0.01, 0.1]\nlr = 1e-4\n[eval]\nmetrics = ["forget_Q_A_Prob"]\n')
+        options = ("sweep", "grid.toml", "--with", "with.toml", "--set", "algo=npo", "--set", "kappa=0.1")
+        listed = mpu(*options, "--dry-run", "--json", cwd=place).json
+        assert [line["name"] for line in listed] == ["clean", "mpu"]
+        assert listed[1]["sent"] == 3 * listed[0]["sent"] > 0
+        assert not (place / "grid").exists()
+        alone = mpu(*options, "--out", "alone", "--json", cwd=place).json
+        together = mpu(*options, "--out", "together", "--jobs", 2, "--json", cwd=place).json
+        assert [line["name"] for line in alone] == ["clean", "mpu"]
+        for one, other in zip(alone, together, strict=True):
+            assert one["metrics"].keys() == {"forget_Q_A_Prob"}
+            assert one["metrics"]["forget_Q_A_Prob"] == pytest.approx(other["metrics"]["forget_Q_A_Prob"], rel=1e-2)
+        assert len(list((place / "alone").glob("retain-*.json"))) == 1
+        table = mpu(*options, "--out", "alone", cwd=place).out.splitlines()
+        assert table[2] == "| clean | mpu | published: us | mpu: % from clean |"
+        assert table[4].split("|")[3].strip() == "0.25"
+        assert table[-1].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
+        failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", "--jobs", 2, cwd=place, check=False)
+        assert failed.status == 1
+        assert "2 of 2 experiments failed" in failed.err
+        assert "diverged" in failed.err
+        assert "OPTION=VALUE" in mpu("sweep", "grid.toml", "--set", "algo", cwd=place, check=False).err
+        page = place / mpu("report", "alone", cwd=place).out.strip()
+        assert "<svg" in page.read_text()
+
+    @pytest.mark.slow
     def test_cases_change_together(self, mpu: Callable, place: Path) -> None:
         (place / "cases.toml").write_text(
             self.GRID.split("[eval]")[0].replace('["graddiff", "npo"]', '"gradascent"').replace("[0.01, 0.1]", "0.01")
@@ -386,6 +466,56 @@ def test_pivot_averages_repeats() -> None:
         pivot(lines, ["x"], across="seed", over=["seed"])
     zero = [{**line, "metrics": {"x": 0.0 if line["mode"] == "clean" else 1.0}} for line in lines]
     assert pivot(zero, ["x"])["x"][1][-1] == "–"  # no percentage of 0
+
+
+def test_report(mpu: Callable, tmp_path: Path) -> None:
+    """Best in bold, by what each metric is good for; curves with intervals; nothing from elsewhere."""
+    values = {("clean", None): 0.5, ("mpu", 0.01): 0.6, ("mpu", 0.1): 0.3}
+    lines = [
+        {"name": f"{mode}-{kappa}-{seed}", "digest": "", "algo": "npo", "mode": mode, "secret_seed": seed,
+         **({} if kappa is None else {"kappa": kappa}), "seconds": 60,
+         "metrics": {"model_utility": value + seed / 100, "forget_Q_A_Prob": value}}
+        for (mode, kappa), value in values.items() for seed in (1, 2)
+    ]  # fmt: skip
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert mpu("report", "sweep", cwd=tmp_path).out == "sweep/report.html\n"
+    page = (tmp_path / "sweep/report.html").read_text()
+    bold = set(re.findall(r"<b>([^<]*)</b>", page))
+    assert {"0.615 ± 0.064", "0.515 ± 0.064"} <= bold  # utility: more is better
+    assert {"0.5 ± 0", "0.3 ± 0"} <= bold  # what the model still says of the records: less is
+    assert "mpu</b>: average degradation (distance from clean) over 1 algorithm" in page
+    assert page.count("<svg") == 2
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", page)
+    assert "already exists" in mpu("report", "sweep", cwd=tmp_path, check=False).err
+    assert mpu("report", "sweep", "--force", "--metrics", "model_utility", cwd=tmp_path).out
+    assert "has no results.jsonl" in mpu("report", ".", cwd=tmp_path, check=False).err
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "examples/paper").glob("*.toml") if path.stem != "small")
+
+
+@needs_shared
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> None:
+    """Each runs to its end on small models, on its smallest grid, and says how far MPU is from clean."""
+    for name in ("models", "data"):
+        (tmp_path / name).symlink_to(SHARED / name)
+    file = ROOT / f"examples/paper/{recipe}.toml"
+    grid = {"algo": "graddiff", "epochs": 1, "rounds": 1, "kappa": 0.01, "copies": 2,
+            "eval.metrics": '["forget_truth_ratio"]', "micro_batch_size": 8}  # fmt: skip
+    if recipe in ("baseline",):
+        del grid["kappa"], grid["copies"]
+    else:
+        grid |= {"noise": "zero-sum"}
+    if recipe in ("muse", "splits"):
+        grid |= {"forget": "tofu:forget01", "retain": "tofu:retain99", "eval.forget_split": "forget01",
+                 "eval.benchmark": "tofu"}  # fmt: skip
+    settings = [part for name, value in grid.items() for part in ("--set", f"{name}={value}")]
+    told = mpu("sweep", file, "--with", ROOT / "examples/paper/small.toml", *settings, "--out", "out", cwd=tmp_path)
+    assert "**forget_truth_ratio**" in told.out
+    assert "average degradation (distance from clean) over 1 algorithm" in told.out
 
 
 def test_finetune_learns(mpu: Callable, place: Path) -> None:

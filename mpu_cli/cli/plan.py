@@ -58,8 +58,8 @@ def plan(
         f"client returns\t{in_bytes(costs.returned)} of float32 deltas",
         f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
         f"client memory\t{in_bytes(costs.client_memory)} for weights, gradient and {optim}'s state, plus activations",
-        f"server, paper's model\t{in_bytes(costs.moved)} moved, {costs.operations:.3g} operations "
-        f"({costs.intensity:.2f} per byte): {costs.server_seconds:.3g} s at this machine's "
+        f"server, by the paper's counts\t{in_bytes(costs.moved)} moved, {costs.operations:.3g} operations "
+        f"({costs.intensity:.2f} per byte): the slower of both takes {costs.server_seconds:.3g} s at this machine's "
         f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.operations / 1e9:.0f} billion operations/s",
     ]
     if costs.training_operations is not None:

@@ -1,8 +1,8 @@
-"""What a round will cost, before anyone starts it: bytes, memory, operations, the paper's model of the server's time.
+"""What a round will cost, before anyone starts it: bytes, memory, operations, the server's time.
 
 The paper (appendix) counts 9·m·N·b bytes moved and m·(6N + 4·d_h·N_attn) operations for publishing and aggregating
-m copies of N weights of b bytes, N_attn of them in attention, and divides by an A100's bandwidth. Here, this machine's
-measured bandwidth is used instead.
+m copies of N weights of b bytes, N_attn of them in attention. The time is the larger of what these take at this
+machine's measured bandwidth and speed: a roofline, which is ours, not the paper's.
 """
 
 from __future__ import annotations
