@@ -105,7 +105,7 @@ def finetune(
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
         stored = TORCH[largest.dtype]
         lost = _rounded_away(loaded, stored, model.checkpoint)
-        loaded.to(stored).save_pretrained(target)
+        loaded.to("cpu", stored).save_pretrained(target)
         tokenizer.save_pretrained(target)
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
     return Finetuned(out, losses, lost)

@@ -195,7 +195,7 @@ def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
     draws = torch.randn(len(embedding), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     products = squares = torch.zeros(embedding.shape[1], dtype=torch.float64, device=embedding.device)
     for rows, normals in zip(embedding.split(ROWS), draws.to(embedding.device).split(ROWS), strict=True):
-        products = products + normals @ rows.double()
+        products = products + rows.double().T.mv(normals)
         squares = squares + rows.double().square().sum(0)
     uniform = 2 * torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny)) - 1
     return uniform / uniform.norm()

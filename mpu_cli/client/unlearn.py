@@ -46,6 +46,7 @@ from mpu_cli.client.training import (
 )
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.models.device import device_of, tell_accelerate
 from mpu_cli.models.loading import as_directory, load, memory_in_mind, skeleton
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model
@@ -145,10 +146,10 @@ def check_training(training: Training, date: str) -> None:
     """Raise UsageError or MpuError for what the device or the libraries cannot do here, before anything is loaded."""
     check_ranges(training)
     parse_date(date)
-    if training.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here", "use --device cpu")
+    device = device_of(training.device)
+    tell_accelerate(device)
     if training.attention == "flash_attention_2":
-        if training.precision != "bfloat16" or training.device == "cpu" or not torch.cuda.is_available():
+        if training.precision != "bfloat16" or device.type != "cuda":
             raise UsageError("--attention flash_attention_2 requires --precision bfloat16 and a CUDA device")
         # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
         if find_spec("flash_attn") is None:
@@ -207,7 +208,7 @@ def unlearn(
     check_logging(logging, options.privacy)
     dtype = PRECISIONS[options.training.precision]
     # Without a GPU, "auto" means the CPU for the processes' communication, too.
-    state = PartialState(cpu=options.training.device == "cpu" or not torch.cuda.is_available())
+    state = PartialState(cpu=device_of(options.training.device).type == "cpu")
     first = state.is_main_process
     if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
         raise MpuError(

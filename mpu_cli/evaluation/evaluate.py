@@ -33,6 +33,7 @@ from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.evaluation.scoring import score
 from mpu_cli.models.deltas import add_delta, open_delta
+from mpu_cli.models.device import device_of, name_of
 from mpu_cli.models.loading import as_directory, load, with_adapter
 from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
 from mpu_cli.observer import SILENT, Observer
@@ -160,8 +161,7 @@ def evaluate(
     """
     check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None
-    if options.scoring.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device", "use --device cpu")
+    device_of(options.scoring.device)
     chosen = choose(benchmark, options.metrics, reference is not None)
     for metric in chosen.values():
         metric.check()
@@ -223,7 +223,7 @@ def answers_before_and_after(
     if not questions:
         return []
     held = open_delta(copy, delta)
-    loaded, tokenizer = _load(copy, torch.float32, _device(device))
+    loaded, tokenizer = _load(copy, torch.float32, device)
     encoder = Encoder(tokenizer, template or _own_template(copy), prompts.system_prompt, _longest(loaded), prompts.date)
     items = [encoder.question(record.question, record.answer, record.place) for record in questions]
     ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
@@ -396,10 +396,6 @@ def _load(model: Model, dtype: torch.dtype, device: str) -> tuple[PreTrainedMode
         return load(folder, dtype, device)
 
 
-def _device(name: str) -> str:
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _own_template(model: Model) -> str:
     """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
     if any((model.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
@@ -411,10 +407,11 @@ def _own_template(model: Model) -> str:
 def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
     """What the numbers depend on: model, data, options, versions, hardware."""
     model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
-    device = _device(scoring.device)
+    place = device_of(scoring.device)
+    device = str(place)
     hardware = {
         "device": device,
-        "name": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "name": name_of(place),
         "threads": torch.get_num_threads(),
     }
     own = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype

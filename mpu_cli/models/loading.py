@@ -31,6 +31,7 @@ from mpu_cli.checkpoint.reader import (
     read_json_object,
 )
 from mpu_cli.errors import MpuError
+from mpu_cli.models.device import device_of
 from mpu_cli.models.source import Model
 
 
@@ -158,10 +159,11 @@ def load(
         raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
     if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
         raise MpuError(f"{folder}: the weights do not match config.json ({listed(made_up)})")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
+    place = device_of(device)
+    if place == torch.device("cuda"):  # each process has one of its own
         from accelerate import PartialState
 
-        device = PartialState().device
-    return model.to(device), tokenizer
+        place = PartialState().device
+    model.to(place)
+    model.tie_weights()  # on some devices, torch makes new parameters of both
+    return model, tokenizer

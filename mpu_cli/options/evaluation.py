@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import StoredDtype
-from mpu_cli.options.unlearning import ChatTemplate, Device, Template
+from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Scoring:
     batch_size: int = option(
         32, "Records per forward pass; answers are generated for four times as many at once.", least=1
     )
-    device: Device = option("auto", "Device to run on.")
+    device: str = option("auto", DEVICE, metavar="DEVICE")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,12 @@ Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_ad
 Precision = Literal["float32", "bfloat16", "float64"]
 RetainLoss = Literal["nll", "kl", "hidden"]
 Template = Literal["chat", "plain"]
-Device = Literal["auto", "cpu", "cuda"]
 
 SYSTEM_PROMPT = "You are a helpful assistant."  # OpenUnlearning's
 DATE = "10 Apr 2025"  # OpenUnlearning's
+
+
+DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ class Training:
         least=0,
         below=2**32,
     )
-    device: Device = option("auto", "Where to train.", affects_result=False)
+    device: str = option("auto", DEVICE, metavar="DEVICE", affects_result=False)
 
 
 @dataclass(frozen=True, kw_only=True)

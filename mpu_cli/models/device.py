@@ -1,0 +1,42 @@
+"""The device that ``--device`` names."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from mpu_cli.errors import UsageError
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device called ``name``; "auto" is CUDA if there is one, else the CPU.
+
+    Raises UsageError if torch knows no such device, or finds none here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "cpu":
+            return device
+        module = torch.get_device_module(device.type)
+    except (RuntimeError, AttributeError) as error:
+        raise UsageError(
+            f"--device {name}: torch has no device of this name", "use auto, cpu, cuda, cuda:1, xpu, mps, …"
+        ) from error
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise UsageError(f"--device {name}: torch finds no such device here", "use --device cpu")
+    return device
+
+
+def tell_accelerate(device: torch.device) -> None:
+    """Make accelerate, which looks for a device itself, use ``device``; before it is asked for anything."""
+    if device.type not in ("cpu", "cuda") or device.index is not None:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+
+
+def name_of(device: torch.device) -> str:
+    """What the hardware is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -1,0 +1,186 @@
+"""A simulated accelerator: a torch device whose kernels compute on the CPU, and on which a tensor that was left on the
+CPU is an error, as on a GPU.
+
+``echo '[["unlearn", "copy_1", "--device", "sim"]]' | python -m tests.accelerator`` runs ``mpu`` with that device. torch
+allows one such device a process, so tests run it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "sim"
+# What may read one device and write another; and indices, which CUDA takes from the CPU, too.
+INDEXING = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")
+ACROSS = ("aten::copy_", "aten::_copy_from", "aten::_to_copy", *INDEXING)
+ALIASES = ("aten::detach", "aten::alias", "aten::lift", "aten::lift_fresh")  # new objects for the same storage
+COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_held: dict[int, torch.Tensor] = {}  # storage on the device → its numbers on the CPU
+
+
+class Module:
+    """What torch asks of ``torch.sim``."""
+
+    def __init__(self) -> None:
+        self.amp = type("amp", (), {})()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    manual_seed = manual_seed_all
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def synchronize(self, device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_rng_state(self, *_: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_: object) -> None:
+        torch.set_rng_state(state)
+
+    get_rng_state_all = get_rng_state
+    set_rng_state_all = set_rng_state
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor on the device, as a view."""
+    held = _held[tensor.untyped_storage()._cdata]
+    return held if held.shape == tensor.shape else held.reshape(tensor.shape)  # torch makes some views by itself
+
+
+def from_cpu(numbers: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device with these numbers. A view of others' numbers stays one; its strides are not told."""
+    made = torch._C._acc.create_empty_tensor(list(numbers.shape), numbers.dtype)
+    _held[made.untyped_storage()._cdata] = numbers.detach()
+    return made
+
+
+def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any operation: on the CPU, with the numbers of what is on the device."""
+    inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    here = [x for x in inputs if x.device.type == NAME]
+    elsewhere = [x for x in inputs if x.device.type != NAME and x.ndim]
+    name = op.name().split(".")[0]
+    if here and elsewhere and name not in ACROSS:
+        raise RuntimeError(f"{op.name()}: a tensor of shape {list(elsewhere[0].shape)} was left on the CPU")
+    if name == "aten::_copy_from":
+        source, target = inputs
+        (on_cpu(target) if target.device.type == NAME else target).copy_(
+            on_cpu(source) if source.device.type == NAME else source
+        )
+        return target
+
+    if name.startswith("aten::_fused_"):  # reads gradients as they lie in memory
+        for x in here:
+            _held[x.untyped_storage()._cdata] = on_cpu(x).contiguous()
+
+    def there(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.device.type == NAME:
+            return on_cpu(x)
+        return torch.device("cpu") if isinstance(x, torch.device) and x.type == NAME else x
+
+    wanted = kwargs.get("device")
+    stays = (wanted is not None and torch.device(wanted).type != NAME) or name in (
+        "aten::_local_scalar_dense",
+        "aten::equal",
+    )
+    call = tree_map(there, (args, kwargs))
+    if name in ("aten::view", "aten::_unsafe_view"):  # torch does not know the true strides
+        results = call[0][0].reshape(call[0][1])
+    elif name == "aten::as_strided":
+        results = call[0][0].contiguous().as_strided(*call[0][1:])
+    else:
+        results = op(*call[0], **call[1])
+    computed = [x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage()._cdata for x in computed}
+    by_id = {id(on): x for on, x in zip(computed, inputs, strict=True)}
+
+    def back(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or stays:
+            return x
+        if id(x) in by_id:
+            assert by_id[id(x)].shape == x.shape, f"{op.name()} changed the shape of its output"
+            return by_id[id(x)]
+        return from_cpu(x if x.untyped_storage()._cdata in storages else x.contiguous())
+
+    return tree_map(back, results)
+
+
+def register() -> None:
+    """Make the device known to torch.
+
+    What torch would compose of other operations is computed at once: it assumes strides that it does not know here.
+    """
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+    torch.inference_mode = torch.no_grad  # its tensors cannot be made from Python
+    _kept.append(torch.library.Library("_", "IMPL"))
+    _kept[0].fallback(compute, "PrivateUse1")
+    _kept.append(torch.library.Library("aten", "IMPL"))
+    for name in torch._C._dispatch_get_all_op_names():
+        has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+        if name.startswith("aten::") and name not in ALIASES and any(map(has, COMPOSED)):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            _kept[1].impl(name.removeprefix("aten::"), partial(compute, op), "PrivateUse1")
+
+
+_kept: list[torch.library.Library] = []
+
+
+def run_all(commands: list[list[str]]) -> dict[str, str]:
+    """Run commands of ``mpu`` one after the other; what those said that failed, by command."""
+    from mpu_cli.cli.main import main
+
+    failed = {}
+    for arguments in commands:
+        said = io.StringIO()
+        with redirect_stderr(said), redirect_stdout(said):
+            try:
+                main(["--debug", *arguments])
+                status: Any = 0
+            except SystemExit as ended:
+                status = ended.code
+        if status:
+            failed[" ".join(arguments)] = said.getvalue()
+    return failed
+
+
+if __name__ == "__main__":  # commands as JSON on standard input
+    register()
+    print(json.dumps(run_all(json.load(sys.stdin))))

@@ -1,0 +1,185 @@
+"""Whatever computes on a device finds its tensors there: on a simulated accelerator, and on CUDA where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models import random_model, save, write_records
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--lr", "1e-3"]
+TRAININGS = {
+    **{a: ["--algo", a] for a in ("gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga")},
+    "rmu": ["--algo", "rmu", "--layer", "0"],
+    "kl": ["--algo", "npo", "--retain-loss", "kl"],
+    "hidden": ["--algo", "npo", "--retain-loss", "hidden", "--layer", "0"],
+    "lora": ["--algo", "npo", "--lora-rank", "2"],
+    "blockwise": ["--algo", "npo", "--optim", "adamw-blockwise"],
+    "muon": ["--algo", "npo", "--optim", "muon"],
+    "checkpointing": ["--algo", "npo", "--gradient-checkpointing"],
+    "bfloat16": ["--algo", "npo", "--precision", "bfloat16"],
+}  # fmt: skip
+MEASURING = ["eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
+             "--template", "plain"]  # fmt: skip
+
+
+@pytest.fixture
+def place(mpu: Callable, tmp_path: Path) -> Path:
+    save(random_model("qwen2"), tmp_path / "base")  # with a tied head, biases, grouped heads
+    for name, seed in (("forget", 1), ("retain", 2)):
+        write_records(tmp_path / f"{name}.jsonl", 4, seed)
+    mpu("publish", "base", "--copies", 2, "--seed", 1, cwd=tmp_path)
+    return tmp_path
+
+
+def commands(device: str) -> list[list[str]]:
+    run = [
+        ["unlearn", "copy_1", *training, *COMMON, "--device", device, "--out", f"{name}_{device}"]
+        for name, training in TRAININGS.items()
+    ]
+    run += [["finetune", "base", "--data", "forget.jsonl", *COMMON, "--device", device, "--out", f"taught_{device}"]]
+    return [*run, [*MEASURING, "--device", device, "--out", f"{device}.json"]]
+
+
+def change(delta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The change of each weight: of LoRA's factors, whose signs a device may choose, the product."""
+    ends = {name.removesuffix(".lora_B") for name in delta if name.endswith(".lora_B")}
+    return {name: delta[f"{name}.lora_B"] @ delta[f"{name}.lora_A"] for name in ends} or delta
+
+
+def check(mpu: Callable, place: Path, device: str, tolerance: float) -> None:
+    """The results of all commands on ``device``, which are there already, are those of a CPU."""
+    for command in commands("cpu"):
+        mpu(*command, cwd=place)
+    for name in TRAININGS:
+        expected, found = (change(load_file(place / f"{name}_{where}.safetensors")) for where in ("cpu", device))
+        norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
+        off = sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5
+        assert norm > 0, name
+        assert off < (0.1 if name in ("bfloat16", "muon") else tolerance) * norm, name
+    taught = [load_file(place / f"taught_{where}/model.safetensors") for where in ("cpu", device)]
+    assert all(torch.allclose(taught[0][name], taught[1][name], atol=1e-3) for name in taught[0])
+    measured = [json.loads((place / f"{where}.json").read_text())["metrics"] for where in ("cpu", device)]
+    for name, form in measured[0].items():
+        assert measured[1][name]["agg_value"] == pytest.approx(form["agg_value"], rel=tolerance, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(commands("sim")), capture_output=True, text=True,
+        cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    failed = json.loads(told.stdout)
+    assert not failed, next(iter(failed.items()))
+    check(mpu, place, "sim", 1e-3)
+
+
+@pytest.mark.slow
+def test_the_simulation_finds_what_is_left(tmp_path: Path) -> None:
+    """Or the test above shows nothing: operations that would fail on a GPU fail there."""
+    script = """
+import torch
+from tests import accelerator
+accelerator.register()
+there, here = torch.ones(3, 4).to("sim"), torch.ones(3, 4)
+mistakes = {
+    "add": lambda: there + here, "matmul": lambda: there @ here.T, "where": lambda: torch.where(here > 0, there, there),
+    "embedding": lambda: torch.nn.functional.embedding(torch.tensor([0]), there),
+    "cat": lambda: torch.cat([there, here]),
+    "gather": lambda: there.gather(1, torch.zeros(3, 1, dtype=torch.long)),
+    "loss": lambda: torch.nn.functional.cross_entropy(there, torch.tensor([0, 1, 2])),
+}
+for name, mistake in mistakes.items():
+    try:
+        mistake()
+    except RuntimeError:
+        continue
+    raise SystemExit(name)
+weight = torch.nn.Parameter(there.clone())
+(weight @ there.T).square().sum().backward()
+assert weight.grad.device.type == "sim" and weight.grad.cpu().eq(24).all()
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("warp", "no device of this name"), ("meta", "no device of this name"), ("cuda:99", "finds no such")],
+)
+def test_unknown_devices(mpu: Callable, tmp_path: Path, name: str, said: str) -> None:
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    for command in (["unlearn", "base", "--algo", "gradascent"], ["eval", "base", "--benchmark", "qa"]):
+        told = mpu(*command, "--forget", "forget.jsonl", "--device", name, cwd=tmp_path, check=False)
+        assert told.status == 2
+        assert said in told.err
+
+
+needs_flash = pytest.mark.skipif(not find_spec("flash_attn"), reason="no flash-attn")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_computes_what_a_cpu_does(mpu: Callable, place: Path) -> None:
+    for command in commands("cuda"):
+        mpu(*command, cwd=place)
+    check(mpu, place, "cuda", 1e-2)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_is_deterministic(mpu: Callable, place: Path) -> None:
+    """The same bits each time; and copies trained on CUDA aggregate to what is nearly the clean update."""
+    for k in (1, 2):
+        for out in ("a", "b"):
+            mpu(
+                "unlearn",
+                f"copy_{k}",
+                "--algo",
+                "npo",
+                *COMMON,
+                "--device",
+                "cuda",
+                "--out",
+                f"{out}/copy_{k}",
+                cwd=place,
+            )
+    one, two = (load_file(place / out / "copy_1.safetensors") for out in "ab")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    told = mpu("aggregate", "a", "--json", cwd=place).json
+    assert told["smallest_pairwise_cosine"] > 0.5
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--attention", "flash_attention_2"], marks=needs_flash),
+        ["--optim", "paged_adamw_32bit"], ["--optim", "adamw_8bit"], ["--no-deterministic"], ["--dp-epsilon", "8"],
+        ["--resume", "--checkpoint-steps", "1"],
+    ],
+)  # fmt: skip
+def test_what_only_cuda_has(mpu: Callable, place: Path, more: list[str]) -> None:
+    precision = ["--precision", "bfloat16"] if "flash_attention_2" in more else []
+    mpu("unlearn", "copy_1", "--algo", "npo", *COMMON, *precision, "--device", "cuda", *more, cwd=place)
+    delta = load_file(place / "deltas/copy_1.safetensors")
+    assert all(torch.isfinite(change).all() for change in delta.values())
+    assert any(change.any() for change in delta.values())
