@@ -183,3 +183,29 @@ def test_what_only_cuda_has(mpu: Callable, place: Path, more: list[str]) -> None
     delta = load_file(place / "deltas/copy_1.safetensors")
     assert all(torch.isfinite(change).all() for change in delta.values())
     assert any(change.any() for change in delta.values())
+
+
+class TestDoctor:
+    @pytest.mark.slow
+    def test_tries_the_whole_path(self, mpu: Callable, tmp_path: Path) -> None:
+        told = mpu("doctor", "--json", cwd=tmp_path).json
+        assert told["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert all(check["ok"] for check in told["checks"]), told["checks"]
+        assert {"publish", "deterministic", "LoRA", "resume", "eval"} <= {check["name"] for check in told["checks"]}
+        assert torch.__version__ in told["machine"]["versions"]
+        assert not list(tmp_path.iterdir())
+
+    def test_says_what_fails(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A step that fails is told with its reason, the others go on, and the status says so."""
+        from mpu_cli.doctor import trial
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("no kernel image is available")
+
+        monkeypatch.setattr(trial, "unlearn", broken)
+        told = mpu("doctor", cwd=tmp_path, check=False)
+        assert told.status == 1
+        assert "FAILS\tLoRA on " in told.out
+        assert "RuntimeError: no kernel image is available" in told.out
+        assert "works\tpublish on " in told.out
+        assert mpu("doctor", "--quick", cwd=tmp_path).out.startswith("mpu\t")

@@ -18,6 +18,7 @@ from mpu_cli.cli.check_family import check_family
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
 from mpu_cli.cli.demo import demo
+from mpu_cli.cli.doctor import doctor
 from mpu_cli.cli.eval import eval_
 from mpu_cli.cli.finetune import finetune
 from mpu_cli.cli.inspect import inspect
@@ -59,6 +60,7 @@ app.command("eval", rich_help_panel=BOTH)(eval_)
 app.command(rich_help_panel=BOTH)(compare)
 app.command(rich_help_panel=BOTH)(tune)
 app.command(rich_help_panel=BOTH)(inspect)
+app.command(rich_help_panel=BOTH)(doctor)
 app.command(rich_help_panel=EXPERIMENTS)(run)
 app.command(rich_help_panel=EXPERIMENTS)(sweep)
 app.command(rich_help_panel=EXPERIMENTS)(report)

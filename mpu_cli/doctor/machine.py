@@ -1,0 +1,63 @@
+"""What this machine offers: versions, devices, attention backends, packages that some options need."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from mpu_cli.version import __version__
+
+NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "datasets", "numpy", "scipy",
+          "pyrage", "typer", "rich")  # fmt: skip
+OPTIONAL = {
+    "bitsandbytes": "--optim lion, paged_adamw_32bit, adamw_8bit", "opacus": "--dp-epsilon", "flash-attn":
+    "--attention flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
+    "deepspeed": "accelerate's ZeRO", "dp-accounting": "tests of --epsilon",
+}  # fmt: skip
+
+
+def facts() -> dict[str, str]:
+    """Everything in words, by topic, in the order in which people want to read it."""
+    return {
+        "mpu": f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        "versions": ", ".join(f"{name} {_version(name) or 'MISSING'}" for name in NEEDED),
+        **dict(_devices()),
+        "for some options": "; ".join(
+            f"{name} {_version(name) or 'not installed'} ({use})" for name, use in OPTIONAL.items()
+        ),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cpu", f"{cores} cores, {torch.get_num_threads()} threads for torch, {memory / 1e9:.0f} GB"
+    for i in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(i)
+        yield (
+            f"cuda:{i}",
+            f"{of.name}, {of.total_memory / 1e9:.0f} GB, capability {of.major}.{of.minor}, "
+            f"bfloat16: {'yes' if torch.cuda.is_bf16_supported() else 'no'}",
+        )
+    if torch.cuda.is_available():
+        backends = torch.backends.cuda
+        enabled = {
+            "flash": backends.flash_sdp_enabled(), "memory-efficient": backends.mem_efficient_sdp_enabled(),
+            "cudnn": backends.cudnn_sdp_enabled(), "math": backends.math_sdp_enabled(),
+        }  # fmt: skip
+        yield "cuda", f"CUDA {torch.version.cuda}; sdpa: {', '.join(name for name, on in enabled.items() if on)}"
+    elif (other := torch.accelerator.current_accelerator()) is not None:
+        yield other.type, "seen by torch; use it with --device"
+    else:
+        yield "accelerator", "torch finds none: training uses the CPU"

@@ -1,0 +1,124 @@
+"""The whole path on a small model, step by step, on one device: what works, and how far it is from what a CPU does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mpu_cli.api import aggregate, evaluate, publish, unlearn
+from mpu_cli.demo.model import make_model, make_tokenizer
+from mpu_cli.demo.people import make_people
+from mpu_cli.models.device import device_of
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.records.reading import read_records
+from mpu_cli.sealing import make_identity
+
+PEOPLE = 6
+TRAINING: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 1e-4, "optim": "adamw-blockwise"}
+CLOSE, ROUGH = 0.02, 0.5  # relative distance between devices, and of bfloat16 from float32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One step: what was tried, whether it worked, seconds, and what there is to say."""
+
+    name: str
+    ok: bool
+    seconds: float
+    said: str
+
+
+def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[Check]:
+    """Each step in turn, in ``folder``. A step that fails does not stop the others, unless they need its result."""
+    place = device_of(device)
+    cuda = place.type == "cuda"
+    transformers.utils.logging.disable_progress_bar()
+    people = [row for person in make_people(PEOPLE, 0) for row in person]
+    (folder / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[: len(people) // 2]))
+    (folder / "retain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[len(people) // 2 :]))
+    records = [record for name in ("forget", "retain") for record in read_records(folder / f"{name}.jsonl")]
+    observer.stage("make a small model", 1, "done")
+    make_model(records, make_tokenizer(records), folder / "model", epochs=3, seed=0, on_step=lambda *_: None)
+    make_identity(folder / "identity.txt")
+    sets = {"forget": str(folder / "forget.jsonl"), "retain": str(folder / "retain.jsonl")}
+    where = {"device": str(place)}
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(place)
+
+    def train(out: str, k: int = 1, **options: Any) -> str:
+        given = {"algo": "npo", **sets, **TRAINING, **where, **options}
+        result = unlearn(folder / f"copy_{k}", out=folder / f"{out}.safetensors", **given)
+        return f"‖Δ‖ {result.norm:.3g}"
+
+    def against(out: str, most: float) -> str:
+        """How far the first copy's delta is from another of the same copy."""
+        one, two = (load_file(folder / f"{name}.safetensors") for name in (out, "deltas/copy_1"))
+        norm = sum(float(x.double().square().sum()) for x in two.values()) ** 0.5
+        off = sum(float((one[name].double() - x.double()).square().sum()) for name, x in two.items()) ** 0.5 / norm
+        if not off <= most:
+            raise AssertionError(f"{off:.2g} from float32 on {place} (relative; at most {most:g} expected)")
+        return f"{off:.1e} from float32 on {place}"
+
+    def path() -> str:
+        train("deltas/copy_1", 1)
+        train("deltas/copy_2", 2)
+        told = aggregate(
+            folder / "deltas", keys=folder / "keys.bin", out=folder / "unlearned", identity=folder / "identity.txt"
+        )
+        return f"cosine between copies {told.pairwise:.3f}, estimated error {told.error.relative:.1%}"
+
+    def again() -> str:
+        train("again")
+        first, second = (load_file(folder / f"{name}.safetensors") for name in ("deltas/copy_1", "again"))
+        if not all(torch.equal(first[name], second[name]) for name in first):
+            raise AssertionError("the same training gave other bits")
+        return "the same bits twice"
+
+    def measure() -> str:
+        options: dict[str, Any] = {"metrics": ("forget_Q_A_Prob", "forget_Q_A_ROUGE"), **sets, **where}
+        found = evaluate(folder / "unlearned", out=folder / "eval.json", benchmark="qa", **options)
+        return f"forget_Q_A_Prob {found.forms['forget_Q_A_Prob']['agg_value']:.3g}"
+
+    steps: list[tuple[str, Callable[[], str]]] = [
+        ("publish", lambda: _said(publish(folder / "model", out=folder, keys=folder / "keys.bin", seed=1, copies=2,
+                                          identity=folder / "identity.txt"))),
+        ("unlearn on two copies, aggregate", path),
+        ("deterministic", again),
+        ("LoRA", lambda: train("lora", lora_rank=4)),
+        ("bfloat16", lambda: train("bfloat16", precision="bfloat16") + ", " + against("bfloat16", ROUGH)),
+        ("gradient checkpointing", lambda: train("checkpointing", gradient_checkpointing=True)),
+        ("resume", lambda: train("resumed", resume=True, checkpoint_steps=1)),
+        ("eval", measure),
+    ]  # fmt: skip
+    if place.type != "cpu":
+        steps.insert(2, ("the same on a CPU", lambda: train("cpu", device="cpu") + ", " + against("cpu", CLOSE)))
+    if find_spec("opacus"):
+        steps.append(("DP-SGD", lambda: train("private", dp_epsilon=8.0)))
+    if cuda and find_spec("flash_attn"):
+        steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
+    if cuda and find_spec("bitsandbytes"):
+        steps.append(("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit")))
+    for name, step in steps:
+        observer.stage(name, 1, "done")
+        started = time.monotonic()
+        try:
+            said, ok = step(), True
+        except Exception as error:  # whatever it is, the user is to hear of it
+            said, ok = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", False
+        yield Check(name, ok, time.monotonic() - started, said)
+    if cuda:
+        peak = torch.cuda.max_memory_allocated(place)
+        yield Check("peak memory on the device", True, 0.0, f"{peak / 1e6:.0f} MB")
+
+
+def _said(published: Any) -> str:
+    return f"{len(published.copies)} copies"
