@@ -24,7 +24,8 @@ STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em aut
 table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;border-bottom:1px solid #ddd}
 td{vertical-align:top}.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .wide{overflow-x:auto;margin:1.5em 0}.wide svg{max-width:100%;min-width:36em;height:auto}"""
-_NUMBER = re.compile(r"[-−]?\d[\d.,]*(e[-+]\d+)?%?( ★)?")
+_NUMBER = re.compile(r"[-−]?\d[\d.,]*(e[-+]\d+)?%?( ± [\d.e+-]+)?( ★)?")
+_BOLD = re.compile("</?b>")
 
 
 def check_target(path: Path, force: bool) -> None:
@@ -98,7 +99,8 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, escape: 
     """A table, numbers to the right; the rows are escaped unless they are already HTML (``escape=False``)."""
     clean = html.escape if escape else str
     numeric = [
-        all(_NUMBER.fullmatch(cell) or cell in ("", "–") for cell in column) for column in zip(*rows, strict=True)
+        all(_NUMBER.fullmatch(_BOLD.sub("", cell)) or cell in ("", "–") for cell in column)
+        for column in zip(*rows, strict=True)
     ]
 
     def line(tag: str, cells: Sequence[str]) -> str:

@@ -502,20 +502,22 @@ def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> Non
     """Each runs to its end on small models, on its smallest grid, and says how far MPU is from clean."""
     for name in ("models", "data"):
         (tmp_path / name).symlink_to(SHARED / name)
-    file = ROOT / f"examples/paper/{recipe}.toml"
-    grid = {"algo": "graddiff", "epochs": 1, "rounds": 1, "kappa": 0.01, "copies": 2,
-            "eval.metrics": '["forget_truth_ratio"]', "micro_batch_size": 8}  # fmt: skip
-    if recipe in ("baseline",):
-        del grid["kappa"], grid["copies"]
-    else:
-        grid |= {"noise": "zero-sum"}
-    if recipe in ("muse", "splits"):
-        grid |= {"forget": "tofu:forget01", "retain": "tofu:retain99", "eval.forget_split": "forget01",
-                 "eval.benchmark": "tofu"}  # fmt: skip
+    for name in ("forget01", "retain99"):
+        records = read_records(f"tofu:{name}", SHARED / "data/tofu")[:4]
+        lines = [json.dumps({"question": r.question, "answer": r.answer}) + "\n" for r in records]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    grid = {"algo": "graddiff", "epochs": 1, "rounds": 1, "forget": "forget01.jsonl", "retain": "retain99.jsonl",
+            "eval.benchmark": "qa", "eval.metrics": '["forget_Q_A_Prob"]'}  # fmt: skip
+    if recipe != "baseline":
+        grid |= {"noise": "zero-sum", "kappa": 0.01, "copies": 2}
     settings = [part for name, value in grid.items() for part in ("--set", f"{name}={value}")]
-    told = mpu("sweep", file, "--with", ROOT / "examples/paper/small.toml", *settings, "--out", "out", cwd=tmp_path)
-    assert "**forget_truth_ratio**" in told.out
+    small = ROOT / "examples/paper/small.toml"
+    told = mpu(
+        "sweep", ROOT / f"examples/paper/{recipe}.toml", "--with", small, *settings, "--out", "out", cwd=tmp_path
+    )
+    assert "**forget_Q_A_Prob**" in told.out
     assert "average degradation (distance from clean) over 1 algorithm" in told.out
+    assert list((tmp_path / "out").glob("retain-*.json"))
 
 
 def test_finetune_learns(mpu: Callable, place: Path) -> None:

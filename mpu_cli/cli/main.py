@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.exceptions import TyperException
 
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
@@ -35,6 +34,11 @@ from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
 from mpu_cli.errors import MpuError, Stopped
 from mpu_cli.version import __version__
+
+try:
+    from typer.exceptions import TyperException
+except ImportError:  # before 0.26, typer's errors are click's
+    from click import ClickException as TyperException  # type: ignore[assignment]
 
 app = typer.Typer(
     name="mpu",

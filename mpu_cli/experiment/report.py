@@ -32,13 +32,17 @@ MODES = {"clean": ("#000000", "full"), "clean-rounds": ("#777777", "full"), "noi
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a sweep. Raises MpuError if ``folder`` holds none."""
+    """The lines of a sweep, by mode: with several jobs they stand as they were finished.
+
+    Raises MpuError if ``folder`` holds none.
+    """
     lines = read_lines(folder / RESULTS, "run the sweep again")
     if not lines:
         raise MpuError(f"{folder}: has no {RESULTS}, or an empty one", "pass the folder of a sweep")
     try:
         latest = {str(line["name"]): line for line in lines}
-        return [line for line in latest.values() if isinstance(line["metrics"], dict)]
+        known = [line for line in latest.values() if isinstance(line["metrics"], dict)]
+        return sorted(known, key=lambda line: [*MODES, line.get("mode")].index(line.get("mode")))
     except (KeyError, TypeError) as error:
         raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
 
