@@ -656,6 +656,7 @@ class TestRunningSum:
         whole = mpu("aggregate", "deltas", "--json", cwd=folder).json
         told = mpu("aggregate", two, "--running", "sums", "--json", cwd=folder).json
         assert (told["copies"], told["missing"]) == ([2], [1])
+        assert mpu("inspect", "sums", "--json", cwd=folder).json["copies in it"] == [2]
         (folder / two).unlink()
         again = mpu("aggregate", one, "--running", "sums", "--out", "later", "--json", cwd=folder).json
         assert not (folder / "sums").exists()

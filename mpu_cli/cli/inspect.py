@@ -187,7 +187,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
 
 def _folder(path: Path) -> dict[str, object] | None:
     """What a directory that is not a checkpoint holds: a run, checkpoints of a training, or deltas; else None."""
-    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.checkpoint.reader import open_checkpoint, read_json_object
     from mpu_cli.manifest import facts_of
     from mpu_cli.resumption import read_lines
 
@@ -197,6 +197,12 @@ def _folder(path: Path) -> dict[str, object] | None:
         log = read_lines(path / "log.jsonl", "choose another folder")
         rounds = sorted(int(folder.parent.name.removeprefix("round_")) for folder in path.glob("server/round_*/model"))
         return {"kind": "mpu run", "steps done": len(log), "rounds with a model": rounds}
+    if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json")).get("format") == "mpu-sums":
+        parts: Any = facts.get("parts")
+        return {
+            "kind": "running sum of a round's deltas", "run": facts.get("run"), "round": facts.get("round"),
+            "copies in it": sorted(part["copy"] for part in parts), "norm": facts.get("norm"),
+        }  # fmt: skip
     if (path / "mpu-resume.json").is_file():
         return {
             "kind": "checkpoints of an interrupted training",

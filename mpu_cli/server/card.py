@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from mpu_cli.models.source import Model
@@ -20,6 +21,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
     """
     of_hub = None if Path(base.source).exists() else base.source
     algorithms = ", ".join(sorted(set(result.algorithms)))
+    error = result.error.relative
     head = [f"base_model: {json.dumps(of_hub)}"] if of_hub else []
     head += ["library_name: peft"] if kind == "adapter" else ["library_name: transformers"]
     head += ["tags:", "- unlearning", "- mpu"]
@@ -30,7 +32,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
         ("copies", f"{keys.copies}, {keys.noise.kind} noise, symmetries {keys.symmetries}"),
         ("algorithm", f"{algorithms}, by the owner of the records"),
         ("norm of the update", f"{result.norm:.4g}"),
-        ("estimated error of the update", f"{result.error.relative:.1%}"),
+        ("estimated error of the update", "not known" if math.isnan(error) else f"{error:.1%}"),
         ("smallest cosine between copies", f"{result.pairwise:.3f}"),
         ("made by", f"mpu {__version__}"),
     ]
