@@ -726,3 +726,43 @@ def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
     assert "lost to bfloat16" in told.err
     mpu("unlearn", "copy_2", *common, "--delta-dtype", "bfloat16", cwd=tmp_path)
     assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
+
+
+class TestOwners:
+    """Two data owners, each with copies of its own of one base."""
+
+    def test_their_updates_are_added(self, mpu: Callable, tmp_path: Path) -> None:
+        save(random_model("llama"), tmp_path / "base")
+        for i, owner in enumerate(("a", "b"), 1):
+            write_records(tmp_path / f"{owner}.jsonl", 4, i)
+            mpu("publish", "base", "--copies", 2, "--out", owner, "--keys", f"{owner}.bin", cwd=tmp_path)
+            for k in (1, 2):
+                mpu("unlearn", f"{owner}/copy_{k}", "--forget", f"{owner}.jsonl", "--algo", "gradascent", "--epochs", 1,
+                    "--template", "plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}", cwd=tmp_path)  # fmt: skip
+        told = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
+        base = load_file(tmp_path / "base/model.safetensors")
+        alone = {}
+        for owner in ("a", "b"):
+            of = [tmp_path / f"deltas/{owner}_{k}.safetensors" for k in (1, 2)]
+            single = mpu(
+                "aggregate", *of, "--keys", f"{owner}.bin", "--out", owner + "_alone", "--json", cwd=tmp_path
+            ).json
+            alone[owner] = load_file(tmp_path / f"{owner}_alone/model.safetensors")
+            of_owner = next(each for each in told["owners"] if each["run"] == single["run"])
+            for name in ("norm", "smallest_pairwise_cosine"):
+                assert of_owner[name] == pytest.approx(single[name], rel=1e-6)
+        found = load_file(tmp_path / "unlearned/model.safetensors")
+        for name, weights in base.items():
+            expected = alone["a"][name] + alone["b"][name] - weights
+            assert torch.allclose(found[name], expected, atol=1e-6), name
+        assert -1 < told["cosines"][0][1] < 1
+        for wrong, said in (
+            (("deltas", "--keys", "a.bin", "--keys", "a.bin"), "given twice"),
+            (("deltas/a_1.safetensors", "deltas/b_1.safetensors", "deltas/b_2.safetensors", "--keys", "a.bin", "--keys",
+              "b.bin"), "no delta for copy 2"),
+        ):  # fmt: skip
+            refused = mpu("aggregate", *wrong, "--out", "bad", check=False, cwd=tmp_path)
+            assert said in refused.err
+            assert not (tmp_path / "bad").exists()
+        assert "after aggregation" in mpu("inspect", "unlearned", cwd=tmp_path).out
+        assert mpu("publish", "unlearned", "--out", "next", "--keys", "next.bin", cwd=tmp_path).out

@@ -17,9 +17,10 @@ from mpu_cli.options.publishing import Aggregating
 from mpu_cli.outputs import model_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mpu_cli.models.source import Model
+    from mpu_cli.server.agreement import Aggregation
     from mpu_cli.server.deltas import Delta
     from mpu_cli.server.estimate import ErrorEstimate
     from mpu_cli.server.keys import Keys
@@ -32,7 +33,14 @@ def aggregate(
         typer.Argument(help="Deltas, raw or inverted, directories of them, or - for standard input.", metavar="DELTAS"),
     ],
     aggregating: Aggregating,
-    keys: options.KeysFile = Path("keys.bin"),
+    keys: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="The key file of the publication (default: keys.bin); repeated for several data owners, whose updates "
+            "are added.",
+            metavar="FILE",
+        ),
+    ] = None,
     base: options.BaseAgain = None,
     config: options.ModelConfig = None,
     out: Annotated[
@@ -75,7 +83,14 @@ def aggregate(
     if running and (as_adapter or dry_run):
         raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
     paths = paths_from(deltas)  # first: at the end of a pipe, the command that writes the keys may still be running
-    opened = open_keys(keys, identity, passphrase_file)
+    files = keys or [Path("keys.bin")]
+    if len(files) > 1:
+        if running or as_adapter or dry_run or push:
+            raise UsageError("several --keys work with plain aggregation only", "aggregate each owner's deltas alone")
+        publications = [open_keys(file, identity, passphrase_file) for file in files]
+        _of_owners(paths, files, publications, aggregating, base, config, out, force, as_json)
+        return
+    opened = open_keys(files[0], identity, passphrase_file)
     opened_deltas = open_deltas(paths, opened)
     model = published_base(opened, base, config)
     out = out or model_folder(opened.round)
@@ -103,16 +118,7 @@ def aggregate(
         else:
             result = run_aggregate(model, opened_deltas, opened, aggregating, out=out, force=force, observer=observer)
     paths_of = {delta.copy: delta.path for delta in opened_deltas}
-    rows = [
-        [f"copy {copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
-        for copy, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
-    ]
-    table(
-        "Deltas of this round",
-        ["", "norm", "cosine with the aggregate"],
-        [*rows, ["aggregate", f"{result.norm:.4g}", ""]],
-    )
-    note(_accuracy(result.error))
+    _show("Deltas of this round", result)
     note(f"applied with η = {aggregating.server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
     for warning in result.warnings():
         warn(warning)
@@ -127,10 +133,7 @@ def aggregate(
             "pushed": push,
             "run": opened.run,
             "round": opened.round,
-            "copies": [
-                {"copy": k, "delta": paths_of.get(k), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}
-                for k, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
-            ],
+            "copies": _copies(result, paths_of),
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
             "error_estimate": asdict(result.error),
@@ -143,6 +146,61 @@ def aggregate(
         },
         as_json,
     )
+
+
+def _of_owners(
+    paths: Sequence[Path],
+    files: Sequence[Path],
+    publications: Sequence[Keys],
+    aggregating: Aggregating,
+    base: str | None,
+    config: Path | None,
+    out: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Aggregate the deltas of several data owners, and tell of each owner's update."""
+    from mpu_cli.server.keys import published_base
+    from mpu_cli.server.owners import aggregate_owners, owners_of
+
+    owners = owners_of(paths, publications)
+    model = published_base(publications[0], base, config)
+    target = out or model_folder(publications[0].round)
+    with terminal() as observer:
+        result = aggregate_owners(model, owners, aggregating, out=target, force=force, observer=observer)
+    told = []
+    for file, owner, update in zip(files, owners, result.updates, strict=True):
+        _show(f"{file}: run {owner.keys.run}, round {owner.keys.round}", update)
+        for warning in update.warnings():
+            warn(f"{file}: {warning}")
+        paths_of = {delta.copy: delta.path for delta in owner.deltas}
+        told.append({
+            "keys": file, "run": owner.keys.run, "round": owner.keys.round, "copies": _copies(update, paths_of),
+            "norm": update.norm, "smallest_pairwise_cosine": update.pairwise, "error_estimate": asdict(update.error),
+        })  # fmt: skip
+    for i, one in enumerate(files):
+        for j in range(i):
+            note(f"cosine between the updates of {files[j]} and {one}: {float(result.cosines[i, j]):.3f}")
+    note(f"added with η = {aggregating.server_lr:g}; to leave an owner out, leave out its keys and deltas")
+    emit([target], {"model": target, "owners": told, "cosines": result.cosines.tolist(),
+                    "lost_to_rounding": result.rounding}, as_json)  # fmt: skip
+
+
+def _show(title: str, result: Aggregation) -> None:
+    """A round's deltas, and how far their aggregate is from the clean update."""
+    rows = [
+        [f"copy {copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"]
+        for copy, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
+    ]
+    table(title, ["", "norm", "cosine with the aggregate"], [*rows, ["aggregate", f"{result.norm:.4g}", ""]])
+    note(_accuracy(result.error))
+
+
+def _copies(result: Aggregation, paths: Mapping[int, Path]) -> list[dict[str, object]]:
+    return [
+        {"copy": k, "delta": paths.get(k), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}
+        for k, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1)
+    ]
 
 
 def _listed(copies: Sequence[int]) -> str:

@@ -58,7 +58,8 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
                 hint = f"did you mean {near[0]}?" if near else None
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
             several = getattr(parameter, "multiple", False) or parameter.nargs == -1
-            defaults[name][parameter.name] = value if several else _as_given(value)
+            one = several and not isinstance(value, list)
+            defaults[name][parameter.name] = [value] if one else value if several else _as_given(value)
     return defaults
 
 

@@ -75,7 +75,7 @@ def aggregate(
     undoing = Undoing(deltas, keys, layout)
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
-        gram, facts = write_model(base, undoing, layout, weights, keys, options, folder, observer)
+        gram, facts = write_model(base, undoing, layout, weights, [keys], options, folder, observer)
         check_norms(gram, deltas, options.max_norm)
         result = replace(agreement(out, gram, keys.noise, {delta.copy: delta.manifest for delta in deltas}), **facts)
         (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
@@ -87,19 +87,21 @@ def write_model(
     undoing: Changes,
     layout: Layout,
     weights: torch.Tensor,
-    keys: Keys,
+    publications: Sequence[Keys],
     options: Aggregating,
     folder: Path,
     observer: Observer = SILENT,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card.
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; θ is what all ``publications`` are of.
 
     Returns the inner products of the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
     """
     source = base.checkpoint
     specs = model_specs(source, layout, OPTION[options.dtype] if options.dtype else None)
     observer.stage("aggregate", source.nbytes)
-    facts = {"format": "mpu-model", "version": VERSION, "run": keys.run, "round": keys.round}
+    rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
+    of_one = rounds[0] if len(rounds) == 1 else {"owners": rounds}
+    facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
     deltas = undoing.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
@@ -132,7 +134,9 @@ def write_model(
             observer.advance(source.tensors[name].nbytes)
         if layout.alias:
             digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
-        check_base(base, keys, combine(source.tensors, digests))
+        digest = combine(source.tensors, digests)
+        for keys in publications:
+            check_base(base, keys, digest)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
     write_small_files(base, folder, specs)
     write_json(folder / MANIFEST_NAME, facts)
