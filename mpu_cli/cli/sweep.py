@@ -67,8 +67,9 @@ def sweep(
     from mpu_cli.experiment.tables import degradation, markdown, pivot, sentences
 
     folder = out or Path(file.stem)
-    cells = read_sweep(file, {**(overrides_of(like) if like else {}), **_overrides(settings or [])})
-    known_numbers = published(file)
+    overrides = {**(overrides_of(like) if like else {}), **_overrides(settings or [])}
+    cells = read_sweep(file, overrides)
+    known_numbers = [] if "base" in overrides else published(file)  # of FILE's model
     if dry_run:
         _preview(cells, as_json)
         return

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.results import best, goal
-from mpu_cli.experiment.sweep import RESULTS
-from mpu_cli.experiment.tables import FIXED, REPEATS, Line, degradation, half_interval, pivot, sentences
+from mpu_cli.experiment.tables import FIXED, REPEATS, RESULTS, Line, degradation, half_interval, pivot, sentences
 from mpu_cli.figures import PALETTE, html_table, legend_below, make_figure, page, svg
 from mpu_cli.resumption import read_lines
 

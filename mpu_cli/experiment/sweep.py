@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from mpu_cli.client.dataset import read_dataset
@@ -38,7 +39,7 @@ from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.rounds import run
-from mpu_cli.experiment.tables import PUBLISHED
+from mpu_cli.experiment.tables import PUBLISHED, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
@@ -58,7 +59,6 @@ IGNORED = {
     "clean-rounds": _OF_COPIES,
     "noised": ("shared_noise", "symmetries"),
 }
-RESULTS = "results.jsonl"
 FORGET_QUALITY = "forget_quality"
 LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
 RETAIN_MODEL = "retain_model"  # of [eval]: the model that never saw the forget set, of which the sweep makes the log
@@ -207,15 +207,19 @@ def sweep(
     done = {cell.name: kept[cell.name] for cell in cells if kept.get(cell.name, {}).get("digest") == _digest(cell)}
     failed: dict[str, MpuError] = {}
 
+    telling = Lock()
+
     def attempt(number: int, cell: Cell) -> None:
-        observer.note(f"{number} of {len(cells)}: {cell.name}")
+        with telling:
+            observer.note(f"{number} of {len(cells)}: {cell.name}")
         try:
             line = jobs.play(cell.name) if jobs else play(cell, folder, observer)
         except MpuError as error:
             failed[cell.name] = error
             return
-        done[cell.name] = line
-        append_line(results, line)
+        with telling:
+            done[cell.name] = line
+            append_line(results, line)
 
     todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
     with ThreadPoolExecutor(jobs.count if jobs else 1) as pool:
