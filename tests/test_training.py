@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 
 from mpu_cli.client import training
 from mpu_cli.client.dataset import read_dataset
-from mpu_cli.client.frozen import run
+from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.training import check_sharding
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.models.source import open_model
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.records.encoding import Example
 from tests.models import random_model, save, write_records
 from tests.stopping import stopped
 
@@ -298,3 +299,15 @@ def test_an_optimizer_that_is_not_installed_is_named(mpu, folder, name):
         assert "pip install" in outcome.err
     else:
         mpu("unlearn", "base", *TRAINING, "--optim", name, cwd=folder)
+
+
+def test_micro_batches_pad_little() -> None:
+    """Each example of a step is in one of its micro-batches, and examples of one length go together."""
+    lengths = [9, 2, 8, 3, 7, 2]
+    examples = [Example(list(range(n)), list(range(n))) for n in lengths]
+    sets = {"forget": training.ExampleSet(examples, Reference())}
+    batches = training.MicroBatches([training.Step([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
+    shapes = [tuple(batches[i]["forget"]["input_ids"].shape) for i in range(len(batches))]
+    assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
+    read = sorted(int(batches[i]["forget"]["attention_mask"][row].sum()) for i in range(3) for row in range(2))
+    assert read == sorted(lengths)

@@ -48,11 +48,13 @@ def sweep(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Replace an option of FILE, or eval.OPTION of [eval]; may be repeated.",
+            help="Replace an option of FILE, or eval.OPTION one of eval; may be repeated.",
             metavar="OPTION=VALUE",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Experiments at once, each on a GPU of its own if there are.", min=1)] = 1,
+    jobs: Annotated[
+        int, typer.Option(help="Experiments at once, each on a GPU of its own if there are.", min=1, metavar="N")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the experiments and what they cost.")] = False,
     cell: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: options.Json = False,

@@ -119,11 +119,11 @@ def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: in
 _READ = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the sets that each term reads together
 
 
-class _MicroBatches(Dataset):
+class MicroBatches(Dataset):
     """The schedule, with each step split into ``parts`` micro-batches for each of the ``terms`` of the loss.
 
     A micro-batch is for one term: what the backward pass needs for the forget set is freed before the retain set is
-    read.
+    read. Examples of one length go together, so that little is padded.
     """
 
     def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
@@ -137,10 +137,18 @@ class _MicroBatches(Dataset):
         step, term = divmod(index, len(self._terms))
         numbers = getattr(self._steps[step], self._terms[term])
         names = [name for name in _READ[self._terms[term]] if name in self._sets]
-        return {name: self._batch(self._sets[name], numbers, part) for name in names}
+        mine = self._part_of(numbers, self._sets[names[0]].examples, part)
+        return {name: self._batch(self._sets[name], numbers, mine) for name in names}
 
-    def _batch(self, data: ExampleSet, numbers: list[int], part: int) -> dict[str, Any]:
-        mine = numbers[part :: self._parts]
+    def _part_of(self, numbers: list[int], examples: Sequence[Example], part: int) -> list[int]:
+        """The examples of one micro-batch: an equal share of those sorted by length."""
+        if self._parts == 1:
+            return numbers
+        by_length = sorted(numbers, key=lambda number: len(examples[number].ids))
+        first, last = (len(numbers) * p // self._parts for p in (part, part + 1))
+        return by_length[first:last]
+
+    def _batch(self, data: ExampleSet, numbers: list[int], mine: list[int]) -> dict[str, Any]:
         batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])
         if not mine:  # fewer examples than parts: this one is only a filler
             batch["labels"].fill_(IGNORED)
@@ -312,7 +320,7 @@ def train(
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
-            train_dataset=_MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
+            train_dataset=MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
             data_collator=_only,
             objective=objective,
             references={name: data.reference for name, data in sets.items()},
