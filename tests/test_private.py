@@ -107,12 +107,17 @@ def test_through_the_command_line(mpu, tmp_path):
     options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
     told = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
     assert told.json["privacy"]["epsilon"] <= 4
-    assert "m times that" in told.err
+    assert "each further delta" in told.err
     facts = json.loads(open_checkpoint(tmp_path / "a.safetensors").metadata["mpu"])
     # Neither rate nor steps nor the exact ε, which would leak the number of records.
     assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}
     assert "epsilon" in mpu("inspect", tmp_path / "a.safetensors").out
-    mpu("unlearn", base, *options, "--lora-rank", 2, "--out", "b.safetensors", cwd=tmp_path)
+    mpu("publish", base, "--copies", 2, cwd=tmp_path)
+    one = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
+    spent = one.json["privacy"]
+    # Both copies' steps compose; that is less than twice one copy's bound, and more than once.
+    assert 1.2 * spent["epsilon"] < spent["epsilon_of_all_copies"] < 1.9 * spent["epsilon"]
+    assert f"all 2 copies of the round together: ε = {spent['epsilon_of_all_copies']:.3g}" in one.err
     # The noise must not come from --seed, which the server may know or guess.
     mpu("unlearn", base, *options, "--out", "c.safetensors", cwd=tmp_path)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()

@@ -697,7 +697,9 @@ def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
     mpu("publish", "base", "--copies", 2, "--kappa", 0.05, cwd=tmp_path)
     (tmp_path / "copy_2").rename(tmp_path / "kept")
     keys = (tmp_path / "keys.bin").read_bytes()
-    assert mpu("publish", "base", "--copies", 2, "--kappa", 0.05, "--only", 2, cwd=tmp_path).out == "copy_2\n"
+    again = ("publish", "base", "--copies", 2, "--kappa", 0.05, "--only", 2)
+    assert "copy_1" not in mpu(*again, "--dry-run", cwd=tmp_path).out
+    assert mpu(*again, cwd=tmp_path).out == "copy_2\n"
     for name in ("model.safetensors", "mpu.json"):
         assert (tmp_path / "copy_2" / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
     assert (tmp_path / "keys.bin").read_bytes() == keys

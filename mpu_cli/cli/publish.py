@@ -16,7 +16,10 @@ from mpu_cli.options.publishing import Publishing
 from mpu_cli.outputs import next_round, round_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpu_cli.models.source import Model
+    from mpu_cli.server.keys import Keys
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, Target
 
@@ -136,7 +139,7 @@ def publish(
         force,
     )
     if dry_run:
-        _preview(model, public, publication, target, as_json)
+        _preview(model, public, publication, target, chosen, known, as_json)
         return
     with terminal() as observer:
         published = run_publish(
@@ -177,7 +180,15 @@ def publish(
     )
 
 
-def _preview(base: Model, reference: Model | None, publication: Publication, target: Target, as_json: bool) -> None:
+def _preview(
+    base: Model,
+    reference: Model | None,
+    publication: Publication,
+    target: Target,
+    only: Sequence[int] | None,
+    known: Keys | None,
+    as_json: bool,
+) -> None:
     """What `mpu publish` would read and write."""
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
@@ -187,10 +198,11 @@ def _preview(base: Model, reference: Model | None, publication: Publication, tar
 
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
+    manifests = [manifest for manifest in manifests if only is None or manifest.copy in only]
     size = nbytes_of(model_specs(base.checkpoint, layout, publication.dtype))
     preview = Preview(
         reads=[(model.source, model.checkpoint.nbytes) for model in (base, reference) if model],
-        writes=[*((target.copy(manifest), size) for manifest in manifests), (target.keys, None)],
+        writes=[*((target.copy(manifest), size) for manifest in manifests), *(() if known else ((target.keys, None),))],
         memory=BUFFERS,
         notes=[
             f"run {publication.run}, round {publication.round}; noise {publication.noise.kind}, symmetries "
