@@ -173,9 +173,10 @@ FAST = ("qwen3", "olmo2", "phi3-partial", "gpt_neox", "cohere2", "mixtral", "mix
 @pytest.mark.parametrize(
     "family",
     [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in FAST
+        else pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if name in ALIKE else [])])
         for name in (*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED))
-        if name not in ALIKE
     ],
 )
 def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, family: str) -> None:

@@ -77,7 +77,14 @@ def slope(x, y):
 
 
 @pytest.mark.parametrize("optimizer", SMOOTH)
-@pytest.mark.parametrize("copies", [2, *(pytest.param(m, marks=pytest.mark.slow) for m in (3, 4))])
+@pytest.mark.parametrize(
+    "copies",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_all_orders_below_the_number_of_copies_cancel(mpu, tmp_path, copies, optimizer):
     """The aggregate's error grows as κ^m, and aggregate's estimate of it is right within a factor of three."""
     base = save(random_model("llama"), tmp_path / "base")

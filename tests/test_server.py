@@ -670,6 +670,7 @@ class TestRunningSum:
         assert again["error_estimate"]["relative"] == pytest.approx(whole["error_estimate"]["relative"], rel=1e-3)
         assert [copy["norm"] for copy in again["copies"]] == pytest.approx([c["norm"] for c in whole["copies"]])
 
+    @pytest.mark.slow
     def test_three_copies_and_what_is_refused(self, mpu: Callable, folder: Path) -> None:
         one, two, three = self.deltas(mpu, folder, 3)
         mpu("aggregate", one, "--running", "sums", cwd=folder)
@@ -733,6 +734,7 @@ def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
 class TestOwners:
     """Two data owners, each with copies of its own of one base."""
 
+    @pytest.mark.slow
     def test_their_updates_are_added(self, mpu: Callable, tmp_path: Path) -> None:
         save(random_model("llama"), tmp_path / "base")
         for i, owner in enumerate(("a", "b"), 1):

@@ -46,7 +46,14 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--optim", "adamw"], [*BLOCKWISE, "--precision", "bfloat16"], ["--lora-rank", "2"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--optim", "adamw"],
+        pytest.param([*BLOCKWISE, "--precision", "bfloat16"], marks=pytest.mark.exhaustive),
+        ["--lora-rank", "2"],
+    ],
+)
 def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     """SIGKILL after some steps, then the same command again."""
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
@@ -104,7 +111,9 @@ RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weights beyond that
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"], RMU])
+@pytest.mark.parametrize(
+    "more", [[], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (["--lora-rank", "2"], RMU))]
+)
 def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     """gloo on CPU; batches of 3 over two processes, so that one has less to do than the other."""
     options = [*more, "--precision", "float64", "--optim", "sgd"]
@@ -165,7 +174,13 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--optim", "adamw-blockwise"], ["--lora-rank", "2", "--optim", "sgd"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--optim", "adamw-blockwise"],
+        pytest.param(["--lora-rank", "2", "--optim", "sgd"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
     options = [*more, "--precision", "float64"]
     mpu("unlearn", "base", *TRAINING, *options, "--out", "one.safetensors", cwd=folder)

@@ -93,8 +93,13 @@ def sweep(
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
     axes = None if over is None else list(names_in(over))
-    algorithms = {line.get("algo") for line in lines}
-    others = [line for line in known_numbers if line.get("algo") in algorithms]
+    algorithms = {str(each.experiment.unlearning.algo) for each in cells}
+    told = {name for line in lines for name in line}
+    others = [
+        {name: value for name, value in line.items() if name in told}
+        for line in known_numbers
+        if line.get("algo") in algorithms
+    ]
     for name, rows in pivot([*lines, *others], names, across, axes).items():
         printed += [f"**{name}**", "", *markdown(rows), ""]
     for mode, found in degradation(lines, names).items():
