@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -279,6 +280,23 @@ class TestRun:
             assert outcome.status == status, outcome.err
             assert said in outcome.err
             assert outcome.is_one_error
+
+    @pytest.mark.slow
+    def test_trainings_on_several_processes(self, mpu: Callable, place: Path) -> None:
+        """Started by torch's launcher, with LoRA and a reference kept over two rounds: the same model."""
+        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora-rank", 2,
+                    "--lora-targets", "q_proj,down_proj", "--no-deterministic", "--precision", "float64")  # fmt: skip
+        run = ("run", "base", *training, "--rounds", 2, "--copies", 2, "--secret-seed", 1)
+        mpu(*run, "--out", "one", cwd=place)
+        command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m --"
+        mpu(*run, "--out", "two", "--launch", command, cwd=place)
+        one, two = (tensors(place / f"{out}/server/round_2/model") for out in ("one", "two"))
+        base = tensors(place / "base")
+        assert distance({n: two[n] - x for n, x in base.items()}, {n: one[n] - x for n, x in base.items()}) < 1e-4
+        bad = mpu(*run, "--forget", "nothing.jsonl", "--out", "bad", "--launch", command, cwd=place, check=False)
+        assert "nothing.jsonl" in bad.err
+        bad = mpu(*run, "--out", "worse", "--launch", "no-such-launcher -m", cwd=place, check=False)
+        assert "cannot be started" in bad.err
 
 
 class TestSweep:

@@ -42,6 +42,7 @@ from mpu_cli.client.tag import client_secret
 from mpu_cli.client.unlearn import check_options, deciding, epochs_of, refers_back, unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG, Outcome, remember
+from mpu_cli.experiment.launching import launched
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import check_ranges, declared, flat
@@ -298,25 +299,31 @@ class _Round:
         if self.experiment.loss_reference == "original" and self.rounds.count > 1 and refers_back(check_options(asked)):
             reference_file = self.rounds.references / f"copy_{k}.safetensors"
         started = time.monotonic()
-        result = unlearn(
-            open_model(str(copy)),
-            self.rounds.data,
-            asked,
-            target=target,
-            force=True,
-            logging=Logging(resume=asked.privacy.dp_epsilon is None),
-            reference_file=reference_file,
-            secret=lambda: client_secret(self.rounds.client / "client.key"),
-            observer=Within(WarningsOnly(self.observer), f"copy {k}"),
-        )
-        if result.spent:
-            self.observer.note(f"copy {k}: privacy spent on each record: ε = {result.spent['epsilon']:.3g}")
-        for warning in result.warnings():
+        if self.experiment.launch:
+            told = launched(self.experiment.launch, asked, copy, target, reference_file)
+        else:
+            result = unlearn(
+                open_model(str(copy)),
+                self.rounds.data,
+                asked,
+                target=target,
+                force=True,
+                logging=Logging(resume=asked.privacy.dp_epsilon is None),
+                reference_file=reference_file,
+                secret=lambda: client_secret(self.rounds.client / "client.key"),
+                observer=Within(WarningsOnly(self.observer), f"copy {k}"),
+            )
+            losses = [asdict(step) for step in result.steps]
+            told = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
+        if told["privacy"]:
+            self.observer.note(f"copy {k}: privacy spent on each record: ε = {told['privacy']['epsilon']:.3g}")
+        for warning in told["warnings"]:
             self.observer.warn(f"copy {k}: {warning}")
-        steps = {"first": asdict(result.steps[0]), "last": asdict(result.steps[-1])} if result.steps else {}
+        steps = told["steps"]
         self.rounds.log.add(
-            "unlearn", round=self.number, copy=k, steps=len(result.steps), norm=result.norm, **steps,
-            **({"privacy": result.spent} if result.spent else {}),
+            "unlearn", round=self.number, copy=k, steps=len(steps), norm=told["norm"],
+            **({"first": steps[0], "last": steps[-1]} if steps else {}),
+            **({"privacy": told["privacy"]} if told["privacy"] else {}),
             seconds=round(time.monotonic() - started, 3), bytes=target.stat().st_size if target.is_file() else None,
         )  # fmt: skip
 

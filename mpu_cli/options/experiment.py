@@ -23,6 +23,13 @@ class Experiment:
         "have; clean-rounds: the same in rounds, each with a new optimiser; noised: one noisy copy, whose noise stays.",
     )
     rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
+    launch: str | None = option(
+        None,
+        "Start each training with this command, on several processes: 'accelerate launch --num_processes 4 -m' or "
+        "'torchrun --nproc-per-node=4 -m --'.",
+        metavar="COMMAND",
+        affects_result=False,
+    )
     min_cosine: float | None = option(
         None, "Stop before the first round in which two copies' changes have a smaller cosine.", least=-1, below=1
     )

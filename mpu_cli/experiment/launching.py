@@ -1,0 +1,51 @@
+"""One training of a run in processes of its own, started by accelerate's or torch's launcher."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.unlearning import Unlearning
+
+
+def launched(command: str, asked: Unlearning, copy: Path, target: Path, reference_file: Path | None) -> dict[str, Any]:
+    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; what it reports with --json.
+
+    Raises MpuError with what the processes said if they fail, UsageError if ``command`` cannot be started.
+    """
+    resume = [] if asked.privacy.dp_epsilon is not None else ["--resume"]
+    kept = ["--reference-file", str(reference_file)] if reference_file else []
+    arguments = ["mpu_cli", "unlearn", str(copy), *as_arguments(asked), *resume, *kept]
+    try:
+        done = subprocess.run(
+            [*shlex.split(command), *arguments, "--out", str(target), "--force", "--json"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--launch {command!r}: cannot be started ({error})") from error
+    begin = done.stdout.find("{")
+    try:
+        return json.loads(done.stdout[begin:])
+    except ValueError:
+        said = [line.removeprefix("mpu: error: ") for line in done.stderr.splitlines() if "mpu: error: " in line]
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise MpuError(f"{copy}: {said[0] if said else last}", f"started with --launch {command!r}") from None
+
+
+def as_arguments(options: Unlearning) -> Iterator[str]:
+    """The options that differ from their defaults, as they stand on the command line."""
+    known = declared(Unlearning)
+    for name, value in flat(options).items():
+        option = known[name]
+        if value is None or value == option.default:
+            continue
+        if option.kind is bool:
+            yield option.flag if value else option.flag.replace("--", "--no-", 1)
+        else:
+            yield from (option.flag, ",".join(value) if isinstance(value, tuple) else str(value))
