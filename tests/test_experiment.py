@@ -107,7 +107,7 @@ class TestRun:
     @pytest.mark.slow
     def test_stops_before_copies_disagree(self, mpu: Callable, place: Path) -> None:
         """The result is the last round whose copies agreed, also if the run is asked for again."""
-        run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.3)
+        run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.05)
         mpu(*run, "--out", "whole", "--keep", cwd=place)
         log = [json.loads(line) for line in (place / "whole/log.jsonl").read_text().splitlines()]
         cosines = [line["smallest_pairwise_cosine"] for line in log if line["step"] == "aggregate"]
