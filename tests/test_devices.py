@@ -17,13 +17,15 @@ from safetensors.torch import load_file
 from tests.models import random_model, save, write_records
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--lr", "1e-3"]
+COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
+STEEP = ("adamw", "muon", "bfloat16")  # where a last bit can become the sign of a step
 TRAININGS = {
     **{algo: ["--algo", algo] for algo in ("gradascent", "npo", "dpo", "undial")},
     "rmu": ["--algo", "rmu", "--layer", "0"],
     "kl": ["--algo", "npo", "--retain-loss", "kl"],
     "lora": ["--algo", "npo", "--lora-rank", "2"],
     "blockwise": ["--algo", "npo", "--optim", "adamw-blockwise"],
+    "adamw": ["--algo", "npo", "--optim", "adamw", "--lr", "1e-3"],
 }
 MORE = {
     **{algo: ["--algo", algo] for algo in ("graddiff", "simnpo", "satimp", "wga")},
@@ -47,7 +49,7 @@ def place(mpu: Callable, tmp_path: Path) -> Path:
 
 def commands(device: str, trainings: dict[str, list[str]]) -> list[list[str]]:
     run = [
-        ["unlearn", "copy_1", *training, *COMMON, "--device", device, "--out", f"{name}_{device}"]
+        ["unlearn", "copy_1", *COMMON, *training, "--device", device, "--out", f"{name}_{device}"]
         for name, training in trainings.items()
     ]
     run += [["finetune", "base", "--data", "forget.jsonl", *COMMON, "--device", device, "--out", f"taught_{device}"]]
@@ -69,7 +71,7 @@ def check(mpu: Callable, place: Path, device: str, trainings: dict[str, list[str
         norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
         off = sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5
         assert norm > 0, name
-        assert off < (0.1 if name in ("bfloat16", "muon") else tolerance) * norm, name
+        assert off < (0.1 if name in STEEP else tolerance) * norm, name
     taught = [load_file(place / f"taught_{where}/model.safetensors") for where in ("cpu", device)]
     assert all(torch.allclose(taught[0][name], taught[1][name], atol=1e-3) for name in taught[0])
     measured = [json.loads((place / f"{where}.json").read_text())["metrics"] for where in ("cpu", device)]
