@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mpu_cli.models.device import ACCELERATE, tell_accelerate
 from tests.models import random_model, save, write_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +94,7 @@ def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[
 
 
 @pytest.mark.slow
-def test_the_simulation_finds_what_is_left(tmp_path: Path) -> None:
+def test_the_simulation_finds_what_is_left() -> None:
     """Or the test above shows nothing: operations that would fail on a GPU fail there."""
     script = """
 import torch
@@ -121,7 +122,15 @@ assert weight.grad.device.type == "sim" and weight.grad.cpu().eq(24).all()
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
-    assert tmp_path
+
+
+def test_a_later_training_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate would go on using the device of the one before."""
+    monkeypatch.setenv(ACCELERATE, "")
+    tell_accelerate(torch.device("cuda:1"))
+    assert os.environ[ACCELERATE] == "cuda:1"
+    tell_accelerate(torch.device("cpu"))
+    assert ACCELERATE not in os.environ
 
 
 @pytest.mark.parametrize(

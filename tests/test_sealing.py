@@ -99,6 +99,7 @@ class TestSealedCopies:
         """As the first releases of Python 3.10 and 3.11 have it."""
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
         unlearn(mpu, folder, "sealed/copy_1.age", "deltas/without", "--identity", folder / "a.txt")
+        assert (folder / "deltas/without.safetensors").is_file()
 
     @pytest.mark.parametrize("filtered", [True, False])
     def test_an_archive_that_would_write_elsewhere(

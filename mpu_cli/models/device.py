@@ -9,6 +9,8 @@ import torch
 
 from mpu_cli.errors import UsageError
 
+ACCELERATE = "ACCELERATE_TORCH_DEVICE"  # the variable that accelerate reads
+
 
 def device_of(name: str) -> torch.device:
     """The torch device called ``name``; "auto" is CUDA if there is one, else the CPU.
@@ -32,9 +34,14 @@ def device_of(name: str) -> torch.device:
 
 
 def tell_accelerate(device: torch.device) -> None:
-    """Make accelerate, which looks for a device itself, use ``device``; before it is asked for anything."""
+    """Make accelerate, which looks for a device itself, use ``device``; before it is asked for anything.
+
+    What an earlier training in this process was told is taken back.
+    """
     if device.type not in ("cpu", "cuda") or device.index is not None:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
+        os.environ[ACCELERATE] = str(device)
+    else:
+        os.environ.pop(ACCELERATE, None)
 
 
 def name_of(device: torch.device) -> str:

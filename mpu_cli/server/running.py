@@ -149,6 +149,9 @@ def _write_sum(
         pool = stack.enter_context(worker_pool())
         for tensor, adding in one_ahead(lambda t: add_up(pool, t, None, summed, rates, writer), layout.parameters):
             gram += sums_of(adding)[0]
+            for checkpoint in (delta.checkpoint for delta in summed.deltas):
+                if tensor.name in checkpoint.tensors:
+                    checkpoint.forget_pages(tensor.name)
             writer.forget_pages(tensor.name)
             observer.advance(base.checkpoint.tensors[tensor.name].nbytes)
     return gram
