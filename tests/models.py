@@ -176,9 +176,15 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
 def save(model: PreTrainedModel, folder: Path) -> Path:
     """Save ``model`` with a tokenizer over ``w3`` … ``w95``, one token per word, and a chat template."""
     model.save_pretrained(folder)
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     # transformers reads every tokenizer of these families as byte-level BPE.
-    if model.config.model_type in ("qwen2", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"):
+    by_bytes = model.config.model_type in ("qwen2", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+    return save_tokenizer(folder, by_bytes=by_bytes)
+
+
+def save_tokenizer(folder: Path, *, by_bytes: bool = False) -> Path:
+    """Put the tokenizer of ``save`` in ``folder``."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    if by_bytes:
         symbols = [*special.values(), "Ġ", "Ċ", *string.ascii_letters, *string.digits, *"?:.<>/"]
         tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
@@ -20,8 +21,11 @@ from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
 from mpu_cli.client.optimizers import BlockwiseAdamW, make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.training import schedule
+from mpu_cli.evaluation.encoding import Item
+from mpu_cli.evaluation.scoring import score as score_items
 from mpu_cli.manifest import delta_manifest
 from mpu_cli.models.loading import load
+from mpu_cli.models.logits import Logits, separate_head
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
 from mpu_cli.records.reading import question, read_records
 from tests.models import SHARED, needs_shared, random_model, save, write_records
@@ -126,7 +130,7 @@ class TestLosses:
     def by_example(part):
         """Log-probabilities of each example's tokens, from the logits and the definition of softmax."""
         rows = [[] for _ in part.scores.weights]
-        for logits, token, row in zip(part.scores.logits, part.scores.targets, part.scores.rows, strict=True):
+        for logits, token, row in zip(part.scores.logits.whole(), part.scores.targets, part.scores.rows, strict=True):
             rows[row].append((logits[token] - logits.exp().sum().log()).item())
         return rows
 
@@ -182,7 +186,8 @@ class TestLosses:
 
     def test_undial(self, batch):
         part, terms = batch["forget"], []
-        for z, z_ref, y in zip(part.scores.logits, part.frozen.logits, part.scores.targets, strict=True):
+        logits = part.scores.logits.whole(), part.frozen.logits.whole()
+        for z, z_ref, y in zip(*logits, part.scores.targets, strict=True):
             lowered = [float(v) - 10 * (i == int(y)) for i, v in enumerate(z_ref)]
             total = sum(math.exp(v) for v in lowered)
             student = (z - z.exp().sum().log()).tolist()
@@ -210,7 +215,7 @@ class TestLosses:
         tokens = [x for row in self.by_example(part) for x in row]
         assert float(RETAIN["nll"][0](part).detach()) == pytest.approx(-sum(tokens) / len(tokens), abs=1e-10)
         divergence = 0.0
-        for z, z_ref in zip(part.scores.logits.detach(), part.frozen.logits, strict=True):
+        for z, z_ref in zip(part.scores.logits.whole().detach(), part.frozen.logits.whole(), strict=True):
             p, q = z_ref.exp() / z_ref.exp().sum(), z.exp() / z.exp().sum()
             divergence += float((p * (p / q).log()).sum()) / len(tokens)
         assert float(RETAIN["kl"][0](part).detach()) == pytest.approx(divergence, abs=1e-10)
@@ -224,7 +229,7 @@ class TestLosses:
         logits, hidden = (torch.randn(2, 5, n, dtype=torch.float64, requires_grad=True) for n in (7, 4))
         labels = torch.tensor([[IGNORED, 1, 2, 3, IGNORED], [IGNORED, IGNORED, 4, 0, 6]])
         frozen = Frozen(
-            torch.tensor([-4.0, -6.0], dtype=torch.float64), torch.randn(6, 7, dtype=torch.float64),
+            torch.tensor([-4.0, -6.0], dtype=torch.float64), Logits(torch.randn(6, 7, dtype=torch.float64)),
             direction=torch.rand(4, dtype=torch.float64),
         )  # fmt: skip
         other = Part(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
@@ -252,6 +257,82 @@ class TestLosses:
         torch.testing.assert_close(found, logits.grad)
 
 
+class TestChunksOfLogits:
+    """With logits in chunks, losses and gradients are those of all logits at once, and no more than a chunk exists."""
+
+    @staticmethod
+    def parts(model, frozen, tokenizer, folder, apart):
+        records = read_records(write_records(folder / "records", 5, 1))
+        sets = {"forget": records, "alternate": [replace(r, answer="w9 w8 w7") for r in records], "retain": records}
+        found = {}
+        for name, held in sets.items():
+            inputs = pad(Encoding(tokenizer, system_prompt="").encode(held))
+            with torch.no_grad():
+                said = run(frozen, inputs, layer=1, head=separate_head(frozen) if apart else None)
+            scores = run(model, inputs, layer=1, head=separate_head(model) if apart else None)
+            direction = torch.ones(said.hidden.shape[1], dtype=torch.float64)
+            found[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
+        return found
+
+    @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("chunk", [3, 1000])
+    @pytest.mark.parametrize("term", [*ALGORITHMS, *RETAIN])
+    def test_gradients_are_the_same(self, tmp_path, monkeypatch, term, chunk, family):
+        model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
+        frozen, _ = load(save(random_model(family, seed=8), tmp_path / "frozen"), torch.float64, "cpu")
+
+        def gradients(apart):
+            part = self.parts(model, frozen, tokenizer, tmp_path, apart)
+            if term in RETAIN:
+                loss = RETAIN[term][0](part["retain"])
+            else:
+                constants = replace(ALGORITHMS[term].constants, layer=1, beta=0.5, beta1=0.5)  # so that none vanishes
+                loss = ALGORITHMS[term].forget(part["forget"], part["alternate"], constants)
+            found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            return [loss.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in found)]
+
+        expected = gradients(apart=False)
+        assert expected[1].abs().max() > 1e-6
+        monkeypatch.setattr("mpu_cli.models.logits.CHUNK", chunk * model.config.vocab_size)
+        found = gradients(apart=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("terms", ["npo", "undial", "kl"])
+    def test_no_more_than_a_chunk_exists(self, tmp_path, monkeypatch, terms):
+        """In a step and in an evaluation, no tensor of logits has more rows than a chunk."""
+        model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float64, "cpu")
+        vocabulary = model.config.vocab_size
+        rows = []
+
+        class Rows(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                made = func(*args, **(kwargs or {}))
+                if isinstance(made, torch.Tensor) and made.ndim > 1 and made.shape[-1] == vocabulary:
+                    rows.append(made.numel() // vocabulary)
+                return made
+
+        monkeypatch.setattr("mpu_cli.models.logits.CHUNK", 3 * vocabulary)
+        monkeypatch.setattr("mpu_cli.evaluation.scoring.CHUNK", 3 * vocabulary)
+        with Rows():
+            part = self.parts(model, model, tokenizer, tmp_path, apart=True)["forget"]
+            loss = RETAIN[terms][0] if terms in RETAIN else ALGORITHMS[terms].forget
+            value = loss(part) if terms in RETAIN else loss(part, None, ALGORITHMS[terms].constants)
+            value.backward()
+            items = [Item(tuple(range(3, 12)), 4, (3, 4, 5, 6), ""), Item(tuple(range(20, 29)), 2, (20, 21), "")]
+            score_items(model, items, batch_size=2, moments=True)
+        rows = [count for count in rows if count != model.config.hidden_size]  # the transposed weight
+        assert max(rows) <= 5  # three, or the four of the test for a head, or one of each of the five records
+        assert len(part.scores.targets) > 10
+
+    @pytest.mark.parametrize(
+        ("family", "apart"), [("llama", True), ("gpt2", True), ("gemma2", False), ("granite", False)]
+    )
+    def test_capped_or_scaled_logits_are_not_taken_apart(self, tmp_path, family, apart):
+        model, _ = load(save(random_model(family), tmp_path / "base"), torch.float32, "cpu")
+        assert (separate_head(model) is not None) == apart
+
+
 class TestFrozen:
     """The values stored from the frozen copy give the same results as the copy itself."""
 
@@ -268,8 +349,9 @@ class TestFrozen:
         numbers = [4, 0, 6]
         with torch.no_grad():
             said = run(fresh, pad([examples[i] for i in numbers]), layer=0)
-        expected = {"log_probs": said.sequence_log_probs, "logits": said.logits, "hidden": said.hidden}[asks]
+        expected = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}[asks]
         found = getattr(kept.frozen(kept.collect(numbers, like=[0])), asks)
+        found = found.whole() if asks == "logits" else found
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         if asks == "logits":
             vocabulary, width = fresh.get_output_embeddings().weight.shape

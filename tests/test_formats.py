@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyrage
+from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -78,9 +78,10 @@ def test_a_publication_is_what_the_page_says(mpu: Callable, tmp_path: Path) -> N
 
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "copy_2"))
     pieces = {n: [t.numpy().tobytes()[i : i + 2**22] for i in range(0, t.nbytes, 2**22)] for n, t in before.items()}
-    digests = {n: hashlib.sha256(b"".join(hashlib.sha256(p).digest() for p in ps)) for n, ps in pieces.items()}
+    digests = {n: blake3(b"".join(blake3(p).digest() for p in ps)) for n, ps in pieces.items()}
     table = [[n, "F32", list(before[n].shape), digests[n].hexdigest()] for n in sorted(before)]
-    assert hashlib.sha256(json.dumps(table, separators=(",", ":")).encode()).hexdigest() == keys["base"]["fingerprint"]
+    digest = blake3(json.dumps(table, separators=(",", ":")).encode()).hexdigest()
+    assert keys["base"]["fingerprint"] == f"blake3:{digest}"
 
     name, block = "model.norm.weight", "model.norm.weight"
     expected = keys["noise"]["factors"][1] * keys["sigma"][block] * normals(subkey("noise", 1, name, 0), 48)

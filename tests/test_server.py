@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import stat
 import subprocess
@@ -18,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
@@ -303,10 +306,31 @@ class TestKeys:
         """age decrypts to the JSON that docs/formats.md describes."""
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        assert (document["format"], document["version"]) == ("mpu-keys", 2)
+        assert (document["format"], document["version"]) == ("mpu-keys", 3)
         assert len(bytes.fromhex(document["seed"])) == 32
         assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
         assert document["base"]["path"] == str(published / "base")
+
+    def test_keys_of_version_2_are_read(self, mpu, published):
+        """Their fingerprint is SHA-256 in place of BLAKE3; another base is still refused, copies are still written."""
+        keys, copies = published / "keys.bin", [published / f"copy_{k}/model.safetensors" for k in (1, 2)]
+        before = [copy.read_bytes() for copy in copies]
+        document = json.loads(pyrage.decrypt(keys.read_bytes(), read_identities(default_identity_path())))
+        with worker_pool() as pool:
+            old = fingerprint(open_checkpoint(published / "base"), pool, "sha256")
+        assert re.fullmatch("[0-9a-f]{64}", old)
+        document |= {"version": 2, "base": document["base"] | {"fingerprint": old}}
+        own = [identity.to_public() for identity in read_identities(default_identity_path())]
+        keys.write_bytes(pyrage.encrypt(json.dumps(document).encode(), own))
+        aggregate(mpu, published)
+        again = ["--copies", 2, "--dtype", "float64", "--only", 1, "--out"]
+        mpu("publish", published / "base", "--keys", keys, *again, published / "again")
+        assert (published / "again/copy_1/model.safetensors").read_bytes() == before[0]
+        other = save(random_model("llama", seed=9), published / "other")
+        for command in (["aggregate", published / "deltas", "--base", other, "--out", published / "no"],
+                        ["publish", other, *again, published / "no"]):  # fmt: skip
+            assert mpu(*command, "--keys", keys, check=False).status == 1
+        assert not (published / "no").exists()
 
     def test_recipient_and_identity(self, mpu, tmp_path, base):
         recipient = mpu("keygen", "--out", tmp_path / "id", "--json").json["recipient"]
@@ -378,7 +402,7 @@ class TestKeys:
     def test_a_newer_version(self, mpu, published):
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        newer = json.dumps(document | {"version": 3}).encode()
+        newer = json.dumps(document | {"version": 4}).encode()
         (published / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
         assert "update mpu" in aggregate(mpu, published, check=False).err
 

@@ -156,12 +156,12 @@ def audit(
 
 def _belong(models: list[Model], base: Model, published: Keys, path: Path) -> None:
     """Raise MpuError if a copy is not of this publication, or the base differs from the published one."""
-    from mpu_cli.checkpoint.fingerprint import fingerprint
+    from mpu_cli.checkpoint.fingerprint import fingerprint, hash_of
     from mpu_cli.checkpoint.pool import worker_pool
     from mpu_cli.manifest import read_copy_manifest
 
     with worker_pool() as pool:
-        if fingerprint(base.checkpoint, pool) != published.base.fingerprint:
+        if fingerprint(base.checkpoint, pool, hash_of(published.base.fingerprint)) != published.base.fingerprint:
             raise MpuError(f"{base.source}: is not the model that was published with {path}")
     for model in models:
         manifest = read_copy_manifest(model.folder, model.checkpoint.metadata)

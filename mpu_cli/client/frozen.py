@@ -7,8 +7,8 @@ the final hidden state of each answer token is kept instead, with a copy of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.client.losses import Frozen, Scores, score
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import as_metadata, facts_of
+from mpu_cli.models.logits import Head, Logits, input_of, separate_head
 from mpu_cli.records.encoding import IGNORED, Example, pad
 
 ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
@@ -29,19 +30,27 @@ FORMAT, VERSION = "mpu-reference", 1
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen copy's outputs on one set of examples; ``asks`` is the field of Frozen that it provides."""
+    """The frozen copy's outputs on one set of examples; ``asks`` is the field of Frozen that it provides.
+
+    Outputs stay on the CPU; ``on`` puts the head and the direction, which every batch uses, on a device.
+    """
 
     asks: str | None = None
     log_probs: torch.Tensor | None = None  # (examples,)
     states: Sequence[torch.Tensor] = ()  # for each example (tokens, width)
-    head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head: torch.nn.Module | None = None
     direction: torch.Tensor | None = None  # (width,)
+
+    def on(self, device: torch.device) -> Reference:
+        """This, with what every batch uses on ``device``."""
+        head = None if self.head is None else self.head.to(device)
+        return replace(self, head=head, direction=None if self.direction is None else self.direction.to(device))
 
     @property
     def nbytes(self) -> int:
         """Size of what is kept, including the head."""
         kept = sum(state.nbytes for state in self.states)
-        if isinstance(self.head, torch.nn.Module):
+        if self.head is not None:
             kept += sum(parameter.nbytes for parameter in self.head.parameters())
         return kept + (0 if self.log_probs is None else self.log_probs.nbytes)
 
@@ -64,29 +73,41 @@ class Reference:
         if value is None:
             return Frozen()
         if self.asks == "logits":
-            with torch.no_grad():
-                assert self.head is not None
-                value = self.head(value)
-        return Frozen(**{str(self.asks): value})
+            return Frozen(logits=Logits(value, self.head))
+        return Frozen(log_probs=value) if self.asks == "log_probs" else Frozen(hidden=value)
 
 
-def run(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, layer: int | None = None, **counts: int) -> Scores:
+def run(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    *,
+    layer: int | None = None,
+    head: Head | None = None,
+    **counts: int,
+) -> Scores:
     """Run ``model`` on a padded batch and score its labels; with ``layer``, also return that layer's output.
 
-    Layers are counted from 0; −1 is the state that the head reads.
+    Layers are counted from 0. With the model's ``head`` apart, logits are of answer tokens only, and in chunks.
     """
     labels = batch["labels"]
     labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
     kept = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
-    output = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        use_cache=False,
-        output_hidden_states=layer is not None,
-        logits_to_keep=kept,
+    with input_of(head) as states:
+        output = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            use_cache=False,
+            output_hidden_states=layer is not None,
+            logits_to_keep=kept,
+        )
+    return score(
+        output.logits if head is None else states[0],
+        labels[:, -kept:],
+        head=head,
+        hidden=None if layer is None else output.hidden_states[layer + 1][:, -kept:],
+        weights=batch.get("weights"),
+        **counts,
     )
-    hidden = None if layer is None else output.hidden_states[layer if layer < 0 else layer + 1][:, -kept:]
-    return score(output.logits, labels[:, -kept:], hidden=hidden, weights=batch.get("weights"), **counts)
 
 
 @torch.no_grad()
@@ -104,24 +125,23 @@ def freeze(
     if asks is None:
         return Reference()
     if asks == "direction":
-        return Reference(asks, direction=steering_direction(model, seed))
+        return Reference(asks, direction=steering_direction(model, seed).cpu())
     model.eval()
     sums: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
-    head = None
+    head = separate_head(model)
+    frozen_head = copy.deepcopy(head).requires_grad_(False).cpu() if head and asks == "logits" else None
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
         batch = {name: value.to(model.device) for name, value in pad(part).items()}
-        scores = run(model, batch, layer={"log_probs": None, "logits": -1, "hidden": layer}[asks])
+        scores = run(model, batch, layer=layer if asks == "hidden" else None, head=head)
         if asks == "log_probs":
             sums.append(scores.sequence_log_probs.cpu())
             continue
-        if asks == "logits" and head is None:
-            head = _head(model, scores)
-        kept = scores.logits.to(model.dtype) if isinstance(head, torch.nn.Identity) else scores.hidden
+        kept = scores.logits.states.to(model.dtype) if asks == "logits" else scores.hidden
         assert kept is not None  # asked for above
         states += [state.cpu() for state in kept.split(torch.bincount(scores.rows, minlength=len(part)).tolist())]
-    return Reference(asks, torch.cat(sums) if sums else None, states, head)
+    return Reference(asks, torch.cat(sums) if sums else None, states, frozen_head)
 
 
 def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:
@@ -142,9 +162,7 @@ def save_references(path: Path, references: Mapping[str, Reference], facts: Mapp
             writer.tensor(name).copy_(tensor)
 
 
-def load_references(
-    path: Path, asks: Mapping[str, str | None], facts: Mapping[str, object], device: torch.device
-) -> dict[str, Reference]:
+def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[str, object]) -> dict[str, Reference]:
     """Read what ``save_references`` wrote, for sets that need ``asks``.
 
     Raises MpuError if the file is invalid or its facts differ: it would steer towards a different model or records.
@@ -172,11 +190,10 @@ def load_references(
         head: torch.nn.Module | None = None
         if "states" in here:
             states = here["states"].split([int(n) for n in here["lengths"].tolist()])
-            head = torch.nn.Identity()
         if "head.weight" in here:
             weight = here["head.weight"]
             width, vocabulary = weight.T.shape
-            head = torch.nn.Linear(width, vocabulary, bias="head.bias" in here, device=device, dtype=weight.dtype)
+            head = torch.nn.Linear(width, vocabulary, bias="head.bias" in here, dtype=weight.dtype)
             head.load_state_dict({key.removeprefix("head."): here[key] for key in here if key.startswith("head.")})
             head.requires_grad_(False)
         references[name] = Reference(wanted, here.get("log_probs"), states, head)
@@ -199,14 +216,3 @@ def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
         squares = squares + rows.double().square().sum(0)
     uniform = 2 * torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny)) - 1
     return uniform / uniform.norm()
-
-
-def _head(model: PreTrainedModel, scores: Scores) -> torch.nn.Module:
-    """A frozen copy of the output head if it alone turns the final state into logits, else the identity.
-
-    Some models cap or scale their logits after the head; for those, the logits themselves are kept.
-    """
-    head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-    apart = torch.linalg.vector_norm(head(scores.hidden).to(scores.logits.dtype) - scores.logits)
-    # Capping or scaling changes them by far more than that; half precision rounded in a different order, by less.
-    return head if apart <= 2e-2 * torch.linalg.vector_norm(scores.logits) else torch.nn.Identity()

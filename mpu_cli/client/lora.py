@@ -27,6 +27,7 @@ from mpu_cli.checkpoint.writer import TensorSpecs
 from mpu_cli.client.training import whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
+from mpu_cli.models.loading import has_weights
 from mpu_cli.models.memory import Names
 from mpu_cli.options.unlearning import Lora
 
@@ -97,7 +98,7 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide)
-    for adapter in _adapters(wrapped):
+    for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
         weight = targets[adapter.parameter].detach()
         if not all_finite(weight):
             raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
 from mpu_cli.errors import UsageError
+from mpu_cli.models.logits import Head, Logits
 from mpu_cli.options.unlearning import Loss
 from mpu_cli.records.encoding import IGNORED
 
@@ -27,7 +28,7 @@ Kind = TypeVar("Kind")
 class Scores:
     """A model's outputs on the labelled tokens of (a part of) a step.
 
-    ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: (tokens, vocabulary); ``hidden``:
+    ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: of each token; ``hidden``:
     (tokens, width), of the requested layer, or None; ``rows``: (tokens,), the example of each token; ``weights``:
     (examples,), 0 for one that only fills up a part.
     ``step_tokens`` and ``step_examples`` are counts over the whole step.
@@ -35,7 +36,7 @@ class Scores:
 
     targets: torch.Tensor
     log_probs: torch.Tensor
-    logits: torch.Tensor
+    logits: Logits
     hidden: torch.Tensor | None
     rows: torch.Tensor
     weights: torch.Tensor
@@ -71,12 +72,12 @@ class Scores:
 class Frozen:
     """The frozen copy's outputs on the same tokens; None where not requested.
 
-    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref, (tokens, vocabulary); ``hidden``: (tokens, width);
+    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref of each token; ``hidden``: (tokens, width);
     ``direction``: RMU's, one for the whole model, of length 1, (width,).
     """
 
     log_probs: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
     hidden: torch.Tensor | None = None
     direction: torch.Tensor | None = None
 
@@ -117,6 +118,7 @@ def score(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
+    head: Head | None = None,
     hidden: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     step_tokens: int | None = None,
@@ -124,16 +126,18 @@ def score(
 ) -> Scores:
     """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
 
+    With a ``head``, ``logits`` are the states (examples, length, width) that it computes them from.
     ``hidden``: (examples, length, width). The counts default to those of this batch alone.
     """
-    targets = labels[:, 1:]
-    rows, columns = (targets != IGNORED).nonzero(as_tuple=True)
-    picked = _wide(logits[rows, columns])
+    labelled = labels[:, 1:] != IGNORED
+    rows, columns = labelled.nonzero(as_tuple=True)
+    targets = labels[:, 1:][labelled]
+    picked = Logits(logits[rows, columns], head)
     if weights is None:
-        weights = torch.ones(len(labels), device=picked.device)
+        weights = torch.ones(len(labels), device=labels.device)
     return Scores(
-        targets=targets[rows, columns],
-        log_probs=-cross_entropy(picked, targets[rows, columns], reduction="none"),
+        targets=targets,
+        log_probs=picked.log_probs(targets),
         logits=picked,
         hidden=None if hidden is None else hidden[rows, columns],
         rows=rows,
@@ -174,10 +178,14 @@ def simnpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.
 
 def undial(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
+
+    def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+        beta = torch.full_like(targets, constants.beta, dtype=logits.dtype)
+        lowered = frozen.to(logits.dtype).scatter_add(1, targets[:, None], -beta[:, None])
+        return cross_entropy(logits, lowered.softmax(-1), reduction="none")
+
     scores = forget.scores
-    lowered = _given(forget.frozen.logits).to(scores.logits.dtype).clone()
-    lowered[torch.arange(len(scores.targets), device=lowered.device), scores.targets] -= constants.beta
-    return scores.token_mean(cross_entropy(scores.logits, lowered.softmax(-1), reduction="none"))
+    return scores.token_mean(scores.logits.per_token(losses, scores.targets, frozen=_given(forget.frozen.logits)))
 
 
 def satimp(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
@@ -206,9 +214,13 @@ def retain_nll(retain: Part) -> torch.Tensor:
 
 def retain_kl(retain: Part) -> torch.Tensor:
     """Token mean of KL(p_ref ‖ p) over the vocabulary."""
-    scores, reference = retain.scores, _given(retain.frozen.logits).to(retain.scores.logits.dtype)
-    terms = kl_div(scores.logits.log_softmax(-1), reference.log_softmax(-1), reduction="none", log_target=True)
-    return scores.token_mean(terms.sum(-1))
+
+    def divergence(logits: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+        reference = frozen.to(logits.dtype).log_softmax(-1)
+        return kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
+
+    scores = retain.scores
+    return scores.token_mean(scores.logits.per_token(divergence, frozen=_given(retain.frozen.logits)))
 
 
 def retain_hidden(retain: Part) -> torch.Tensor:

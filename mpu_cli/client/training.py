@@ -32,7 +32,10 @@ from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.losses import Objective, Part
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.precision import as_wide_as
+from mpu_cli.client.processes import from_first
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.models.loading import shards_with_zero_3
+from mpu_cli.models.logits import Head, separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
 
@@ -171,9 +174,10 @@ class _UnlearningTrainer(Trainer):
 
     def __init__(
         self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
-        on_step: Callable[[Losses], None], **kwargs: object,
+        head: Head | None, on_step: Callable[[Losses], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
+        self._head = head
         self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
         self._sums: dict[str, torch.Tensor] = {}
         self._parts_seen = 0
@@ -193,7 +197,7 @@ class _UnlearningTrainer(Trainer):
 
     def _part(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> Part:
         counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
-        return Part(run(model, batch, layer=layer, **counts), self._references[name].frozen(batch))
+        return Part(run(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch))
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
         objective, constants = self._objective, self._objective.constants
@@ -269,6 +273,7 @@ def train(
         terms = sorted((name for name in _READ if name in sets), key=lambda name: not shallow[name])
         if all(shallow[name] for name in terms):
             _fix_unused(model, sets["forget"].examples[0], objective.constants.layer)
+        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # else every GPU holds whole gradients until the last
         log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
         arguments = TrainingArguments(
@@ -317,6 +322,8 @@ def train(
                 log.flush()
             on_step(losses, len(steps))
 
+        if shards_with_zero_3():
+            _split_weights(model)
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
@@ -325,6 +332,7 @@ def train(
             objective=objective,
             references={name: data.reference for name, data in sets.items()},
             training=training,
+            head=None if sharded or deepspeed else separate_head(model),
             on_step=record,
         )
         check_sharding(trainer.accelerator, training.optim)
@@ -334,17 +342,29 @@ def train(
         return trainer.model
 
 
+def _split_weights(model: PreTrainedModel) -> None:
+    """Send each tensor from the first process to all and keep a part of it in each, before the next one is sent."""
+    import deepspeed
+
+    settings = {"train_batch_size": PartialState().num_processes, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings, mem_efficient_linear=False)
+
+
 def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
     """Exclude from training the parameters after ``layer``, whose output is all that the loss reads.
 
     They would get no gradient, and with several processes each waits for the gradients of all trained parameters.
     """
-    batch = {name: value.to(model.device) for name, value in pad([example]).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    hidden = run(model, batch, layer=layer).hidden
-    assert hidden is not None
-    for parameter, gradient in zip(trained, torch.autograd.grad(hidden.sum(), trained, allow_unused=True), strict=True):
-        parameter.requires_grad_(gradient is not None)
+
+    def used() -> list[bool]:
+        batch = {name: value.to(model.device) for name, value in pad([example]).items()}
+        hidden = run(model, batch, layer=layer).hidden
+        assert hidden is not None
+        return [gradient is not None for gradient in torch.autograd.grad(hidden.sum(), trained, allow_unused=True)]
+
+    for parameter, is_used in zip(trained, from_first(used), strict=True):
+        parameter.requires_grad_(is_used)
 
 
 def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.private import check_objective, train_privately
+from mpu_cli.client.processes import from_first
 from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import (
     NO_LOGGING,
@@ -47,7 +48,8 @@ from mpu_cli.client.training import (
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.device import device_of, tell_accelerate
-from mpu_cli.models.loading import as_directory, load, memory_in_mind, skeleton
+from mpu_cli.models.loading import as_directory, load, load_once_per_host, memory_in_mind, skeleton
+from mpu_cli.models.logits import separate_head
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
@@ -63,6 +65,7 @@ ADVICE = (
     "--lora-rank"
 )
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
+MEASURED = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
 HARDLY = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
 RUINED = 1.0  # rise of the retain loss above which the model lost much of what it should keep
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -70,7 +73,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": t
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean losses per answer token of one model: on all records to forget, and on as many to keep (None: none read)."""
+    """Mean losses per answer token of one model, on records to forget and on as many to keep (None: none read)."""
 
     forget: float
     retain: float | None
@@ -207,6 +210,7 @@ def unlearn(
     objective = check_options(options)
     check_logging(logging, options.privacy)
     dtype = PRECISIONS[options.training.precision]
+    load_once_per_host()
     # Without a GPU, "auto" means the CPU for the processes' communication, too.
     state = PartialState(cpu=device_of(options.training.device).type == "cpu")
     first = state.is_main_process
@@ -316,20 +320,21 @@ def unlearn(
 
 @torch.no_grad()
 def _measure(model: torch.nn.Module, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
-    """The mean losses of ``model`` on the records to forget, and on the first of those to keep, as many of them."""
+    """The mean losses of ``model`` on the first records of each set, MEASURED at most."""
     size = options.training.micro_batch_size or options.training.batch_size
     training, device = model.training, next(model.parameters()).device
     model.eval()
+    head = separate_head(model)
 
     def loss(examples: Sequence[Example]) -> float:
         total = tokens = 0.0
         for start in range(0, len(examples), size):
             batch = {name: value.to(device) for name, value in pad(examples[start : start + size]).items()}
-            log_probs = run(model, batch).log_probs
+            log_probs = run(model, batch, head=head).log_probs
             total, tokens = total - float(log_probs.double().sum()), tokens + len(log_probs)
         return total / max(1.0, tokens)
 
-    forget = sets["forget"].examples
+    forget = sets["forget"].examples[:MEASURED]
     measured = Measured(loss(forget), loss(sets["retain"].examples[: len(forget)]) if "retain" in sets else None)
     model.train(training)
     return measured
@@ -427,17 +432,25 @@ def _example_sets(
 ) -> dict[str, ExampleSet]:
     """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``kept``."""
     asks = {name: asked for name, (_, asked) in encoded.items()}
-    references: dict[str, Reference] = {}
-    if kept.path and kept.read:
-        references = load_references(kept.path, asks, kept.facts(asks), model.device)
-        observer.note(f"the reference model's probabilities are read from {kept.path}")
-    else:
+
+    def ask() -> dict[str, Reference]:
+        if kept.path and kept.read:
+            held = load_references(kept.path, asks, kept.facts(asks))
+            observer.note(f"the reference model's probabilities are read from {kept.path}")
+            return held
         batch_size = options.training.micro_batch_size or options.training.batch_size
         layer, seed = objective.constants.layer, options.training.seed
-        for name, (examples, asked) in encoded.items():
-            references[name] = freeze(model, examples, asked, layer=layer, batch_size=batch_size, seed=seed)
-        if kept.path and PartialState().is_main_process:
+        references = {
+            name: freeze(model, examples, asked, layer=layer, batch_size=batch_size, seed=seed)
+            for name, (examples, asked) in encoded.items()
+        }
+        if kept.path:
             save_references(kept.path, references, kept.facts(asks))
+        return references
+
+    references = from_first(ask)
+    device = PartialState().device if PartialState().num_processes > 1 else model.device
+    references = {name: reference.on(device) for name, reference in references.items()}
     for name, reference in references.items():
         if reference.states:
             observer.note(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")

@@ -15,13 +15,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.models.loading import memory_in_mind
+from mpu_cli.models.logits import CHUNK, Head, chunk_of, input_of, separate_head
 
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
-CHUNK = 1 << 24  # logits that are turned into probabilities at once
 BLOCK = 16  # tokens in a block of a strided cross-entropy
 SAME = 1e-3  # nats by which a shared pass may differ from a separate one; rounding gives 1e-5 in float32
 
@@ -66,11 +67,12 @@ def score(
     unique = list(first.values())
     alone, shared = _split(unique)
     with memory_in_mind(ADVICE):
-        if shared and not _can_share(model, shared[0], batch_size):
+        head = separate_head(model)
+        if shared and not _can_share(model, head, shared[0], batch_size):
             alone, shared = unique, []
-        passes = ((batch, logits_of(model, batch)) for batch in _batches(alone, batch_size))
-        for batch, logits in chain(passes, _shared_passes(model, shared, batch_size)):
-            for item, scores in zip(batch, _read(logits, batch, moments), strict=True):
+        passes = ((batch, _states_of(model, head, batch)) for batch in _batches(alone, batch_size))
+        for batch, states in chain(passes, _shared_passes(model, head, shared, batch_size)):
+            for item, scores in zip(batch, _read(states, head, batch, moments), strict=True):
                 parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
                 if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
                     raise MpuError(f"{item.place}: the model's logits are NaN or infinite")
@@ -97,21 +99,34 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
 
 def logits_of(model: PreTrainedModel, items: Sequence[Item]) -> list[torch.Tensor]:
     """Logits of the scored tokens of each item: (tokens, vocabulary)."""
+    return _states_of(model, None, items)
+
+
+def _pass(model: PreTrainedModel, head: Head | None, **inputs: object) -> tuple[ModelOutput, torch.Tensor]:
+    """The output of one pass, and its logits or, with the model's ``head`` apart, the states that they come from:
+    (batch, length, width or vocabulary)."""
+    with input_of(head) as states:
+        output = model(**inputs)
+    return output, output.logits if head is None else states[0]
+
+
+def _states_of(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> list[torch.Tensor]:
+    """What ``_pass`` gives for the scored tokens of each item."""
     device = model.device
     ids = pad_sequence([torch.tensor(item.ids) for item in items], batch_first=True).to(device)
     lengths = torch.tensor([len(item.ids) for item in items], device=device)
     mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
     begin = min(item.start for item in items) - 1
     keep = {"logits_to_keep": ids.shape[1] - begin} if _keeps_logits(model) else {}
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **keep).logits
-    offset = ids.shape[1] - logits.shape[1] + 1
-    return [row[item.start - offset : len(item.ids) - offset] for row, item in zip(logits, items, strict=True)]
+    _, states = _pass(model, head, input_ids=ids, attention_mask=mask, use_cache=False, **keep)
+    offset = ids.shape[1] - states.shape[1] + 1
+    return [row[item.start - offset : len(item.ids) - offset] for row, item in zip(states, items, strict=True)]
 
 
 def _shared_passes(
-    model: PreTrainedModel, groups: Sequence[list[Item]], size: int
+    model: PreTrainedModel, head: Head | None, groups: Sequence[list[Item]], size: int
 ) -> Iterator[tuple[list[Item], list[torch.Tensor]]]:
-    """Batches of items and their logits, for groups of items that share a prompt.
+    """Batches of items and what ``_pass`` gives for their scored tokens, for groups of items that share a prompt.
 
     Prompts of one length are read together, ``size`` at a time; their answers continue from copies of the cache, in
     batches of similar length.
@@ -121,17 +136,17 @@ def _shared_passes(
         by_length.setdefault(group[0].start, []).append(group)
     for start, alike in sorted(by_length.items(), reverse=True):
         for begin in range(0, len(alike), size):
-            yield from _answers_of(model, start, alike[begin : begin + size], size)
+            yield from _answers_of(model, head, start, alike[begin : begin + size], size)
 
 
 def _answers_of(
-    model: PreTrainedModel, start: int, groups: Sequence[list[Item]], size: int
+    model: PreTrainedModel, head: Head | None, start: int, groups: Sequence[list[Item]], size: int
 ) -> Iterator[tuple[list[Item], list[torch.Tensor]]]:
     device = model.device
     prompts = torch.tensor([group[0].ids[:start] for group in groups], device=device)
     keep = {"logits_to_keep": 1} if _keeps_logits(model) else {}
-    output = model(input_ids=prompts, use_cache=True, **keep)
-    first = output.logits[:, -1]
+    output, states = _pass(model, head, input_ids=prompts, use_cache=True, **keep)
+    first = states[:, -1]
     owned = [(item, number) for number, group in enumerate(groups) for item in group]
     owned.sort(key=lambda pair: len(pair[0].ids), reverse=True)
     for begin in range(0, len(owned), size):
@@ -146,7 +161,7 @@ def _answers_of(
             answers = pad_sequence([torch.tensor(item.labels[:-1]) for item in items], batch_first=True).to(device)
             lengths = torch.tensor([len(item.ids) - 1 for item in items], device=device)
             mask = (torch.arange(start + answers.shape[1], device=device) < lengths[:, None]).long()
-            rest = model(input_ids=answers, attention_mask=mask, past_key_values=cache).logits
+            _, rest = _pass(model, head, input_ids=answers, attention_mask=mask, past_key_values=cache)
             rows = [
                 torch.cat([row, more[: len(item.labels) - 1]])
                 for row, more, item in zip(rows, rest, items, strict=True)
@@ -154,7 +169,7 @@ def _answers_of(
         yield items, rows
 
 
-def _can_share(model: PreTrainedModel, group: list[Item], batch_size: int) -> bool:
+def _can_share(model: PreTrainedModel, head: Head | None, group: list[Item], batch_size: int) -> bool:
     """Whether answers can continue from a prompt's keys and values, tested on one group against separate passes.
 
     Models with recurrent states, sliding windows or no cache cannot, and get no shared passes.
@@ -166,9 +181,9 @@ def _can_share(model: PreTrainedModel, group: list[Item], batch_size: int) -> bo
         return False
     # Half precision rounds each pass differently; this check is for a cache that loses its position.
     slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
-    for items, logits in _answers_of(model, group[0].start, [group], batch_size):
-        apart = _read(logits_of(model, items), items, False)
-        for one, other in zip(apart, _read(logits, items, False), strict=True):
+    for items, states in _answers_of(model, head, group[0].start, [group], batch_size):
+        apart = _read(_states_of(model, head, items), head, items, False)
+        for one, other in zip(apart, _read(states, head, items, False), strict=True):
             if (one.log_probs - other.log_probs).abs().mean() > slack:
                 return False
     return True
@@ -195,15 +210,16 @@ def _strided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch
     )
 
 
-def _read(logits: Sequence[torch.Tensor], items: Sequence[Item], moments: bool) -> list[TokenScores]:
+def _read(states: Sequence[torch.Tensor], head: Head | None, items: Sequence[Item], moments: bool) -> list[TokenScores]:
     """Log-probabilities and the other scores, a chunk of tokens at a time."""
     sizes = [len(item.labels) for item in items]
-    targets = torch.tensor([token for item in items for token in item.labels], device=logits[0].device)
-    rows = torch.cat(list(logits))
+    targets = torch.tensor([token for item in items for token in item.labels], device=states[0].device)
+    rows = torch.cat(list(states))
     parts: list[tuple[torch.Tensor, ...]] = []
-    step = max(1, CHUNK // rows.shape[1])
+    step = max(1, CHUNK // rows.shape[1]) if head is None else chunk_of(head)
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
+        part = part if head is None else head(part)
         part = part if part.dtype == torch.float64 else part.float()
         target = targets[begin : begin + step]
         log_p = part.log_softmax(-1)

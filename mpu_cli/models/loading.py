@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import broadcast, parse_flag_from_env
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -126,6 +129,35 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def load_once_per_host() -> None:
+    """Let ``load`` read weights in the first process of a host only, where the others receive theirs from it.
+
+    Those get a model of memory that nothing was written to. With FSDP 2 accelerate distributes the weights, with ZeRO-3
+    DeepSpeed.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+
+
+def has_weights() -> bool:
+    """Whether this process's model has weights, or receives them from the first process once it trains."""
+    return not is_sharded() or PartialState().is_main_process
+
+
+def is_sharded() -> bool:
+    """Whether accelerate's settings split the weights over processes."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP") or shards_with_zero_3()
+
+
+def shards_with_zero_3() -> bool:
+    """Whether DeepSpeed's ZeRO-3 splits the weights over processes, by accelerate's settings."""
+    if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return False
+    from accelerate.utils import DeepSpeedPlugin
+
+    return DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"] == 3
+
+
 def load(
     folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -142,16 +174,19 @@ def load(
         for name in vars(config):
             if name.endswith(("dropout", "pdrop")):
                 setattr(config, name, 0.0)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            attn_implementation=_attention(config, attention),
-            experts_implementation=_experts(config, dtype),
-            trust_remote_code=False,
-        )
+        ways = {
+            "dtype": dtype, "attn_implementation": _attention(config, attention),
+            "experts_implementation": _experts(config, dtype), "trust_remote_code": False,
+        }  # fmt: skip
+        if not has_weights():
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **ways)
+            model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
+            info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, use_safetensors=True, output_loading_info=True, **ways
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # an untrusted folder may raise anything
         if _out_of_memory(error):
@@ -161,9 +196,18 @@ def load(
         raise MpuError(f"{folder}: the weights do not match config.json ({listed(made_up)})")
     place = device_of(device)
     if place == torch.device("cuda"):  # each process has one of its own
-        from accelerate import PartialState
-
         place = PartialState().device
-    model.to(place)
+    if has_weights():
+        model.to(place)
     model.tie_weights()  # on some devices, torch makes new parameters of both
+    if is_sharded():
+        _share_buffers(model, place)
     return model, tokenizer
+
+
+def _share_buffers(model: PreTrainedModel, place: torch.device) -> None:
+    """Give all processes the first one's buffers, which no file holds."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(place))
+            broadcast(getattr(module, name), from_process=0)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from mpu_cli.checkpoint.dtypes import NAME, all_finite
-from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
@@ -46,7 +45,7 @@ def aggregate_adapter(
             )
     layout, weights = check_round(base, deltas, keys, options)
     with worker_pool() as pool:
-        check_base(base, keys, fingerprint(base.checkpoint, pool))
+        check_base(base, keys, pool)
     undoing = Undoing(deltas, keys, layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}

@@ -17,7 +17,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.dtypes import NAME, OPTION, all_finite, compute_dtype
-from mpu_cli.checkpoint.fingerprint import combine, piece_digests
+from mpu_cli.checkpoint.fingerprint import combine, hash_of, piece_digests
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
@@ -107,12 +107,13 @@ def write_model(
     rounding = torch.zeros(2, dtype=torch.float64)
     digests: dict[str, list[bytes]] = {}
     outliers: list[tuple[str, int, float]] = []
+    hashed = hash_of(publications[0].base.fingerprint)
     with ExitStack() as stack:
         writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
         pool = stack.enter_context(worker_pool())
 
         def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
-            digesting = piece_digests(source, tensor.name, pool)
+            digesting = piece_digests(source, tensor.name, pool, hashed)
             if not tensor.constant:
                 before = source.tensor(tensor.name)
                 return digesting, add_up(pool, tensor, before, undoing, weights * options.server_lr, writer)
@@ -133,10 +134,10 @@ def write_model(
             writer.forget_pages(name)
             observer.advance(source.tensors[name].nbytes)
         if layout.alias:
-            digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
-        digest = combine(source.tensors, digests)
+            digests[layout.alias] = list(piece_digests(source, layout.alias, pool, hashed))
+        digest = combine(source.tensors, digests, hashed)
         for keys in publications:
-            check_base(base, keys, digest)
+            check_base(base, keys, pool, digest if hash_of(keys.base.fingerprint) == hashed else None)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
     write_small_files(base, folder, specs)
     write_json(folder / MANIFEST_NAME, facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.checkpoint.dtypes import all_finite
-from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.fingerprint import fingerprint, hash_of
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
@@ -195,13 +196,16 @@ def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggreg
             check_tensors(delta, layout, shapes)
     except MpuError:
         with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
-            check_base(base, keys, fingerprint(base.checkpoint, pool))
+            check_base(base, keys, pool)
         raise
     check_same_tensors(deltas)
     return layout
 
 
-def check_base(base: Model, keys: Keys, digest: str) -> None:
+def check_base(base: Model, keys: Keys, pool: Executor, digest: str | None = None) -> None:
+    """Raises MpuError unless ``base`` is what was published; reads it, unless its ``digest`` is known."""
+    if digest is None:
+        digest = fingerprint(base.checkpoint, pool, hash_of(keys.base.fingerprint))
     if digest != keys.base.fingerprint:
         raise MpuError(
             f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)",

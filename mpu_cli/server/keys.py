@@ -17,7 +17,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
 from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
 
-FORMAT, VERSION = "mpu-keys", 2
+FORMAT, VERSION = "mpu-keys", 3
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -151,7 +151,7 @@ def _parse(document: bytes, path: Path) -> Keys:
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
     version = table.pop("version", None)
-    if version not in (1, VERSION):
+    if version not in (1, 2, VERSION):
         raise MpuError(
             f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})", "update mpu"
         )

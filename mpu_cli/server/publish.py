@@ -15,7 +15,7 @@ from pyrage.x25519 import Recipient
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
-from mpu_cli.checkpoint.fingerprint import PIECE, combine, piece_digest, piece_digests, pieces
+from mpu_cli.checkpoint.fingerprint import NEWEST, PIECE, combine, hash_of, piece_digest, piece_digests, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint
@@ -149,6 +149,7 @@ def publish(
                 pool=stack.enter_context(worker_pool()),
                 observer=observer,
                 clock=profile.begin if profile else no_clock,
+                hashed=hash_of(known.base.fingerprint) if known else NEWEST,
             )
             reports = writing.all_blocks(layout.blocks)
             fingerprint = writing.fingerprint()
@@ -204,6 +205,7 @@ class _Writing:
     pool: Executor
     observer: Observer
     clock: Callable[[], Callable[[str], None]]
+    hashed: str = NEWEST
     sigma: dict[str, float] = field(default_factory=dict)
     shared_sigma: dict[str, float] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
@@ -274,8 +276,8 @@ class _Writing:
     def fingerprint(self) -> str:
         """The base's fingerprint, from the digests of the blocks and of the alias, which belongs to no block."""
         if alias := self.layout.alias:
-            self._digests[alias] = list(piece_digests(self.base, alias, self.pool))
-        return combine(self.base.tensors, self._digests)
+            self._digests[alias] = list(piece_digests(self.base, alias, self.pool, self.hashed))
+        return combine(self.base.tensors, self._digests, self.hashed)
 
     def _read(self, tensor: TensorLayout) -> list[Future]:
         """Start summing v² over one tensor; its pieces are digested on the way, while they are in the cache."""
@@ -286,7 +288,7 @@ class _Writing:
 
         def piece(offset: int) -> tuple[bytes, float]:
             lap = self.clock()
-            digest = piece_digest(raw, offset)
+            digest = piece_digest(raw, offset, self.hashed)
             lap("read the base, fingerprint")
             if tensor.constant:
                 return digest, 0.0
