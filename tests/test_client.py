@@ -478,8 +478,10 @@ class TestUnlearn:
         """On a trained model and records that it has memorised."""
         for path in (trained.forget, trained.retain):
             shutil.copy(path, tmp_path / path.name)
+        # satimp's weights vanish where a record is known by heart: as it is, the retain term outweighs them.
+        gamma = {"satimp": 10.0}.get(algorithm, ALGORITHMS[algorithm].constants.gamma)
         told = unlearn(mpu, tmp_path, trained.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
-                       "adamw-blockwise", "--json", "--epochs", 6, "--template", "chat",
+                       "adamw-blockwise", "--json", "--epochs", 6, "--template", "chat", "--gamma", gamma,
                        *at_layer(algorithm, 1))  # fmt: skip
         steps = told.json["steps"]
         assert len(steps) == 6
@@ -488,7 +490,7 @@ class TestUnlearn:
         assert (steps[0]["retain"] is None) == (algorithm in ("gradascent", "undial"))
         for step in steps:
             settings = ALGORITHMS[algorithm].constants
-            total = settings.gamma * step["forget_term"] + settings.alpha * (step["retain_term"] or 0)
+            total = gamma * step["forget_term"] + settings.alpha * (step["retain_term"] or 0)
             assert step["loss"] == pytest.approx(total, rel=1e-5)
 
     @pytest.mark.slow

@@ -44,6 +44,23 @@ def eval_(
             rich_help_panel=OUTPUT,
         ),
     ] = 0,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure the model that this OpenAI-compatible address serves, such as http://HOST:8000/v1, with the "
+            "tokenizer of MODEL. The key, if it needs one, is OPENAI_API_KEY.",
+            metavar="URL",
+            rich_help_panel=Scoring.PANEL,
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The served model's name (default: the first that the endpoint lists).",
+            metavar="NAME",
+            rich_help_panel=Scoring.PANEL,
+        ),
+    ] = None,
     lm_eval: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +96,8 @@ def eval_(
         raise UsageError(f"--out and --plot: both are {out}", "choose different names")
     if before and not plot:
         raise UsageError("--before requires --plot")
+    if endpoint_model and not endpoint:
+        raise UsageError("--endpoint-model requires --endpoint")
 
     from mpu_cli.evaluation.benchmarks import benchmark_of
     from mpu_cli.evaluation.results import goal
@@ -87,6 +106,7 @@ def eval_(
     log = read_retain_log(measuring.retain_log) if measuring.retain_log else None
     chosen = benchmark_of(measuring, log, records)
 
+    from mpu_cli.evaluation.endpoint import endpoint_at
     from mpu_cli.evaluation.evaluate import choose, evaluate
     from mpu_cli.models.loading import adapter_base
     from mpu_cli.models.source import open_model
@@ -96,9 +116,10 @@ def eval_(
         from mpu_cli.figures import check_target
 
         check_target(plot, force)
-        check_drawable(choose(chosen, measuring.metrics, bool(measuring.reference_model)), plot)
+        check_drawable(choose(chosen, measuring.metrics, bool(measuring.reference_model), bool(endpoint)), plot)
     earlier = read_retain_log(before) if before else None
     base = adapter_base(Path(model)) if Path(model).is_dir() else None
+    served = endpoint_at(endpoint, endpoint_model, os.environ.get("OPENAI_API_KEY")) if endpoint else None
     with terminal() as observer:
         result = evaluate(
             open_model(base or model),
@@ -108,6 +129,7 @@ def eval_(
             delta=delta,
             show=show,
             lm_eval=names_in(lm_eval),
+            endpoint=served,
             out=out,
             force=force,
             observer=observer,
@@ -118,7 +140,9 @@ def eval_(
         if log and name == "privleak":
             beside = 0.0  # computed against that model; the log's own value was computed without one
         rows.append([name, f"{form['agg_value']:.4g}", ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
-    table(f"{model} on {chosen.name}", ["metric", "value", "goal", *(["retain model"] if log else [])], rows)
+    table(
+        f"{endpoint or model} on {chosen.name}", ["metric", "value", "goal", *(["retain model"] if log else [])], rows
+    )
     show_answers(result.shown)
     if log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")

@@ -32,6 +32,7 @@ from mpu_cli.cli.sweep import sweep
 from mpu_cli.cli.tune import tune
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
+from mpu_cli.cli.watch import watch
 from mpu_cli.errors import MpuError, Stopped
 from mpu_cli.version import __version__
 
@@ -54,6 +55,7 @@ SERVER, CLIENT, BOTH = "Server: owns the model", "Client: owns the records", "Bo
 EXPERIMENTS = "Experiments: both parties on one machine"
 app.command(rich_help_panel=SERVER)(publish)
 app.command(rich_help_panel=CLIENT)(unlearn)
+app.command(rich_help_panel=CLIENT)(watch)
 app.command(rich_help_panel=SERVER)(invert)
 app.command(rich_help_panel=SERVER)(aggregate)
 app.command(rich_help_panel=SERVER)(verify)

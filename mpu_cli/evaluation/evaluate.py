@@ -27,6 +27,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
 from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.endpoint import BEYOND, Endpoint
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check_installed, run_tasks
 from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
@@ -34,7 +35,7 @@ from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.evaluation.scoring import score
 from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.device import device_of, name_of
-from mpu_cli.models.loading import as_directory, load, with_adapter
+from mpu_cli.models.loading import as_directory, load, skeleton, tokenizer_in, with_adapter
 from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges
@@ -74,12 +75,14 @@ class Result:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is measured: a model, perhaps with an adapter or a delta, and the model that the reference attack uses."""
+    """What is measured: a model, perhaps with an adapter or a delta, and the model that the reference attack uses. With
+    an ``endpoint``, what that serves; of the model, tokenizer and config are used."""
 
     model: Model
     adapter: Path | None
     delta: Checkpoint | None
     reference: Model | None
+    endpoint: Endpoint | None = None
 
 
 @dataclass
@@ -99,7 +102,7 @@ class _Findings:
 class _Run:
     """A model at work, and what was found so far."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | Endpoint
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     batch_size: int
@@ -112,9 +115,14 @@ class _Run:
         return self.items[split.name, part]
 
 
-def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool) -> dict[str, Metric]:
-    """The requested metrics (all available ones if ``names`` is empty), each preceded by the ones it depends on."""
-    table = benchmark.metrics
+def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool, served: bool = False) -> dict[str, Metric]:
+    """The requested metrics (all available ones if ``names`` is empty), each preceded by the ones it depends on.
+
+    Of a model that is only ``served``, those that its endpoint allows.
+    """
+    if served and (beyond := [name for name in names if name in BEYOND]):
+        raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
+    table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in BEYOND)}
     if unknown := [name for name in names if name not in table]:
         needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
         raise UsageError(
@@ -150,6 +158,7 @@ def evaluate(
     delta: Path | None = None,
     show: int = 0,
     lm_eval: Sequence[str] = (),
+    endpoint: Endpoint | None = None,
     out: Path,
     force: bool = False,
     observer: Observer = SILENT,
@@ -157,12 +166,14 @@ def evaluate(
     """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
-    it. Raises MpuError for records, models and logs that cannot be used, naming the place.
+    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``. Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
     check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)
-    chosen = choose(benchmark, options.metrics, reference is not None)
+    if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
+        raise UsageError("--endpoint does not work with an adapter, --delta, --reference-model or harness tasks")
+    chosen = choose(benchmark, options.metrics, reference is not None, served=endpoint is not None)
     for metric in chosen.values():
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
@@ -183,7 +194,7 @@ def evaluate(
     log, started = options.retain_log, time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
-        subject = _Subject(model, adapter, open_delta(model, delta) if delta else None, reference)
+        subject = _Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = _facts(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
         kept = _read_partial(unfinished, facts, {benchmark.members, benchmark.strangers})
@@ -247,8 +258,10 @@ def _passes(
     """Every pass that ``todo`` needs."""
     model, adapter, reference, facts = subject.model, subject.adapter, subject.reference, findings.facts
     batch_size, prompts = options.scoring.batch_size, options.prompts
+    served = subject.endpoint is not None
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
-    loaded, tokenizer = _load(model, dtype, device)
+    with as_directory(model) as folder:
+        loaded, tokenizer = (skeleton(folder), tokenizer_in(folder)) if served else load(folder, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
     template = str(facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
@@ -256,7 +269,7 @@ def _passes(
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = Encoder(tokenizer, template, prompts.system_prompt, _longest(loaded), prompts.date)
-    run = _Run(loaded, tokenizer, encoder, batch_size, findings)
+    run = _Run(subject.endpoint or loaded, tokenizer, encoder, batch_size, findings)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
     total = sum(len(split.rows) for split in used for key in todo if key.startswith(f"{split.name}."))
     total += sum(len(split.rows) for split in attacked) * len(todo & {"gradnorm", "reference"})
@@ -277,7 +290,7 @@ def _passes(
     for split in used:
         parts = [part for part in SCORED if f"{split.name}.{part}" in todo]
         if parts:
-            moments = split in attacked and "answer" in parts
+            moments = split in attacked and "answer" in parts and not served
             findings.keep(_score(run, split, parts, moments, partial(_advance, observer, split.source)))
         if f"{split.name}.text" in todo:
             answers = _say(run, split, partial(_advance, observer, f"{split.source}, answers"))
@@ -351,9 +364,8 @@ def _score(
     }
     flat = [item for part in parts for group in groups[part] for item in group]
     share = len(parts) * len(split.rows) / len(flat)
-    scored = iter(
-        score(run.model, flat, batch_size=run.batch_size, moments=moments, advance=lambda n: advance(n * share))
-    )
+    ask = run.model.score if isinstance(run.model, Endpoint) else partial(score, run.model, moments=moments)
+    scored = iter(ask(flat, batch_size=run.batch_size, advance=lambda n: advance(n * share)))
     findings: dict[str, object] = {}
     for part in parts:
         scores = [[next(scored) for _ in group] for group in groups[part]]
@@ -383,11 +395,14 @@ def _say(run: _Run, split: Split, advance: Callable[[int], None]) -> list[dict[s
 def _answers(
     run: _Run, split: Split, items: list[Item], drafts: list[list[int]], advance: Callable[[int], None]
 ) -> list[dict[str, str]]:
-    answers = answer(
-        run.model, run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
-        longest=run.encoder.max_length,
-        advance=advance,
-    )  # fmt: skip
+    ask = (
+        run.model.answer
+        if isinstance(run.model, Endpoint)
+        else partial(answer, run.model, drafts=drafts, longest=run.encoder.max_length)
+    )
+    answers = ask(
+        run.tokenizer, items, limit=split.limit, stops=split.stops, batch_size=run.batch_size, advance=advance
+    )
     return [asdict(each) for each in answers]
 
 
@@ -419,7 +434,7 @@ def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], optio
     return {
         "mpu": __version__,
         "benchmark": benchmark.name,
-        "model": _identity(model),
+        "model": _identity(model, subject.endpoint),
         "adapter": _adapter_identity(adapter) if adapter else None,
         **({"delta": _delta_identity(subject.delta)} if subject.delta else {}),
         "reference_model": None if subject.reference is None else _identity(subject.reference),
@@ -438,13 +453,16 @@ def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], optio
     }
 
 
-def _identity(model: Model) -> dict[str, str]:
-    with worker_pool() as pool:
-        weights = fingerprint(model.checkpoint, pool)
+def _identity(model: Model, endpoint: Endpoint | None = None) -> dict[str, str | None]:
+    weights = None
+    if endpoint is None:
+        with worker_pool() as pool:
+            weights = fingerprint(model.checkpoint, pool)
     digest = hashlib.sha256(model.config_path.read_bytes())
     for path in model.side_files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return {"source": model.source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
+    source = model.source if endpoint is None else f"{endpoint.url} {endpoint.name}"
+    return {"source": source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
 
 
 def _delta_identity(delta: Checkpoint) -> dict[str, str]:

@@ -83,7 +83,9 @@ def answer(
         for i, tokens in zip(batch, fresh, strict=True):
             answers[i] = _until_end([*answers[i], *tokens], ends, limit)
         advance(len(batch))
-    return [_texts(tokenizer, item, tokens, stops) for item, tokens in zip(items, answers, strict=True)]
+    return [
+        texts_of(tokenizer, item, _text(tokenizer, tokens), stops) for item, tokens in zip(items, answers, strict=True)
+    ]
 
 
 def _batches(
@@ -163,12 +165,13 @@ def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
     return tokens[: min(stop, limit)]
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, item: Item, tokens: list[int], stops: Sequence[str]) -> Answer:
-    def text(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=True)
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=True)
 
-    asked = text(item.prompt)
-    generation = text(tokens)
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, stops: Sequence[str]) -> Answer:
+    """The texts of an item and of the answer that was generated for it, cut at the first of ``stops``."""
+    asked = _text(tokenizer, item.prompt)
     for stop in stops:
         generation = generation.split(stop)[0]
-    return Answer(asked, text(item.ids).replace(asked, "").strip(), generation.strip())
+    return Answer(asked, _text(tokenizer, item.ids).replace(asked, "").strip(), generation.strip())

@@ -82,6 +82,14 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({_first_line(error)})") from error
 
 
+def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``, without code from there. Raises MpuError if transformers cannot load it."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # an untrusted folder may raise anything
+        raise MpuError(f"{folder}: transformers cannot load its tokenizer ({_first_line(error)})") from error
+
+
 @contextmanager
 def memory_in_mind(advice: str) -> Iterator[None]:
     """Turn running out of memory, on a GPU or the CPU, into an MpuError with ``advice`` on what to lower."""

@@ -1,0 +1,57 @@
+"""``mpu watch``: the client's side of rounds that arrive one after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.output import emit, note, terminal, warn
+from mpu_cli.errors import MpuError
+from mpu_cli.options.unlearning import Unlearning
+
+if TYPE_CHECKING:
+    from mpu_cli.client.unlearn import Result
+
+
+@grouped
+def watch(
+    spool: Annotated[Path, typer.Argument(help="The folder that the courier fills and empties.", metavar="SPOOL")],
+    unlearning: Unlearning,
+    work: Annotated[
+        Path,
+        typer.Option(
+            help="Private folder for checkpoints and reference files; the courier must not read it.", metavar="DIR"
+        ),
+    ] = Path("mpu-work"),
+    poll: Annotated[
+        float, typer.Option(help="Seconds between looks at an empty spool.", metavar="SECONDS", min=0.1)
+    ] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Unlearn on what is there, and stop.")] = False,
+) -> None:
+    """Unlearn the --forget records on each copy that arrives in SPOOL, and leave its delta there.
+
+    Copies come as SPOOL/in/RUN/round_R/copy_K, deltas go as SPOOL/out/RUN/round_R/copy_K.safetensors; a courier, such
+    as the Flower app, moves them. What was interrupted is resumed. Prints the path of each delta.
+    """
+    from mpu_cli.client.dataset import read_dataset
+
+    data = read_dataset(unlearning)
+
+    def told(copy: str, delta: Path, result: Result) -> None:
+        note(f"{copy}: {unlearning.algo}, {len(result.steps)} steps; ‖Δ‖ {result.norm:.3g}")
+        for warning in result.warnings():
+            warn(f"{copy}: {warning}")
+        emit([delta], {}, as_json=False)
+
+    with terminal() as observer:
+        from mpu_cli.federation.spool import Spool
+        from mpu_cli.federation.watching import Watching
+
+        if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
+            raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
+        whole = Watching(Spool(spool), work, data, unlearning, observer, told).watch(poll, once)
+    if not whole:
+        raise MpuError("some copies have no delta", "see the warnings above; remove their .failed files to try again")

@@ -1,0 +1,145 @@
+"""A model that is only served: an OpenAI-compatible completions endpoint in place of weights.
+
+With ``echo`` and ``logprobs`` (vLLM), the log-probability of each token of a prompt comes back, and with it every
+metric that needs no more. Servers without ``echo`` (llama.cpp) can only be asked for answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mpu_cli.errors import MpuError
+from mpu_cli.evaluation.encoding import Item
+from mpu_cli.evaluation.generation import Answer, texts_of
+from mpu_cli.evaluation.scoring import TokenScores
+
+# Metrics that need whole distributions, gradients or a second model.
+BEYOND = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
+SECONDS = 600.0  # for one request
+NO_TOKEN = -1  # in place of the likeliest token, which comes as text only, where it is not the right one
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The model ``name`` at ``url``, such as http://127.0.0.1:8000/v1; ``key`` is sent as a bearer token."""
+
+    url: str
+    name: str
+    key: str | None = None
+
+    def score(
+        self,
+        items: Sequence[Item],
+        *,
+        batch_size: int,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[TokenScores]:
+        """The scores of each item's tokens; see ``scoring.score``.
+
+        Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
+        """
+        found: dict[tuple[tuple[int, ...], int], TokenScores] = {}
+        unique = list({(item.ids, item.start): item for item in items}.values())
+        for batch in _batches(unique, batch_size):
+            # One token is generated because some servers refuse to generate none.
+            asked = {"echo": True, "logprobs": 1, "max_tokens": 1}
+            for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], asked), strict=True):
+                found[item.ids, item.start] = self._scores(item, choice)
+            advance(len(batch))
+        return [found[item.ids, item.start] for item in items]
+
+    def answer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        items: Sequence[Item],
+        *,
+        limit: int,
+        stops: Sequence[str] = (),
+        batch_size: int,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[Answer]:
+        """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""
+        answers = []
+        for batch in _batches(items, batch_size):
+            asked: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
+            choices = self._complete([list(item.prompt) for item in batch], asked)
+            answers += [
+                texts_of(tokenizer, item, str(choice.get("text", "")), stops)
+                for item, choice in zip(batch, choices, strict=True)
+            ]
+            advance(len(batch))
+        return answers
+
+    def _complete(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **asked}
+        try:
+            choices = sorted(_ask(self.url, "completions", self.key, body)["choices"], key=lambda c: c.get("index", 0))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise MpuError(f"{self.url}: the reply is not a completion", "check --endpoint") from error
+        if len(choices) != len(prompts):
+            raise MpuError(f"{self.url}: {len(choices)} replies to {len(prompts)} prompts")
+        return choices
+
+    def _scores(self, item: Item, choice: dict[str, Any]) -> TokenScores:
+        told = choice.get("logprobs") or {}
+        values, tops = told.get("token_logprobs"), told.get("top_logprobs")
+        if not isinstance(values, list) or not isinstance(tops, list) or len(values) < len(item.ids):
+            raise MpuError(
+                f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",
+                "use a server that does, such as vLLM, or choose --metrics that only need answers",
+            )
+        labelled = range(item.start, len(item.ids))
+        try:
+            log_probs = torch.tensor([float(values[i]) for i in labelled], dtype=torch.float64)
+            best = torch.tensor([max(tops[i].values()) for i in labelled], dtype=torch.float64)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise MpuError(f"{item.place}: the server's log-probabilities cannot be read") from error
+        if not all(map(math.isfinite, log_probs.tolist())):
+            raise MpuError(f"{item.place}: the server's log-probabilities are NaN or infinite")
+        likeliest = torch.where(log_probs >= best, torch.tensor(item.labels), NO_TOKEN)
+        return TokenScores(-log_probs, log_probs, likeliest)
+
+
+def endpoint_at(url: str, name: str | None, key: str | None) -> Endpoint:
+    """The endpoint at ``url``, of the first model that it lists if there is no ``name``. MpuError if it lists none."""
+    if name is None:
+        try:
+            name = str(_ask(url, "models", key)["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise MpuError(f"{url}: lists no model", "check --endpoint, or give --endpoint-model") from error
+    return Endpoint(url, name, key)
+
+
+def _ask(url: str, what: str, key: str | None, body: object = None) -> Any:
+    """The JSON document that the server returns. Raises MpuError if it cannot be reached, refuses or returns none."""
+    address = f"{url.rstrip('/')}/{what}"
+    if not address.startswith(("http://", "https://")):
+        raise MpuError(f"{url}: not the address of an endpoint", "it looks like http://HOST:8000/v1")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(address, data, headers), timeout=SECONDS) as reply:
+            return json.load(reply)
+    except HTTPError as error:
+        told = " ".join(error.read(1000).decode(errors="replace").split())[:200]
+        raise MpuError(f"{address}: the server refused ({error.code}: {told})") from error
+    except OSError as error:
+        raise MpuError(
+            f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"
+        ) from error
+    except ValueError as error:
+        raise MpuError(f"{address}: the reply is not JSON", "check --endpoint") from error
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

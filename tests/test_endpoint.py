@@ -1,0 +1,65 @@
+"""``mpu eval --endpoint``, against a server process on the loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.federation import free_ports, wait_for
+from tests.models import Trained
+
+
+@contextmanager
+def served(model: Path, *options: str) -> Iterator[str]:
+    """The address of a server process for ``model``."""
+    [port] = free_ports(1)
+    process = subprocess.Popen([sys.executable, "-m", "tests.endpoint", str(model), str(port), *options],
+                               cwd=Path(__file__).parents[1])  # fmt: skip
+
+    def is_up() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_for(is_up)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_the_weights(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+    """Every metric that the endpoint allows has the value that it has on the files; with no echo, answers remain."""
+    records = ["--benchmark", "qa", "--forget", trained.forget, "--retain", trained.retain, "--holdout", trained.retain]
+    mpu("eval", trained.model, *records, "--out", tmp_path / "files.json")
+    forms = json.loads((tmp_path / "files.json").read_text())["metrics"]
+    with served(trained.model) as url:
+        told = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "served.json", "--json")
+        document = json.loads((tmp_path / "served.json").read_text())
+        assert set(forms) - set(told.json["metrics"]) == {"mia_min_k_plus_plus", "mia_gradnorm"}
+        for name, value in told.json["metrics"].items():
+            assert value == pytest.approx(forms[name]["agg_value"], rel=1e-3, abs=1e-4), name
+        assert document["model"]["source"] == f"{url} small"
+        assert document["model"]["fingerprint"] is None
+        refused = mpu("eval", trained.model, *records, "--endpoint", url, "--metrics", "mia_gradnorm", "--out",
+                      tmp_path / "x.json", check=False)  # fmt: skip
+        assert refused.status == 2
+        assert "cannot be computed from what --endpoint returns" in refused.err
+    with served(trained.model, "--no-echo") as url:
+        outcome = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "x.json", check=False)
+        assert "no log-probabilities" in outcome.err
+        rouge = next(name for name in forms if "ROUGE" in name)
+        told = mpu("eval", trained.model, *records, "--endpoint", url, "--metrics", rouge, "--out", tmp_path / "y.json",
+                   "--json")  # fmt: skip
+        assert told.json["metrics"][rouge] == pytest.approx(forms[rouge]["agg_value"], abs=1e-6)
+    gone = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "z.json", check=False)
+    assert gone.is_one_error
+    assert "cannot be reached" in gone.err

@@ -1,0 +1,304 @@
+"""Rounds between organisations: the spool, ``mpu watch``, and the app on a real Flower network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.federation.spool import Spool, digest_of
+from tests.federation import BUNDLE, Network, network, wait_for
+from tests.models import random_model, save, write_records
+from tests.protocol import tensors
+
+TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
+COPY = "run/round_1/copy_1"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A model and two owners' records."""
+    save(random_model("llama"), tmp_path / "base")
+    for number, owner in enumerate("ab"):
+        (tmp_path / owner).mkdir()
+        write_records(tmp_path / owner / "forget.jsonl", 6, 10 * number + 1)
+        write_records(tmp_path / owner / "retain.jsonl", 9, 10 * number + 2)
+    return tmp_path
+
+
+def records(place: Path, owner: str) -> list[object]:
+    return ["--forget", place / owner / "forget.jsonl", "--retain", place / owner / "retain.jsonl"]
+
+
+class TestSpool:
+    @pytest.mark.parametrize(
+        "name", ["../x/round_1/copy_1", "/etc/round_1/copy_1", "a/round_1", "a/../round_1/copy_1", ""]
+    )
+    def test_names_that_lead_elsewhere_are_refused(self, tmp_path, name):
+        spool = Spool(tmp_path / "spool")
+        for use in (spool.state, spool.forget, spool.again, lambda n: spool.put(n, "x", 0, b"x")):
+            with pytest.raises(ValueError, match="not a name"):
+                use(name)
+        with pytest.raises(ValueError, match="not a name"):
+            spool.put(COPY, f"../{name}", 0, b"x")
+        assert not (tmp_path / "spool").exists()
+
+    def test_only_files_of_a_delta_are_read(self, tmp_path):
+        spool = Spool(tmp_path)
+        spool.delta(COPY).parent.mkdir(parents=True)
+        spool.delta(COPY).write_bytes(b"0123456789")
+        (spool.delta(COPY).parent / "secret").write_text("x")
+        assert spool.read(COPY, "copy_1.safetensors", 3, 4) == b"3456"
+        with pytest.raises(ValueError, match="not a file of the delta"):
+            spool.read(COPY, "secret", 0, 1)
+
+    def test_pieces_may_repeat_and_damage_is_sent_again(self, tmp_path):
+        spool, data = Spool(tmp_path), bytes(range(200))
+        source = tmp_path / "source"
+        source.write_bytes(data)
+        digests = {"w": digest_of(source), "c": digest_of(source)}
+        for offset, end in ((0, 80), (80, 200), (0, 80), (40, 90)):  # again, after a reply that was lost
+            spool.put(COPY, "w", offset, data[offset:end])
+        spool.put(COPY, "c", 100, data[100:])  # one before it is missing
+        assert spool.held(COPY) == {"w": 200}
+        spool.put(COPY, "c", 0, b"\1" + data[1:])
+        assert spool.complete(COPY, digests) == ["c"]
+        assert spool.state(COPY) == "arriving"
+        assert spool.held(COPY) == {"w": 200}
+        spool.put(COPY, "c", 0, data)
+        assert spool.complete(COPY, digests) == spool.complete(COPY, digests) == []
+        assert spool.state(COPY) == "waiting"
+        assert (spool.arrived(COPY) / "w").read_bytes() == data
+        assert list(spool.copies()) == [COPY]
+
+
+class TestWatch:
+    def test_two_rounds_are_those_of_run(self, mpu: Callable, place: Path) -> None:
+        """Bit for bit; and nothing of the records, logs or references is in the spool."""
+        base, work = place / "base", ["--work", place / "work"]
+        spool = Spool(place / "spool")
+        for number in (1, 2):
+            mpu("publish", base, "--seed", 3, "--copies", 2, "--kappa", 0.05, "--out", place / f"r{number}",
+                "--keys", place / f"r{number}/keys.bin")  # fmt: skip
+            for k in (1, 2):
+                copy = place / f"r{number}/copy_{k}"
+                run = json.loads((copy / "mpu.json").read_text())["run"]
+                target = spool.arrived(f"{run}/round_{number}/copy_{k}")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(copy, target)
+            told = mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once")
+            deltas = spool.root / f"out/{run}/round_{number}"
+            assert told.out.split() == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
+            assert mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once").out == ""
+            mpu("aggregate", deltas, "--keys", place / f"r{number}/keys.bin", "--out", place / f"r{number}/model")
+            base = place / f"r{number}/model"
+        mpu("run", place / "base", *records(place, "a"), *TRAINING, "--copies", 2, "--kappa", 0.05, "--secret-seed", 3,
+            "--rounds", 2, "--out", place / "run")  # fmt: skip
+        expected = tensors(place / "run/server/round_2/model")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(base).items())
+        left = {path.relative_to(spool.root).parts[0] for path in spool.root.rglob("*") if path.is_file()}
+        assert left == {"in", "out"}
+        assert {path.name for path in (spool.root / "out").rglob("*") if path.is_file()} == {
+            "copy_1.safetensors", "copy_2.safetensors",
+        }  # fmt: skip
+
+    def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, place: Path) -> None:
+        spool = Spool(place / "spool")
+        mpu("publish", place / "base", "--out", place, "--keys", place / "keys.bin")
+        spool.arrived(COPY).parent.mkdir(parents=True)
+        shutil.move(place / "copy_1", spool.arrived(COPY))  # not the run that its name says
+        outcome = mpu(
+            "watch", spool.root, *records(place, "a"), *TRAINING, "--work", place / "work", "--once", check=False
+        )
+        assert outcome.status == 1
+        assert "does not hold the copy that its name says" in outcome.err
+        assert spool.failed(COPY).read_bytes() == b""
+        assert spool.state(COPY) == "failed"
+        inside = mpu("watch", spool.root, *records(place, "a"), "--work", spool.root / "work", check=False)
+        assert inside.is_one_error
+        assert "is in the spool" in inside.err
+
+
+def watcher(net: Network, place: Path, owner: str, *training: object) -> subprocess.Popen:
+    """``mpu watch`` of an owner, as a process of its own."""
+    return net.start(
+        f"watch-{owner}", sys.executable, "-m", "mpu_cli", "watch", net.folder / f"spool-{owner}",
+        *records(place, owner), *training, "--work", net.folder / f"work-{owner}", "--poll", 0.5, "--device", "cpu",
+    )  # fmt: skip
+
+
+CONFIG = {"poll": 2.0, "patience": 60.0, "limit": 240.0}
+
+
+@pytest.mark.slow
+class TestFlower:
+    @pytest.fixture(autouse=True)
+    def _flwr(self):
+        pytest.importorskip("flwr")
+
+    def test_two_rounds_are_those_of_run_whatever_is_killed(self, mpu: Callable, place: Path) -> None:
+        """The node, the data owner's training and the SuperLink are killed; the model is that of ``mpu run``."""
+        options = ["--copies", "2", "--kappa", "0.05"]
+        training = [*TRAINING, "--epochs", "30"]
+        mpu("run", place / "base", *records(place, "a"), *training, *options, "--secret-seed", 3, "--rounds", 2,
+            "--out", place / "run")  # fmt: skip
+        expected = tensors(place / "run/server/round_2/model")
+        with network(place / "net", "a") as net:
+            watcher(net, place, "a", *training)
+            run = net.submit(
+                BUNDLE, base=str(place / "base"), state=str(place / "state"), owners="a", rounds=2,
+                publish=" ".join([*options, "--seed 3"]), **CONFIG,
+            )  # fmt: skip
+            # Killed while training: the node at once refuses to start again, so a supervisor would try in a loop.
+            wait_for(lambda: list(net.folder.glob("work-a/deltas/*/round_1/*.resume/checkpoint-*")))
+            net.stop("a")
+            net.stop("watch-a")
+            watcher(net, place, "a", *training)
+            wait_for(lambda: net.start_node("a").poll() is None and not dies(net, "a"))
+            wait_for(lambda: (place / "state/round_2/a/keys.bin").exists())
+            net.stop("link")
+            net.start_link()
+            status, log = net.finish(run)
+            assert status == "finished:completed", log + (net.folder / "superexec.log").read_text()[-3000:]
+            assert "resuming after step" in (net.folder / "watch-a.log").read_text()
+        found = tensors(place / "state/round_2/model")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        assert not list((net.folder / "spool-a").rglob("*.safetensors"))  # what is over is removed
+
+    def test_several_owners_a_bad_delta_and_strangers(self, mpu: Callable, place: Path) -> None:
+        """Two owners' updates are added; a damaged delta is asked for again; what crossed the wire is read."""
+        (place / "recorder").mkdir()
+        (place / "recorder/recorded.py").write_text(RECORDER)
+        bundle = place / "bundle"
+        shutil.copytree(BUNDLE, bundle)
+        project = (bundle / "pyproject.toml").read_text()
+        (bundle / "pyproject.toml").write_text(project.replace("mpu_cli.federation.server_app:app", "recorded:app"))
+        with network(place / "net", "a", "b", extra_path=place / "recorder") as net:
+            for owner in "ab":
+                watcher(net, place, owner, *TRAINING)
+            assert dies(net, "stranger", net.start_node("stranger"))  # its key is not registered
+            subprocess.run(["bash", BUNDLE / "certificates.sh", place / "other", "localhost"], check=True)
+            assert dies(
+                net, "stranger", net.start_node("stranger", ca=place / "other/ca.pem", key=net.tls / "stranger")
+            )
+            assert "CERTIFICATE_VERIFY_FAILED" in (net.folder / "stranger.log").read_text()
+            run = net.submit(
+                bundle, base=str(place / "base"), state=str(place / "state"), owners="a,b", rounds=1,
+                publish="--copies 2 --kappa 0.05 --seed 3", **CONFIG,
+            )  # fmt: skip
+            status, log = net.finish(run)
+            assert status == "finished:completed", log
+            assert "it is asked for again" in log
+            peaks = net.peaks()
+        assert max(peaks[name] for name in ("link", "a", "b")) < 512
+        for owner, seed in (("a", 3), ("b", 4)):
+            folder = place / "hand" / owner
+            mpu("publish", place / "base", "--copies", 2, "--kappa", 0.05, "--seed", seed, "--out", folder, "--keys",
+                folder / "keys.bin")  # fmt: skip
+            for k in (1, 2):
+                mpu("unlearn", folder / f"copy_{k}", *records(place, owner), *TRAINING, "--out",
+                    folder / f"deltas/copy_{k}.safetensors")  # fmt: skip
+        of_owners = [place / "hand" / owner for owner in "ab"]
+        mpu("aggregate", *(folder / "deltas" for folder in of_owners), *("--keys", of_owners[0] / "keys.bin"),
+            *("--keys", of_owners[1] / "keys.bin"), "--out", place / "hand/model")  # fmt: skip
+        expected = tensors(place / "hand/model")
+        found = tensors(place / "state/round_1/model")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+        wire = {path.name: path.read_bytes() for path in (place / "state/wire").iterdir()}
+        everything = b"".join(wire.values())
+        for owner in "ab":
+            for name in ("forget", "retain"):
+                for line in (place / owner / f"{name}.jsonl").read_text().splitlines():
+                    for text in json.loads(line).values():
+                        assert text.encode() not in everything
+            for k in (1, 2):
+                copy = open_checkpoint(place / f"hand/{owner}/copy_{k}")
+                assert all(bytes(copy.raw(name)) in everything for name in copy.tensors)
+        base = open_checkpoint(place / "base")
+        assert not any(bytes(base.raw(name)) in everything for name in base.tensors)
+        for path in ("identity.txt", "round_1/a/keys.bin", "round_1/b/keys.bin"):
+            assert (place / "state" / path).read_bytes() not in everything
+
+    def test_a_second_failure_is_reported_and_nothing_is_aggregated(self, place: Path) -> None:
+        """An owner whose records cannot be used: its copies are tried twice, and no model is made."""
+        with network(place / "net", "a") as net:
+            watcher(net, place, "a", "--algo", "npo", "--template", "chat", "--max-length", "1")
+            run = net.submit(
+                BUNDLE, base=str(place / "base"), state=str(place / "state"), owners="a", rounds=1,
+                publish="--copies 2", **CONFIG,
+            )  # fmt: skip
+            status, log = net.finish(run)
+            assert status == "finished:failed"
+            assert log.count("it is asked for again") >= 1
+            assert "could not unlearn on it" in log
+        assert not (place / "state/round_1/model").exists()
+
+
+def dies(net: Network, name: str, process: subprocess.Popen | None = None) -> bool:
+    """Whether a node that was started gives up within some seconds."""
+    try:
+        (process or net.processes[name]).wait(12)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+RECORDER = '''
+"""The server's courier, with everything that it sends and receives written to STATE/wire, and one delta damaged."""
+
+import itertools
+from pathlib import Path
+
+from flwr.serverapp import ServerApp
+
+from mpu_cli.federation.server_app import play, settings_of
+
+app = ServerApp()
+
+
+class Recorded:
+    def __init__(self, grid, folder):
+        self.grid, self.folder, self.numbers, self.damaged = grid, folder, itertools.count(), False
+        folder.mkdir(parents=True)
+
+    def __getattr__(self, name):
+        return getattr(self.grid, name)
+
+    def keep(self, content):
+        for record in content.array_records.values():
+            for array in record.values():
+                (self.folder / f"{next(self.numbers)}.bytes").write_bytes(array.data)
+        for record in content.config_records.values():
+            (self.folder / f"{next(self.numbers)}.values").write_text(repr(dict(record)))
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        for message in messages:
+            self.keep(message.content)
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, ids):
+        for message in self.grid.pull_messages(ids):
+            if not message.has_error():
+                self.keep(message.content)
+                for record in message.content.array_records.values():
+                    if not self.damaged and "0" in record:  # the first piece of the first delta
+                        self.damaged = True
+                        array = record["0"]
+                        array.data = b"\\0" * len(array.data)
+            yield message
+
+
+@app.main()
+def main(grid, context):
+    settings = settings_of(dict(context.run_config))
+    play(Recorded(grid, settings.state / "wire"), settings)
+'''
