@@ -105,6 +105,7 @@ class TestRun:
         assert any(not torch.allclose(apart[name], after[name], atol=1e-5) for name in after)
 
     @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_stops_before_copies_disagree(self, mpu: Callable, place: Path) -> None:
         """The result is the last round whose copies agreed, also if the run is asked for again."""
         run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.05)
@@ -199,6 +200,7 @@ class TestRun:
         assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (3 + 3 + 1)
 
     @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_goes_on_in_the_third_round(self, mpu: Callable, place: Path) -> None:
         """No step is repeated, whether the run was killed or had finished; a concurrent run is rejected."""
         arguments = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 3, "--out", "out")
@@ -282,6 +284,7 @@ class TestRun:
             assert outcome.is_one_error
 
     @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_trainings_on_several_processes(self, mpu: Callable, place: Path) -> None:
         """Started by torch's launcher, with LoRA and a reference kept over two rounds: the same model."""
         training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora-rank", 2,
@@ -520,7 +523,10 @@ RECIPES = sorted(path.stem for path in (ROOT / "examples/paper").glob("*.toml") 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=pytest.mark.exhaustive) if name in ("llama_3b", "qwen") else name for name in RECIPES],
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name not in ("tofu", "kappa", "lora") else name
+        for name in RECIPES
+    ],
 )  # those two differ from tofu in nothing but models
 def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> None:
     """Each runs to its end on small models, on its smallest grid, and says how far MPU is from clean."""

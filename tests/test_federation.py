@@ -138,11 +138,13 @@ CONFIG = {"poll": 2.0, "patience": 60.0, "limit": 240.0}
 
 
 @pytest.mark.slow
+@pytest.mark.flower
 class TestFlower:
     @pytest.fixture(autouse=True)
     def _flwr(self):
         pytest.importorskip("flwr")
 
+    @pytest.mark.exhaustive
     def test_two_rounds_are_those_of_run_whatever_is_killed(self, mpu: Callable, place: Path) -> None:
         """The node, the data owner's training and the SuperLink are killed; the model is that of ``mpu run``."""
         options = ["--copies", "2", "--kappa", "0.05"]
@@ -227,10 +229,11 @@ class TestFlower:
         for path in ("identity.txt", "round_1/a/keys.bin", "round_1/b/keys.bin"):
             assert (place / "state" / path).read_bytes() not in everything
 
+    @pytest.mark.exhaustive
     def test_a_second_failure_is_reported_and_nothing_is_aggregated(self, place: Path) -> None:
         """An owner whose records cannot be used: its copies are tried twice, and no model is made."""
         with network(place / "net", "a") as net:
-            watcher(net, place, "a", "--algo", "npo", "--template", "chat", "--max-length", "1")
+            watcher(net, place, "a", "--algo", "npo", "--template", "chat", "--max-length", "2")
             run = net.submit(
                 BUNDLE, base=str(place / "base"), state=str(place / "state"), owners="a", rounds=1,
                 publish="--copies 2", **CONFIG,

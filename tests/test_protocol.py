@@ -118,7 +118,11 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, symmetries, exact):
     ("training", "kappas"),
     [
         (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0004, 0.0035, 3)),
-        (["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"], np.geomspace(0.0007, 0.005, 3)),
+        pytest.param(
+            ["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"],
+            np.geomspace(0.0007, 0.005, 3),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["adamw-blockwise", "lora"],
 )
@@ -143,6 +147,7 @@ def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, trained, training,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_shared_noise_costs_first_order(mpu, tmp_path, trained):
     """No combination of copies removes it: it stays in the aggregate's error, which grows as κ_s."""
     base = trained.model

@@ -51,7 +51,7 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
     [
         ["--optim", "adamw"],
         pytest.param([*BLOCKWISE, "--precision", "bfloat16"], marks=pytest.mark.exhaustive),
-        ["--lora-rank", "2"],
+        pytest.param(["--lora-rank", "2"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):

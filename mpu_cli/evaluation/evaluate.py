@@ -166,7 +166,8 @@ def evaluate(
     """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
-    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``. Raises MpuError for records, models and logs that cannot be used, naming the place.
+    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``.
+    Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
     check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None

@@ -24,6 +24,7 @@ from mpu_cli.models.logits import CHUNK, Head, chunk_of, input_of, separate_head
 
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 BLOCK = 16  # tokens in a block of a strided cross-entropy
+SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 SAME = 1e-3  # nats by which a shared pass may differ from a separate one; rounding gives 1e-5 in float32
 
 
@@ -216,7 +217,7 @@ def _read(states: Sequence[torch.Tensor], head: Head | None, items: Sequence[Ite
     targets = torch.tensor([token for item in items for token in item.labels], device=states[0].device)
     rows = torch.cat(list(states))
     parts: list[tuple[torch.Tensor, ...]] = []
-    step = max(1, CHUNK // rows.shape[1]) if head is None else chunk_of(head)
+    step = max(1, (CHUNK // rows.shape[1] if head is None else chunk_of(head)) // SHARE)
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
         part = part if head is None else head(part)

@@ -19,6 +19,7 @@ from mpu_cli.federation.messages import Value, about, packed, pieces
 
 LOOK = 0.3  # seconds between looks for replies
 PAUSE = 5.0  # seconds before a request that failed is sent again
+RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and after how many of them to stop
 
 Result = TypeVar("Result")
 
@@ -54,6 +55,7 @@ class _Running:
     asked_at: float = 0.0
     answered_at: float = field(default_factory=time.monotonic)
     message: str | None = None
+    raised: int = 0  # how often the courier raised an exception on this request
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,11 @@ class Exchange:
                 number = waiting[message.metadata.reply_to_message_id]
                 each = running[number]
                 if message.has_error():
-                    self._repeat(each, f"error {message.error.code}: {message.error.reason}")
+                    why = f"error {message.error.code}: {message.error.reason}"
+                    each.raised += message.error.code == RAISED
+                    if each.raised == ENOUGH:
+                        raise MpuError(f"{each.owner}: its courier cannot answer ({why})", "see its SuperNode's output")
+                    self._repeat(each, why)
                     continue
                 reply = Reply(about(message.content), pieces(message.content))
                 self._advance(number, each.job, each.owner, reply, running, results)

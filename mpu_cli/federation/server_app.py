@@ -3,7 +3,7 @@
 Everything that it has done is on disk, so that a run that was stopped goes on:
 
     STATE/identity.txt                          opens the keys
-    STATE/round_R/OWNER/copies/copy_K, keys.bin, deltas/copy_K.safetensors, sent (a marker)
+    STATE/round_R/OWNER/copies/copy_K, keys.bin, deltas/copy_K.safetensors (checked), rejected/
     STATE/round_R/model                         what the round made; the next one starts from it
 
 The work is done by ``mpu publish`` and ``mpu aggregate``, each in a process of its own.
@@ -12,6 +12,7 @@ The work is done by ``mpu publish`` and ``mpu aggregate``, each in a process of 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,7 +28,11 @@ from mpu_cli.federation.exchange import Exchange, Job, Reply, Request
 from mpu_cli.federation.spool import COPY, DELTA, FILE, checked, digest_of, files_of
 
 PIECE = 32 << 20  # bytes of files in a message
-TRIES = 2  # a delta that fails its checks is asked for again once
+TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
+LARGEST = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
+HEADERS = 64 << 20  # bytes, beside the weights of a delta
+
+OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 app = ServerApp()
 
@@ -53,7 +58,7 @@ def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
     for name in ("base", "state", "owners"):
         if not config[name]:
             raise MpuError(f"{name}: not set", f"give it with --run-config '{name}=\"…\"'")
-    if len(set(owners)) < len(owners) or not all(checked(owner, FILE) and "/" not in owner for owner in owners):
+    if len(set(owners)) < len(owners) or not all(OWNER.fullmatch(owner) and owner != "model" for owner in owners):
         raise MpuError(f"owners: {config['owners']!r} are not different names", "use the names of supernode register")
     return Settings(
         base=str(config["base"]), state=Path(str(config["state"])).resolve(), owners=owners,
@@ -139,13 +144,9 @@ class Round:
         folder, first = self.folder / owner, self.settings.state / "round_1" / owner / "run"
         shutil.rmtree(folder, ignore_errors=True)  # of a publication that was interrupted
         folder.mkdir(parents=True)
-        options = list(self.settings.publish)
-        if "--seed" in options:  # for repeatable experiments; owners must not share their noise
-            at = options.index("--seed") + 1
-            options[at] = str(int(options[at]) + index)
         run = ["--run", first.read_text().strip()] if first.exists() else []
         mpu("publish", self.base, "--out", folder / "copies", "--keys", folder / "keys.partial", "--identity",
-            self.identity, "--round", self.number, *run, *options)  # fmt: skip
+            self.identity, "--round", self.number, *run, *_own_seed(self.settings.publish, index))  # fmt: skip
         facts = json.loads((self.copies(owner)[0] / "mpu.json").read_text(encoding="utf-8"))
         (folder / "run").write_text(facts["run"] + "\n")
         (folder / "keys.partial").rename(self.keys(owner))
@@ -164,18 +165,21 @@ class Round:
             state = (yield Request("state", name)).values["state"]
             while state == "waiting":
                 state = (yield Request("state", name, after=self.settings.poll)).values["state"]
-            problem = (
-                "its owner could not unlearn on it" if state == "failed" else (yield from self._fetch(name, target))
-            )
-            if problem is None:
-                problem = self._complaint(owner, target)
-            if problem is None:
+            arrived = self.folder / owner / "arriving" / copy.name / target.name
+            problem = "its owner could not unlearn on it"
+            if state == "done":
+                problem = (yield from self._fetch(name, arrived, copy)) or self._complaint(owner, arrived)
+            if not problem:
+                target.parent.mkdir(exist_ok=True)
+                arrived.rename(target)
+                shutil.rmtree(arrived.parent)
                 say(f"round {self.number}: {owner} returned {target.name}")
                 return
-            rejected = target.with_name(f"{target.name}.rejected")
-            if target.exists():
-                shutil.rmtree(rejected) if rejected.is_dir() else rejected.unlink(missing_ok=True)
-                target.rename(rejected)
+            if arrived.parent.exists():
+                rejected = self.folder / owner / "rejected" / copy.name
+                shutil.rmtree(rejected, ignore_errors=True)
+                rejected.parent.mkdir(exist_ok=True)
+                arrived.parent.rename(rejected)
             if attempt == TRIES:
                 raise MpuError(f"{owner}, {copy.name} of round {self.number}: {problem}", "nothing was aggregated")
             say(f"{owner}, {copy.name}: {problem}; it is asked for again")
@@ -187,7 +191,7 @@ class Round:
             return
         files = {path.name: path for path in files_of(copy)}
         digests = {file: digest_of(path) for file, path in files.items()}
-        while True:
+        for _ in range(TRIES):
             reply = yield Request("held", name)
             while missing := _missing(files, _sizes(reply)):
                 names, offsets, data = _next_pieces(missing)
@@ -195,45 +199,56 @@ class Round:
             told = {"names": list(digests), "digests": list(digests.values())}
             if not (yield Request("complete", name, told)).values["wrong"]:
                 return
+        raise MpuError(f"{name}: arrives damaged at its owner")
 
-    def _fetch(self, name: str, target: Path) -> Job[str | None]:
-        """Fetch a delta's files and put them in place; what is wrong with them, if anything."""
+    def _fetch(self, name: str, arrived: Path, copy: Path) -> Job[str]:
+        """Fetch a delta's files; what is wrong with them, or nothing."""
         told = (yield Request("made", name)).values
         digests = dict(zip(told["names"], told["digests"], strict=True))
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for file in digests:
-            path = partial / checked(file, FILE)
-            if file.split("/")[0] != target.name:
+        room = HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy))
+        shutil.rmtree(arrived.parent, ignore_errors=True)
+        arrived.parent.mkdir(parents=True)
+        for file, digest in digests.items():
+            if checked(file, FILE).split("/")[0] != arrived.name:
                 return f"sent a file of another name, {file}"
+            path = arrived.parent / file
             path.parent.mkdir(exist_ok=True)
             with path.open("wb") as written:
-                while True:
+                data = None
+                while data is None or len(data) == PIECE:
                     asked = {"name": file, "offset": written.tell(), "count": PIECE}
-                    [data] = (yield Request("get", name, asked)).data or [b""]
+                    [data] = (yield Request("get", name, asked)).data
                     written.write(data)
-                    if len(data) < PIECE:
-                        break
-            if digest_of(path) != digests[file]:
+                    room -= len(data)
+                    if room < 0:
+                        return "is larger than any delta of its copy"
+            if digest_of(path) != digest:
                 return f"{file} arrived damaged"
-        (partial / target.name).rename(target)
-        partial.rmdir()
-        return None
+        return "" if arrived.exists() else "sent no delta"
 
-    def _complaint(self, owner: str, delta: Path) -> str | None:
-        """Why a delta cannot be aggregated; None if it can."""
+    def _complaint(self, owner: str, delta: Path) -> str:
+        """Why a delta cannot be aggregated; nothing if it can."""
+        inverted = delta.parent / "inverted"
         try:
             mpu("invert", delta, "--keys", self.keys(owner), "--identity", self.identity, "--base", self.base,
-                "--out", delta.parent / ".inverted", "--force")  # fmt: skip
+                "--out", inverted)  # fmt: skip
         except MpuError as error:
             return error.problem
         finally:
-            shutil.rmtree(delta.parent / ".inverted", ignore_errors=True)
-        return None
+            shutil.rmtree(inverted, ignore_errors=True)
+        return ""
 
     def _end(self, owner: str, copy: Path) -> Job[None]:
         yield Request("forget", self.name(owner, copy))
+
+
+def _own_seed(options: list[str], index: int) -> list[str]:
+    """``options`` with another ``--seed`` for each owner, if there is one: owners must not share their noise."""
+    joined = [part for option in options for part in (option.split("=", 1) if option[:7] == "--seed=" else [option])]
+    if "--seed" in joined[:-1]:
+        at = joined.index("--seed") + 1
+        joined[at] = str(int(joined[at]) + index)
+    return joined
 
 
 def _sizes(reply: Reply) -> dict[str, int]:
@@ -279,4 +294,8 @@ def play(grid: Grid, settings: Settings) -> Path:
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    play(grid, settings_of(dict(context.run_config)))
+    try:
+        play(grid, settings_of(dict(context.run_config)))
+    except MpuError as error:
+        say(f"error: {error.problem}" + (f"; {error.hint}" if error.hint else ""))
+        raise

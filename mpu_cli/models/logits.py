@@ -95,6 +95,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.step = max(1, CHUNK // weight.shape[0])
         found, sums, kept = [], [], None
         for part, wanted in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
+            kept = None  # or two chunks exist while the next is computed
             kept = _wide(linear(part, weight, bias))
             sums += [rows.logsumexp(1) for rows in kept.split(ROWS)]  # in rows, for what it allocates
             found.append(kept.gather(1, wanted[:, None])[:, 0])
@@ -111,6 +112,7 @@ class _LogProbs(torch.autograd.Function):
         of_weight = of_bias = None
         for start in range(0, len(states), ctx.step):
             part = slice(start, start + ctx.step)
+            logits = None
             logits = _wide(linear(states[part], weight, bias)) if ctx.kept is None else ctx.kept
             ctx.kept = None
             rate = gradient[part, None]

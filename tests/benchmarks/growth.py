@@ -4,7 +4,8 @@
 
 Training is a step of NPO as ``mpu unlearn`` does it, on a batch of forget and one of retain records; scoring is a batch
 as ``mpu eval`` reads it. Both in float32 on the CPU, on random tokens, half of each record being the answer. Length,
-batch, vocabulary and parameters vary one at a time. Every measurement is a process of its own; DIR must not exist.
+batch, vocabulary and parameters vary one at a time. Every measurement is a process of its own; DIR must be new or
+empty, and is deleted.
 """
 
 from __future__ import annotations
@@ -218,7 +219,8 @@ def main(options: argparse.Namespace) -> None:
         return
     machine = measure_machine()
     start = measure(folder, "start", Point()).memory
-    print(f"{machine.operations / 1e9:.0f} billion operations/s, a process takes {start:.0f} MB", flush=True)
+    rates = f"{machine.operations / 1e9:.1f} billion operations/s, {machine.bandwidth / 1e9:.1f} GB/s"
+    print(f"{rates}, a process takes {start:.0f} MB", flush=True)
     measured: Uses = {}
     points = sorted({point for series in SERIES.values() for point in series.values()}, key=lambda p: p.weights)
     for (shape, vocabulary), alike in groupby(points, key=lambda p: (p.shape, p.vocabulary)):
