@@ -109,6 +109,40 @@ class TestWatch:
             "copy_1.safetensors", "copy_2.safetensors",
         }  # fmt: skip
 
+    def test_a_copy_is_trained_on_once(self, mpu: Callable, place: Path) -> None:
+        """Asked again, the same bytes; nothing for another copy of the name, after the round, or beyond the limit."""
+        spool, watch = Spool(place / "spool"), ["watch", place / "spool", *records(place, "a"), *TRAINING]
+        watch += ["--work", place / "work", "--once", "--max-deltas", 1]
+
+        def arrive(seed: int) -> str:
+            mpu("publish", place / "base", "--seed", seed, "--copies", 2, "--run", "r", "--out", place / f"p{seed}",
+                "--keys", place / f"p{seed}/keys.bin", "--force")  # fmt: skip
+            target = spool.arrived("r/round_1/copy_1")
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(place / f"p{seed}/copy_1", target)
+            return "r/round_1/copy_1"
+
+        copy = arrive(1)
+        mpu(*watch, "--dp-epsilon", 8)
+        first = spool.delta(copy).read_bytes()
+        spool.again(copy)
+        assert "asked for again" in mpu(*watch, "--dp-epsilon", 8).err
+        assert spool.delta(copy).read_bytes() == first  # DP-SGD would have drawn other noise
+        spool.again(copy)
+        arrive(2)
+        assert "another copy of this name" in mpu(*watch, check=False).err
+        assert spool.state(copy) == "failed"
+        spool.again(copy)
+        spool.forget(copy)
+        mpu(*watch)
+        arrive(1)
+        assert "its round is over" in mpu(*watch, check=False).err
+        spool.forget(copy)
+        shutil.move(place / "p1/copy_2", spool.arrived("r/round_1/copy_2"))
+        assert "which --max-deltas allows" in mpu(*watch, check=False).err
+        assert not list((spool.root / "out").rglob("*.safetensors"))
+
     def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, place: Path) -> None:
         spool = Spool(place / "spool")
         mpu("publish", place / "base", "--out", place, "--keys", place / "keys.bin")

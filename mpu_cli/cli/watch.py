@@ -29,20 +29,35 @@ def watch(
     poll: Annotated[
         float, typer.Option(help="Seconds between looks at an empty spool.", metavar="SECONDS", min=0.1)
     ] = 5.0,
+    max_deltas: Annotated[
+        int | None,
+        typer.Option(
+            help="How many deltas may leave in all; what they tell of the records grows with each (default: any).",
+            metavar="N",
+            min=1,
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Unlearn on what is there, and stop.")] = False,
 ) -> None:
     """Unlearn the --forget records on each copy that arrives in SPOOL, and leave its delta there.
 
     Copies come as SPOOL/in/RUN/round_R/copy_K, deltas go as SPOOL/out/RUN/round_R/copy_K.safetensors; a courier, such
-    as the Flower app, moves them. What was interrupted is resumed. Prints the path of each delta.
+    as the Flower app, moves them. What was interrupted is resumed. Each copy is trained on once: a delta that is asked
+    for again is handed over as it was. Prints the path of each delta.
     """
     from mpu_cli.client.dataset import read_dataset
 
     data = read_dataset(unlearning)
 
-    def told(copy: str, delta: Path, result: Result) -> None:
-        note(f"{copy}: {unlearning.algo}, {len(result.steps)} steps; ‖Δ‖ {result.norm:.3g}")
-        for warning in result.warnings():
+    if unlearning.privacy.dp_epsilon is not None and max_deltas is None:
+        warn("--dp-epsilon bounds one delta, and any number may leave: limit them with --max-deltas")
+
+    def told(copy: str, delta: Path, result: Result | None) -> None:
+        if result is None:
+            note(f"{copy}: its delta was asked for again")
+        else:
+            note(f"{copy}: {unlearning.algo}, {len(result.steps)} steps; ‖Δ‖ {result.norm:.3g}")
+        for warning in result.warnings() if result else ():
             warn(f"{copy}: {warning}")
         emit([delta], {}, as_json=False)
 
@@ -52,6 +67,6 @@ def watch(
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
-        whole = Watching(Spool(spool), work, data, unlearning, observer, told).watch(poll, once)
+        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas).watch(poll, once)
     if not whole:
         raise MpuError("some copies have no delta", "see the warnings above; remove their .failed files to try again")

@@ -180,8 +180,8 @@ def undial(forget: Part, alternate: Part | None, constants: Constants) -> torch.
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
 
     def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
-        beta = torch.full_like(targets, constants.beta, dtype=logits.dtype)
-        lowered = frozen.to(logits.dtype).scatter_add(1, targets[:, None], -beta[:, None])
+        reference, rows = frozen.to(logits.dtype), targets[:, None]
+        lowered = reference.scatter(1, rows, reference.gather(1, rows) - constants.beta)
         return cross_entropy(logits, lowered.softmax(-1), reduction="none")
 
     scores = forget.scores

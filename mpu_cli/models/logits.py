@@ -1,7 +1,8 @@
 """Logits of tokens, computed a chunk of tokens at a time from the states that the output head reads.
 
 With a vocabulary of 128,000, the logits of a batch and what its backward pass needs are larger than a small model. Here
-they never exist together: each chunk's are computed, used and dropped, and computed again in the backward pass.
+they never exist together: each chunk's are computed, used and dropped, and computed again in the backward pass. If they
+are one chunk, they are kept.
 """
 
 from __future__ import annotations
@@ -115,8 +116,10 @@ class _LogProbs(torch.autograd.Function):
             logits = None
             logits = _wide(linear(states[part], weight, bias)) if ctx.kept is None else ctx.kept
             ctx.kept = None
-            rate = gradient[part, None]
-            logits.sub_(normalisers[part, None]).exp_().mul_(-rate).scatter_add_(1, targets[part, None], rate)
+            rate, wanted = gradient[part, None], targets[part, None]
+            logits.sub_(normalisers[part, None]).exp_().mul_(-rate)
+            # On a GPU, adding in place has no deterministic form; writing has.
+            logits.scatter_(1, wanted, logits.gather(1, wanted) + rate)
             logits = logits.to(weight.dtype)
             if of_states is not None:
                 of_states[part] = logits @ weight
