@@ -18,6 +18,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.federation.messages import Value, about, packed, pieces
 
 LOOK = 0.3  # seconds between looks for replies
+CARRYING = 2  # messages with pieces under way at once: the SuperLink holds them in memory
 PAUSE = 5.0  # seconds before a request that failed is sent again
 RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and after how many of them to stop
 
@@ -57,6 +58,11 @@ class _Running:
     message: str | None = None
     raised: int = 0  # how often the courier raised an exception on this request
 
+    @property
+    def carries(self) -> bool:
+        """Whether its request, or the reply to it, has pieces of files."""
+        return bool(self.request.data) or self.request.kind == "get"
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -85,7 +91,8 @@ class Exchange:
         while running:
             now = time.monotonic()
             for each in running.values():
-                if each.message is None and now >= each.due:
+                carrying = sum(other.carries and other.message is not None for other in running.values())
+                if each.message is None and now >= each.due and not (each.carries and carrying >= CARRYING):
                     self._send(each)
             waiting = {each.message: number for number, each in running.items() if each.message is not None}
             for message in self.grid.pull_messages(list(waiting)) if waiting else ():
