@@ -30,7 +30,7 @@ from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.unlearn import PRECISIONS
 from mpu_cli.evaluation.encoding import Encoder
-from mpu_cli.evaluation.scoring import score
+from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.loading import load
 from mpu_cli.options.declare import declared
 from mpu_cli.options.publishing import Publishing
@@ -54,7 +54,7 @@ def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
     encoder = Encoder(tokenizer, "chat")
     items = [encoder.question(r.question, r.answer, r.place) for r in read_records(folder / "forget.jsonl")]
-    losses = torch.cat([scores.losses for scores in score(network, items, batch_size=32)])
+    losses = torch.cat([scores.losses for scores in Scorer(network).score(items, batch_size=32)])
     return float(losses.mean())
 
 
@@ -411,7 +411,9 @@ def test_a_template_without_system_turn(mpu, tmp_path):
     (base / "chat_template.jinja").write_text(refusal + template)
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
     refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
+    assert not (tmp_path / "deltas").exists()
     mpu(*arguments, "--system-prompt", "", cwd=tmp_path)
+    assert (tmp_path / "deltas/base.safetensors").is_file()
 
 
 def test_debug_shows_the_traceback(mpu, tmp_path):
@@ -476,7 +478,8 @@ def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
 def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.jsonl").write_text('{"question": "w4\u2028w5", "answer": "w6\u0085"}\n', encoding="utf-8")
-    mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, cwd=tmp_path)
+    arguments = ["--algo", "gradascent", "--epochs", 1, "--batch-size", 1]
+    assert len(mpu("unlearn", "base", *arguments, "--json", cwd=tmp_path).json["steps"]) == 1
 
 
 @pytest.mark.slow

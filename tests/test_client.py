@@ -22,7 +22,7 @@ from mpu_cli.client.optimizers import BlockwiseAdamW, make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.training import schedule
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import score as score_items
+from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.manifest import delta_manifest
 from mpu_cli.models.loading import load
 from mpu_cli.models.logits import Logits, separate_head
@@ -298,9 +298,10 @@ class TestChunksOfLogits:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
+    @pytest.mark.parametrize("chunk", [3, None], ids=["three", "all"])
     @pytest.mark.parametrize("terms", ["npo", "undial", "kl"])
-    def test_no_more_than_a_chunk_exists(self, tmp_path, monkeypatch, terms):
-        """In a step and in an evaluation, no tensor of logits has more rows than a chunk."""
+    def test_no_more_than_a_chunk_exists(self, tmp_path, monkeypatch, terms, chunk):
+        """In a step and in an evaluation, no tensor of logits has more rows than a chunk, which may be all."""
         model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float64, "cpu")
         vocabulary = model.config.vocab_size
         rows = []
@@ -312,18 +313,22 @@ class TestChunksOfLogits:
                     rows.append(made.numel() // vocabulary)
                 return made
 
-        monkeypatch.setattr("mpu_cli.models.logits.CHUNK", 3 * vocabulary)
-        monkeypatch.setattr("mpu_cli.evaluation.scoring.CHUNK", 3 * vocabulary)
+        if chunk:
+            monkeypatch.setattr("mpu_cli.models.logits.CHUNK", chunk * vocabulary)
         with Rows():
             part = self.parts(model, model, tokenizer, tmp_path, apart=True)["forget"]
             loss = RETAIN[terms][0] if terms in RETAIN else ALGORITHMS[terms].forget
             value = loss(part) if terms in RETAIN else loss(part, None, ALGORITHMS[terms].constants)
             value.backward()
             items = [Item(tuple(range(3, 12)), 4, (3, 4, 5, 6), ""), Item(tuple(range(20, 29)), 2, (20, 21), "")]
-            score_items(model, items, batch_size=2, moments=True)
-        rows = [count for count in rows if count != model.config.hidden_size]  # the transposed weight
-        assert max(rows) <= 5  # three, or the four of the test for a head, or one of each of the five records
-        assert len(part.scores.targets) > 10
+            Scorer(model).score(items, batch_size=2, moments=True)
+        tokens, transposed_head = len(part.scores.targets), model.config.hidden_size
+        assert 10 < tokens < transposed_head
+        most = max(count for count in rows if count != transposed_head)
+        if chunk:  # or the four of the test for a head, or one of each of the five records
+            assert most <= 5
+        else:
+            assert most == tokens
 
     @pytest.mark.parametrize(
         ("family", "apart"), [("llama", True), ("gpt2", True), ("gemma2", False), ("granite", False)]

@@ -8,6 +8,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.metrics import reading
 from mpu_cli.evaluation.results import best, goal
-from mpu_cli.evaluation.scoring import TokenScores, score
-from tests.models import CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+from mpu_cli.evaluation.scoring import Scorer, TokenScores
+from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
 from tests.stopping import stopped
 
 TOFU = SHARED / "data" / "tofu"
@@ -98,13 +99,16 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> Non
 
 
 class TestScoring:
-    @pytest.mark.parametrize("family", CONFIGS)
-    def test_shared_prompts_change_nothing(self, family: str) -> None:
+    @pytest.mark.parametrize("family", [*CONFIGS, *FAMILY_CONFIGS])
+    def test_items_that_begin_alike_are_scored_as_alone(self, family: str) -> None:
         """Compared with log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
         model = random_model(family)
-        items = items_of(random.Random(1), 5, 4) + items_of(random.Random(2), 4, 1)
+        rng = random.Random(1)
+        items = items_of(rng, 5, 4) + items_of(rng, 4, 1)
+        items += [replace(item, ids=(*item.ids, *item.ids[3:6])) for item in items[::3]]  # begin with all of another
         for batch_size in (3, 64):
-            for item, scores in zip(items, score(model, items, batch_size=batch_size, moments=True), strict=True):
+            scored = Scorer(model).score(items, batch_size=batch_size, moments=True)
+            for item, scores in zip(items, scored, strict=True):
                 with torch.no_grad():
                     logits = model(input_ids=torch.tensor([item.ids])).logits[0, item.start - 1 : -1].double()
                 log_p = logits.log_softmax(-1)
@@ -117,20 +121,34 @@ class TestScoring:
                 torch.testing.assert_close(scores.mean.double(), mean, rtol=0, atol=1e-4)
                 torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
 
-    def test_one_pass_an_item(self) -> None:
-        """Each prompt is processed once, and so are identical items."""
-        model = random_model("llama")
+    @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "granite"])
+    def test_what_items_have_in_common_is_read_once(self, family: str) -> None:
+        """Each beginning of an item is one token in one pass, without padding, however many items have it."""
+        model = random_model(family)
         items = items_of(random.Random(3), 40, 5)
-        read = 0
+        shapes = []
 
         def count(_: object, __: object, arguments: dict) -> None:
-            nonlocal read
-            read += arguments["input_ids"].numel()
+            shapes.append(tuple(arguments["input_ids"].shape))
 
+        scorer = Scorer(model)
+        scorer.score(items, batch_size=1000)  # tries on a few items first
         model.register_forward_pre_hook(count, with_kwargs=True)
-        score(model, [*items, *items], batch_size=1000)
-        alone = sum(len(item.ids) for item in items)
-        assert read < 0.6 * alone  # including padding and the sharing trial on one group
+        scorer.score([*items, *items], batch_size=1000)
+        beginnings = {item.ids[:end] for item in items for end in range(1, len(item.ids))}
+        assert shapes == [(1, len(beginnings))]
+
+    def test_a_pack_is_limited(self) -> None:
+        """No pass reads more tokens than the longest item times the batch size."""
+        model = random_model("llama")
+        items = items_of(random.Random(3), 40, 5)
+        read = []
+        model.register_forward_pre_hook(
+            lambda _, __, arguments: read.append(arguments["input_ids"].numel()), with_kwargs=True
+        )
+        Scorer(model).score(items, batch_size=7)
+        most = 7 * max(len(item.ids) for item in items)
+        assert 0.5 * most < max(read) <= most
 
 
 def test_memorisation_is_what_its_words_say() -> None:
@@ -167,7 +185,9 @@ class TestGeneration:
             for item, said in zip(items, spoken, strict=True)
         ]
         known = [Item(each, item.start, item.prompt, "") for each, item in zip(ids, items, strict=True)]
-        drafts = [reading(i, s, "")["says"] for i, s in zip(known, score(model, known, batch_size=5), strict=True)]
+        drafts = [
+            reading(i, s, "")["says"] for i, s in zip(known, Scorer(model).score(known, batch_size=5), strict=True)
+        ]
         assert sum(map(len, drafts)) > 2 * len(drafts)
         drafted = answer(model, tokenizer, known, drafts, limit=12, batch_size=2)
         assert [said.generation for said in drafted] == [said.generation for said in plain]

@@ -27,7 +27,7 @@ def gradient_norms(
         norm = 0.0
         if len(item.labels) > 1:
             with torch.enable_grad(), memory_in_mind(ADVICE):
-                [logits] = logits_of(model, [item])
+                logits = logits_of(model, item)
                 log_p = logits[:-1].float().log_softmax(-1)
                 targets = torch.tensor(item.labels[:-1], device=log_p.device)
                 loss = -log_p.gather(1, targets[:, None]).mean()

@@ -32,7 +32,7 @@ from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check_installed, run_tasks
 from mpu_cli.evaluation.metrics import Form, Metric, import_statistics, reading
 from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.evaluation.scoring import score
+from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.device import device_of, name_of
 from mpu_cli.models.loading import as_directory, load, skeleton, tokenizer_in, with_adapter
@@ -102,7 +102,8 @@ class _Findings:
 class _Run:
     """A model at work, and what was found so far."""
 
-    model: PreTrainedModel | Endpoint
+    model: PreTrainedModel
+    scorer: Scorer | Endpoint
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     batch_size: int
@@ -270,7 +271,7 @@ def _passes(
     if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = Encoder(tokenizer, template, prompts.system_prompt, _longest(loaded), prompts.date)
-    run = _Run(subject.endpoint or loaded, tokenizer, encoder, batch_size, findings)
+    run = _Run(loaded, subject.endpoint or Scorer(loaded), tokenizer, encoder, batch_size, findings)
     attacked = [split for split in used if split.name in (benchmark.members, benchmark.strangers)]
     total = sum(len(split.rows) for split in used for key in todo if key.startswith(f"{split.name}."))
     total += sum(len(split.rows) for split in attacked) * len(todo & {"gradnorm", "reference"})
@@ -307,8 +308,8 @@ def _passes(
         tasks = key.removeprefix(HARNESS).split(",")
         findings.keep({key: run_tasks(loaded, tokenizer, tasks, batch_size)})
     if "reference" in todo and reference is not None:
-        run.model = loaded = None  # one model at a time
         items = [run.encoded(split, "answer") for split in attacked]
+        del run, loaded  # one model at a time
         other, its_tokenizer = _load(reference, dtype, device)
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise MpuError(
@@ -316,9 +317,9 @@ def _passes(
             )
         for side in items:
             _check_ids(side, other, reference.source)
-        advance = partial(_advance, observer, "reference model")
+        advance, scorer = partial(_advance, observer, "reference model"), Scorer(other)
         scores_of_sides = [
-            [scores.loss for scores in score(other, side, batch_size=batch_size, advance=advance)] for side in items
+            [scores.loss for scores in scorer.score(side, batch_size=batch_size, advance=advance)] for side in items
         ]
         findings.keep({"reference": dict(zip(sides, scores_of_sides, strict=True))})
 
@@ -365,7 +366,7 @@ def _score(
     }
     flat = [item for part in parts for group in groups[part] for item in group]
     share = len(parts) * len(split.rows) / len(flat)
-    ask = run.model.score if isinstance(run.model, Endpoint) else partial(score, run.model, moments=moments)
+    ask = run.scorer.score if isinstance(run.scorer, Endpoint) else partial(run.scorer.score, moments=moments)
     scored = iter(ask(flat, batch_size=run.batch_size, advance=lambda n: advance(n * share)))
     findings: dict[str, object] = {}
     for part in parts:
@@ -397,8 +398,8 @@ def _answers(
     run: _Run, split: Split, items: list[Item], drafts: list[list[int]], advance: Callable[[int], None]
 ) -> list[dict[str, str]]:
     ask = (
-        run.model.answer
-        if isinstance(run.model, Endpoint)
+        run.scorer.answer
+        if isinstance(run.scorer, Endpoint)
         else partial(answer, run.model, drafts=drafts, longest=run.encoder.max_length)
     )
     answers = ask(

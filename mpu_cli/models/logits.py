@@ -63,7 +63,7 @@ class Logits:
                     others = (*others[:-1], Logits(others[-1], frozen.head).whole())
             return compute(Logits(states, self.head).whole(), *others)
 
-        step = len(self) if self.head is None else chunk_of(self.head)
+        step = len(self) if self.head is None else chunk_of(vocabulary_of(self.head))
         if len(self) <= step:
             return part(self.states, *columns, *more)
         chunks = zip(*(column.split(step) for column in (self.states, *columns, *more)), strict=True)
@@ -77,9 +77,13 @@ class Logits:
         )
 
 
-def chunk_of(head: Head) -> int:
+def vocabulary_of(head: Head) -> int:
+    return cast(torch.Tensor, head.weight).shape[0]
+
+
+def chunk_of(vocabulary: int) -> int:
     """How many tokens' logits are one chunk."""
-    return max(1, CHUNK // cast(torch.Tensor, head.weight).shape[0])
+    return max(1, CHUNK // vocabulary)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -93,7 +97,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
-        ctx.step = max(1, CHUNK // weight.shape[0])
+        ctx.step = chunk_of(weight.shape[0])
         found, sums, kept = [], [], None
         for part, wanted in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
             kept = None  # or two chunks exist while the next is computed

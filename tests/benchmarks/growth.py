@@ -28,7 +28,7 @@ from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.losses import ALGORITHMS, Objective
 from mpu_cli.client.training import ExampleSet, Step, train
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import score
+from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.experiment.cost import Machine, measure_machine, training_memory
 from mpu_cli.figures import PALETTE, log_ticks
 from mpu_cli.models.logits import CHUNK
@@ -119,7 +119,7 @@ def score_batch(model: torch.nn.Module, length: int, batch: int) -> float:
         rows = rows_of(model.config.vocab_size, batch, length, seed)
         items = [Item(tuple(row), length // 2, tuple(row[: length // 2]), "") for row in rows]
         started = time.perf_counter()
-        score(model, items, batch_size=batch)
+        Scorer(model).score(items, batch_size=batch)
     return time.perf_counter() - started
 
 

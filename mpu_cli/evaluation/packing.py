@@ -1,0 +1,161 @@
+"""Many items in one pass of a model that reads each token once, however many items begin with it.
+
+Items are sorted, so that those that begin alike follow each other. A pack is one row of tokens without padding: of each
+item, those that the item before it does not begin with. Only attention sees items: a token attends to the tokens before
+it in its item, wherever they are in the row (tree attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, PreTrainedModel
+
+from mpu_cli.evaluation.encoding import Item
+
+NAME = "mpu_paths"  # of the attention, in transformers' table
+MASK = 1 << 24  # entries of an attention mask at once
+UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention has beside a mask and a window
+
+
+@dataclass
+class Pack:
+    """``ids``, (tokens,), are the tokens of ``items``, ``depths`` their positions in their items, and ``paths`` where
+    the tokens of each item are; its first ``known`` ones belong to the item before it, too.
+
+    The last token of an item is not among them: it is predicted, never read.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+
+    def add(self, item: Item) -> None:
+        ids = item.ids[:-1]
+        path: list[int] = []
+        if self.items:
+            before = self.items[-1].ids[:-1]
+            alike = zip(before, ids, strict=False)
+            same = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(before), len(ids)))
+            path = self.paths[-1][:same]
+        self.items.append(item)
+        self.known.append(len(path))
+        self.depths += range(len(path), len(ids))
+        path = [*path, *range(len(self.ids), len(self.ids) + len(ids) - len(path))]
+        self.ids += ids[self.known[-1] :]
+        self.paths.append(path)
+
+    def predictors(self) -> list[list[int]]:
+        """Where the tokens are that each item's labels are predicted from."""
+        return [path[item.start - 1 :] for item, path in zip(self.items, self.paths, strict=True)]
+
+
+def packs(items: Sequence[Item], size: int) -> Iterator[Pack]:
+    """All ``items``, in packs of at most ``size`` times as many tokens as the longest has."""
+    room = size * max(len(item.ids) for item in items)
+    pack = Pack()
+    for item in sorted(items, key=lambda item: item.ids):
+        if pack.items and len(pack.ids) + len(item.ids) > room:
+            yield pack
+            pack = Pack()
+        pack.add(item)
+    yield pack
+
+
+class PathAttention:
+    """The attention of one pack, as transformers calls it; ``rows`` items at once."""
+
+    def __init__(self, pack: Pack, rows: int, device: torch.device):
+        fresh = [i for i, path in enumerate(pack.paths) if len(path) > pack.known[i]]
+        fresh.sort(key=lambda i: (len(pack.paths[i]) - pack.known[i], len(pack.paths[i])))
+        self._parts: list[_Part] = []
+        order: list[int] = []  # of the tokens, as the parts give them back
+        width = max(len(path) for path in pack.paths)
+        while fresh:
+            most = len(pack.paths[fresh[-1]]) - pack.known[fresh[-1]]
+            count = max(1, min(rows, MASK // (most * width)))
+            chosen, fresh = fresh[-count:], fresh[:-count]
+            paths = [torch.tensor(pack.paths[i]) for i in chosen]
+            queries = [path[pack.known[i] :] for i, path in zip(chosen, paths, strict=True)]
+            self._parts.append(_Part(queries, paths, torch.tensor(pack.depths), device))
+            order += torch.cat(queries).tolist()
+        self._back = torch.tensor(order).argsort().to(device)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,  # noqa: ARG002 (as transformers calls it)
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: object,
+    ) -> tuple[torch.Tensor, None]:
+        """``query``, ``key`` and ``value`` are (1, heads, tokens, width); returns (1, tokens, heads, width)."""
+        if more := [name for name in UNKNOWN if others.get(name) is not None]:
+            raise NotImplementedError(more[0])
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found = [part.attend(q, k, v, scaling, sliding_window) for part in self._parts]
+        return torch.cat(found)[self._back][None], None
+
+
+class _Part:
+    """Some items: their new tokens are queries, (items, queries), and all of theirs are keys, (items, keys), both as
+    places in the pack."""
+
+    def __init__(
+        self, queries: list[torch.Tensor], keys: list[torch.Tensor], depths: torch.Tensor, device: torch.device
+    ):
+        self._queries = pad_sequence(queries, batch_first=True)
+        self._keys = pad_sequence(keys, batch_first=True).to(device)
+        sizes = torch.tensor([len(each) for each in queries])
+        self._real = (torch.arange(self._queries.shape[1]) < sizes[:, None]).to(device)
+        self._depths = depths[self._queries].to(device)
+        self._queries = self._queries.to(device)
+        self._mask = cache(self._make_mask)
+
+    def _make_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to attention scores, (items, 1, queries, keys): the keys of an item are in their order."""
+        keys = torch.arange(self._keys.shape[1], device=self._keys.device)
+        depths = self._depths[:, None, :, None]
+        seen = keys <= depths
+        if window is not None:
+            seen &= keys > depths - window
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """From (tokens, heads, width) of a whole pack to (own tokens, heads, width)."""
+        q, k, v = (x[at].transpose(1, 2) for x, at in ((query, self._queries), (key, self._keys), (value, self._keys)))
+        if q.device.type != "cpu":  # with a mask, the fast kernels of other devices want as many keys as queries
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        mask = self._mask(window, q.dtype)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)[self._real]
+
+
+@contextmanager
+def attending_along(model: PreTrainedModel, attention: PathAttention) -> Iterator[None]:
+    """Passes inside it use ``attention``."""
+    own = model.config._attn_implementation
+    AttentionInterface.register(NAME, attention)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def takes_paths(model: PreTrainedModel) -> bool:
+    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table."""
+    return model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()

@@ -1,0 +1,106 @@
+"""``mpu eval`` against OpenUnlearning's evaluator: the same TOFU metrics of one model, each in a process of its own.
+
+    python -m tests.benchmarks.suite CLONE MODEL DATA_DIR REFERENCE RETAIN_LOG [RUNS]
+
+CLONE is a clone of github.com/locuslab/open-unlearning. Its evaluator needs ``pip install hydra-core hydra_colorlog``
+beside what mpu installs; lm_eval, which it imports and does not use here, is replaced by an empty module, and its calls
+are adapted to transformers 5. DATA_DIR holds TOFU's files as on the Hub, REFERENCE is the model of ``mia_reference``,
+RETAIN_LOG a result with the retain model's values. The two take turns; the table has each one's fastest run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+# What the suite computes beside its own choice.
+MORE = (
+    "exact_memorization", "mia_loss", "mia_zlib", "mia_min_k", "mia_min_k_plus_plus", "mia_gradnorm", "mia_reference",
+)  # fmt: skip
+FORGET, HOLDOUT = "forget01", "holdout01"
+BATCH = 32
+
+
+def suite(clone: Path, model: Path, data: Path, reference: Path, log: Path, out: Path) -> None:
+    """The suite's evaluator, in this process; TOFU_EVAL.json in ``out``."""
+    sys.path.insert(0, str(clone / "src"))
+    for name in ("lm_eval", "lm_eval.tasks", "lm_eval.models", "lm_eval.models.hf_vlms"):
+        sys.modules[name] = types.ModuleType(name)
+        for unused in ("simple_evaluate", "TaskManager", "HFLM"):
+            setattr(sys.modules[name], unused, None)
+
+    import datasets
+    from hydra import compose, initialize_config_dir
+    from transformers import PreTrainedTokenizerBase
+
+    templated, read = PreTrainedTokenizerBase.apply_chat_template, datasets.load_dataset
+    PreTrainedTokenizerBase.apply_chat_template = lambda *args, **options: templated(
+        *args, **{"return_dict": False, **options}
+    )
+    datasets.load_dataset = lambda _, name, split: read("json", data_files=str(data / f"{name}.json"), split=split)
+    with initialize_config_dir(str(clone.resolve() / "configs"), version_base=None):
+        config = compose(
+            "eval.yaml",
+            [
+                "experiment=eval/tofu/default.yaml", "task_name=benchmark", "model=Llama-3.2-1B-Instruct",
+                f"forget_split={FORGET}", f"holdout_split={HOLDOUT}", f"retain_logs_path={log}",
+                f"paths.output_dir={out}", f"eval.tofu.batch_size={BATCH}", "~model.model_args.device_map",
+                f"model.model_args.pretrained_model_name_or_path={model}", "model.model_args.torch_dtype=float32",
+                "model.model_args.attn_implementation=sdpa",
+                f"model.tokenizer_args.pretrained_model_name_or_path={model}",
+                f"+eval/tofu_metrics=[{','.join(MORE)}]",
+                f"eval.tofu.metrics.mia_reference.reference_model_path={reference}",
+            ],
+        )  # fmt: skip
+
+    from evals import get_evaluators
+    from model import get_model
+
+    loaded, tokenizer = get_model(config.model)
+    [evaluator] = get_evaluators(config.eval).values()
+    evaluator.evaluate(model=loaded, tokenizer=tokenizer, template_args=config.model.template_args)
+
+
+def seconds(*command: object) -> float:
+    """How long a command takes, from start to end."""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return time.monotonic() - started
+
+
+def main(paths: list[Path], runs: int) -> None:
+    _, model, data, reference, log = paths
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        own = [
+            "mpu_cli", "eval", model, "--benchmark", "tofu", "--data-dir", data, "--forget-split", FORGET, "--force",
+            "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
+            "--out", out / "mpu.json",
+        ]  # fmt: skip
+        taken: dict[str, list[float]] = {"mpu eval": [], "OpenUnlearning": []}
+        for number in range(runs):
+            taken["mpu eval"].append(seconds(*own))
+            taken["OpenUnlearning"].append(seconds("tests.benchmarks.suite", "--suite", *paths, out / str(number)))
+        theirs = json.loads((out / "0/TOFU_EVAL.json").read_text())
+        ours = json.loads((out / "mpu.json").read_text())["metrics"]
+        both = [name for name in ours if theirs.get(name, {}).get("agg_value") is not None]
+        apart = max(abs(ours[name]["agg_value"] - theirs[name]["agg_value"]) for name in both)
+    print(f"threads: {os.cpu_count()}; {len(both)} metrics, apart by at most {apart:.1e}")
+    for name, each in taken.items():
+        print(f"{name:16} {min(each):6.1f} s   {', '.join(f'{one:.1f}' for one in each)}")
+    print(f"{min(taken['OpenUnlearning']) / min(taken['mpu eval']):.2f} times")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--suite":
+        suite(*map(Path, sys.argv[2:]))
+    else:
+        main([Path(part).resolve() for part in sys.argv[1:6]], int((sys.argv[6:] or ["2"])[0]))
