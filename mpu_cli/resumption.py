@@ -6,15 +6,30 @@ those facts are equal.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
 
 SHOWN = 60  # characters of a difference that are shown
+
+
+@contextmanager
+def alone_in(folder: Path, command: str, option: str) -> Iterator[None]:
+    """Keep other processes of ``command`` out of ``folder``, its ``option``. Raises MpuError if one is there."""
+    with (folder / f"{command}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise MpuError(
+                f"{folder}: in use by another mpu {command}", f"wait for it, stop it, or choose another {option}"
+            ) from error
+        yield
 
 
 def write_atomically(path: Path, text: str) -> None:

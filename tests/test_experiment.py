@@ -212,7 +212,7 @@ class TestRun:
             return bool(list(place.glob("out/server/round_3/deltas/copy_1*")))
 
         stopped(arguments, in_round_3, cwd=place, env=SAME_THREADS)
-        assert "in use by another mpu process" in second[0].err
+        assert "in use by another mpu run" in second[0].err
         (place / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as left by a kill while a copy is written
         (place / "out/server/round_3/.model.x.partial").mkdir()
         mpu(*arguments, cwd=place)

@@ -112,15 +112,15 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, symmetries, exact):
     assert distance(aggregate, clean) < exact
 
 
-# Noise chosen so that one copy's error lies between 0.1 % and 6 %, far from rounding and from the third order.
+# Noise chosen so that one copy's error lies between 0.5 % and 5 %.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "kappas"),
     [
-        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0005, 0.0044, 3)),
+        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0013, 0.009, 3)),
         pytest.param(
             ["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"],
-            np.geomspace(0.0007, 0.005, 3),
+            np.geomspace(0.0006, 0.0035, 3),
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -140,8 +140,8 @@ def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, trained, training,
         )  # fmt: skip
         together.append(distance(aggregate, clean))
         alone.append(distance(copies[0], clean))
-    assert min(alone) > 0.001
-    assert max(alone) < 0.06
+    assert min(alone) > 0.005
+    assert max(alone) < 0.05
     assert abs(slope(kappas, together) - 2) < 0.25
     assert abs(slope(kappas, alone) - 1) < 0.2
 

@@ -14,7 +14,6 @@ only in what is published.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -22,8 +21,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -50,7 +48,7 @@ from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.records.reading import Record
-from mpu_cli.resumption import append_line, differences, read_lines, write_atomically
+from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate
 from mpu_cli.server.deltas import open_deltas
@@ -121,24 +119,11 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     check_options(experiment.unlearning)
     played = uninterrupted(experiment)
     _begin(folder, _facts(played, data))
-    with _alone(folder):
+    with alone_in(folder, "run", "--out"):
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
         model = rounds.play()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep a second run out of ``folder``; raises MpuError if another one is using it."""
-    with (folder / "run.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise MpuError(
-                f"{folder}: in use by another mpu process", "wait for it, or choose another --out"
-            ) from error
-        yield
 
 
 @dataclass

@@ -6,12 +6,10 @@ copy is trained on once: a delta that is asked for again is handed over again, a
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer, Within
 from mpu_cli.options.unlearning import Logging, Unlearning
-from mpu_cli.resumption import append_line, read_lines
+from mpu_cli.resumption import alone_in, append_line, read_lines
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Watching:
         check_options(self.options)
         for folder in (self.spool.root / "in", self.spool.root / "out", self.work):
             folder.mkdir(parents=True, exist_ok=True)
-        with _alone(self.work):
+        with alone_in(self.work, "watch", "--work"):
             while True:
                 there = list(self.spool.copies())
                 self._clear(there)
@@ -119,13 +117,3 @@ class Watching:
             logging=Logging(resume=self.options.privacy.dp_epsilon is None),
             secret=lambda: client_secret(default_secret_path()), observer=Within(self.observer, copy),
         )  # fmt: skip
-
-
-@contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    with (work / "watch.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise MpuError(f"{work}: in use by another mpu watch", "stop it, or choose another --work") from error
-        yield
