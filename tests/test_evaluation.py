@@ -138,6 +138,14 @@ class TestScoring:
         beginnings = {item.ids[:end] for item in items for end in range(1, len(item.ids))}
         assert shapes == [(1, len(beginnings))]
 
+    def test_masks_that_are_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Long items: attention goes a few rows at a time and makes its masks anew in each layer."""
+        model, items = random_model("mistral"), items_of(random.Random(3), 6, 5)
+        kept = Scorer(model).score(items, batch_size=50)
+        monkeypatch.setattr("mpu_cli.evaluation.packing.MASK", 2000)
+        for one, other in zip(kept, Scorer(model).score(items, batch_size=50), strict=True):
+            torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
+
     def test_a_pack_is_limited(self) -> None:
         """No pass reads more tokens than the longest item times the batch size."""
         model = random_model("llama")

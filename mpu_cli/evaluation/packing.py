@@ -7,10 +7,10 @@ it in its item, wherever they are in the row (tree attention).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from mpu_cli.evaluation.encoding import Item
 
 NAME = "mpu_paths"  # of the attention, in transformers' table
-MASK = 1 << 24  # entries of an attention mask at once
+MASK = 1 << 24  # entries of attention masks at once
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention has beside a mask and a window
 
 
@@ -88,6 +88,8 @@ class PathAttention:
             self._parts.append(_Part(queries, paths, torch.tensor(pack.depths), device))
             order += torch.cat(queries).tolist()
         self._back = torch.tensor(order).argsort().to(device)
+        self._masks: dict[tuple[_Part, int | None], torch.Tensor] = {}  # kept from layer to layer, if there is room
+        self._keeps = sum(part.entries for part in self._parts) <= MASK
 
     def __call__(
         self,
@@ -104,8 +106,16 @@ class PathAttention:
         if more := [name for name in UNKNOWN if others.get(name) is not None]:
             raise NotImplementedError(more[0])
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        found = [part.attend(q, k, v, scaling, sliding_window) for part in self._parts]
+        found = [part.attend(q, k, v, scaling, self._mask(part, sliding_window, q.dtype)) for part in self._parts]
         return torch.cat(found)[self._back][None], None
+
+    def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        mask = self._masks.get((part, window))
+        if mask is None:
+            mask = part.mask(window, dtype)
+            if self._keeps:
+                self._masks[part, window] = mask
+        return mask
 
 
 class _Part:
@@ -121,9 +131,13 @@ class _Part:
         self._real = (torch.arange(self._queries.shape[1]) < sizes[:, None]).to(device)
         self._depths = depths[self._queries].to(device)
         self._queries = self._queries.to(device)
-        self._mask = cache(self._make_mask)
 
-    def _make_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def entries(self) -> int:
+        """How many entries its mask has."""
+        return self._queries.numel() * self._keys.shape[1]
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to attention scores, (items, 1, queries, keys): the keys of an item are in their order."""
         keys = torch.arange(self._keys.shape[1], device=self._keys.device)
         depths = self._depths[:, None, :, None]
@@ -133,14 +147,14 @@ class _Part:
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, mask: torch.Tensor
     ) -> torch.Tensor:
         """From (tokens, heads, width) of a whole pack to (own tokens, heads, width)."""
         q, k, v = (x[at].transpose(1, 2) for x, at in ((query, self._queries), (key, self._keys), (value, self._keys)))
-        if q.device.type != "cpu":  # with a mask, the fast kernels of other devices want as many keys as queries
+        grouped = q.device.type == "cpu"  # elsewhere, fast kernels that take a mask want a key head for each query head
+        if not grouped:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        mask = self._mask(window, q.dtype)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2)[self._real]
 
 
@@ -157,5 +171,7 @@ def attending_along(model: PreTrainedModel, attention: PathAttention) -> Iterato
 
 
 def takes_paths(model: PreTrainedModel) -> bool:
-    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table."""
-    return model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table, and takes
+    positions."""
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    return positions and model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
