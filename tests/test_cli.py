@@ -485,10 +485,10 @@ def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
 @pytest.mark.slow
 def test_out_of_memory_says_what_to_lower(tmp_path, shell):
     """An address space limit stands in for a machine with little memory."""
-    base = save(random_model("llama", vocab_size=4_000_000), tmp_path / "base")  # loads, but not with its gradient
+    base = save(random_model("llama", vocab_size=2_000_000), tmp_path / "base")  # loads, but not with its gradient
     write_records(tmp_path / "forget.jsonl", 400, 1)
     line = f"mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1"
-    done = shell(f"ulimit -v 6000000; OMP_NUM_THREADS=1 {line}")
+    done = shell(f"ulimit -v 5000000; OMP_NUM_THREADS=1 {line}")
     assert done.returncode == 1
     assert "--micro-batch-size" in done.stderr.splitlines()[-1]
 
