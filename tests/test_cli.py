@@ -295,6 +295,7 @@ def test_a_missing_base(mpu, tmp_path):
     refused(mpu("publish", "gone.safetensors", check=False, cwd=tmp_path), "gone.safetensors: no such file")
     refused(mpu("publish", "org/name", check=False, cwd=tmp_path), "org/name")
     refused(mpu("publish", check=False, cwd=tmp_path), "BASE", 2)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_output_that_exists_stays(mpu, tmp_path):

@@ -143,8 +143,10 @@ class TestScoring:
         model, items = random_model("mistral"), items_of(random.Random(3), 6, 5)
         kept = Scorer(model).score(items, batch_size=50)
         monkeypatch.setattr("mpu_cli.evaluation.packing.MASK", 2000)
-        for one, other in zip(kept, Scorer(model).score(items, batch_size=50), strict=True):
+        scorer = Scorer(model)
+        for one, other in zip(kept, scorer.score(items, batch_size=50), strict=True):
             torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
+        assert scorer._packs  # or each item would be read by itself
 
     def test_a_pack_is_limited(self) -> None:
         """No pass reads more tokens than the longest item times the batch size."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
+
+from tests.benchmarks.server import MPU, run
 
 # What the suite computes beside its own choice.
 MORE = (
@@ -67,32 +67,24 @@ def suite(clone: Path, model: Path, data: Path, reference: Path, log: Path, out:
     evaluator.evaluate(model=loaded, tokenizer=tokenizer, template_args=config.model.template_args)
 
 
-def seconds(*command: object) -> float:
-    """How long a command takes, from start to end."""
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr[-2000:])
-    return time.monotonic() - started
-
-
 def main(paths: list[Path], runs: int) -> None:
     _, model, data, reference, log = paths
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         own = [
-            "mpu_cli", "eval", model, "--benchmark", "tofu", "--data-dir", data, "--forget-split", FORGET, "--force",
+            *MPU, "eval", model, "--benchmark", "tofu", "--data-dir", data, "--forget-split", FORGET, "--force",
             "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
             "--out", out / "mpu.json",
         ]  # fmt: skip
+        theirs = (sys.executable, "-m", "tests.benchmarks.suite", "--suite")
         taken: dict[str, list[float]] = {"mpu eval": [], "OpenUnlearning": []}
         for number in range(runs):
-            taken["mpu eval"].append(seconds(*own))
-            taken["OpenUnlearning"].append(seconds("tests.benchmarks.suite", "--suite", *paths, out / str(number)))
-        theirs = json.loads((out / "0/TOFU_EVAL.json").read_text())
+            taken["mpu eval"].append(run(*own)[0])
+            taken["OpenUnlearning"].append(run(*theirs, *paths, out / str(number))[0])
+        found = json.loads((out / "0/TOFU_EVAL.json").read_text())
         ours = json.loads((out / "mpu.json").read_text())["metrics"]
-        both = [name for name in ours if theirs.get(name, {}).get("agg_value") is not None]
-        apart = max(abs(ours[name]["agg_value"] - theirs[name]["agg_value"]) for name in both)
+        both = [name for name in ours if found.get(name, {}).get("agg_value") is not None]
+        apart = max(abs(ours[name]["agg_value"] - found[name]["agg_value"]) for name in both)
     print(f"threads: {os.cpu_count()}; {len(both)} metrics, apart by at most {apart:.1e}")
     for name, each in taken.items():
         print(f"{name:16} {min(each):6.1f} s   {', '.join(f'{one:.1f}' for one in each)}")
