@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-KEPT = 31 << 20  # bytes of a freed block that the C library keeps for the next; glibc allows 32 MiB
+from mpu_cli.heap import keep_freed_memory
 
 
 @contextmanager
@@ -18,9 +18,7 @@ def worker_pool() -> Iterator[ThreadPoolExecutor]:
     """
     import torch
 
-    # What glibc gives back to the system when it is freed depends on the largest block freed before. Without this,
-    # an aggregation got new pages for every slice, which took as long as its computations.
-    bytearray(KEPT)
+    keep_freed_memory()
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(1)

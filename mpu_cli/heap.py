@@ -1,0 +1,40 @@
+"""What glibc does with memory that is freed: keep it for the next tensor, which is fast, or return it to the system.
+
+By default, that depends on the largest block freed before. Elsewhere than on glibc these functions do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+KEPT = 31 << 20  # bytes of the largest block that is kept; glibc allows 32 MiB
+LARGE = 8 << 20  # bytes of a block that is returned, in training
+
+
+def keep_freed_memory() -> None:
+    """From now on, keep freed blocks up to KEPT, for work that needs blocks of the same few sizes again and again.
+
+    Otherwise, an aggregation got new pages for every slice, which took as long as its computations.
+    """
+    if libc := _glibc():
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * KEPT)
+
+
+def return_freed_memory() -> None:
+    """Return all freed memory, and from now on each large block when it is freed, for work that comes close to what
+    there is: what is kept between tensors that live long was a sixth of the memory of training the 0.1B shape."""
+    if libc := _glibc():
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None
