@@ -100,6 +100,29 @@ def test_help_loads_neither_torch_nor_transformers():
         assert done.stderr.strip() == "set()"
 
 
+@pytest.mark.parametrize("command", ["publish", "invert", "aggregate", "plan"])
+def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, command: str) -> None:
+    """Importing it takes longer than publishing a small model."""
+    if command in ("invert", "aggregate"):
+        mpu("publish", "base", "--copies", 2, cwd=place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--out", f"deltas/{k}.safetensors", cwd=place)
+    line = {
+        "publish": "publish base --copies 2",
+        "invert": "invert deltas/1.safetensors --keys keys.bin",
+        "aggregate": "aggregate deltas --keys keys.bin --out model",
+        "plan": "plan base",
+    }[command]
+    program = (
+        "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"
+        "finally: print(sys.modules.keys() & {'transformers', 'accelerate', 'scipy'}, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *line.split()], cwd=place, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "set()"
+
+
 def test_choices_are_those_of_the_tables():
     """Options list their choices without importing their implementations; the two must stay in sync."""
 

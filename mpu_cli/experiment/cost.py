@@ -17,7 +17,6 @@ import torch
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
-from mpu_cli.client.unlearn import epochs_of
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.server.profile import BUFFERS
@@ -138,6 +137,7 @@ class CellCost:
 
 def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
     """What each experiment of a sweep costs at least; None if its model or records are not on this machine."""
+    from mpu_cli.client.unlearn import epochs_of
     from mpu_cli.experiment.rounds import handout, rounds_of, uninterrupted
 
     machine = measure_machine()

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 
-from scipy.stats import norm
-
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Calibration as CalibrationOptions
@@ -38,6 +36,8 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     (Dwork and Roth, 2014, Theorem A.1), which is larger and valid for ε ≤ 1. Raises UsageError if a number is out of
     range, MpuError if dp-accounting is not installed.
     """
+    from scipy.stats import norm  # takes a second, and only calibrated noise needs it
+
     check_ranges(options)
     epsilon, delta, sensitivity = options.epsilon, options.delta, options.sensitivity
     if epsilon is None or delta is None or sensitivity is None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
-from mpu_cli.models.loading import as_directory, load
-from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = (2, 48)
 # Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
@@ -60,6 +61,10 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
 
     Raises MpuError if the family is not listed, or its table does not describe the tensors.
     """
+    # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
+    from mpu_cli.models.loading import as_directory, load
+    from mpu_cli.models.memory import in_memory
+
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     cases = list(_cases(layout))
     found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
