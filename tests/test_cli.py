@@ -106,7 +106,8 @@ def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, comma
     if command in ("invert", "aggregate"):
         mpu("publish", "base", "--copies", 2, cwd=place)
         for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--out", f"deltas/{k}.safetensors", cwd=place)
+            out = f"deltas/{k}.safetensors"
+            mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--out", out, cwd=place)
     line = {
         "publish": "publish base --copies 2",
         "invert": "invert deltas/1.safetensors --keys keys.bin",
