@@ -41,7 +41,7 @@ from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
 
 NO_LOGGING = Logging()
-HEAVY = 1 << 28  # bytes of weights on a CPU from which on memory matters more than a tenth of the time
+HEAVY = 1 << 28  # bytes of trained weights on a CPU from which on memory matters more than some of the time
 KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
 
 
@@ -183,8 +183,8 @@ class _UnlearningTrainer(Trainer):
         self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
         self._sums: dict[str, torch.Tensor] = {}
         self._parts_seen = 0
-        weights = sum(p.nbytes for p in self.model.parameters())
-        self._heavy = self.args.device.type == "cpu" and weights >= HEAVY
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        self._heavy = self.args.device.type == "cpu" and trained >= HEAVY
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # the schedule sets the order
