@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 from mpu_cli.checkpoint.transaction import STOPPING, Transaction
 from mpu_cli.errors import Stopped
+
+COLLECT = 10_000  # new objects; with Python's 700, a fifth of the time of importing transformers is garbage collection
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
@@ -27,6 +30,7 @@ def stop(number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """The console script ``mpu``."""
+    gc.set_threshold(COLLECT)
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
             signal.signal(number, stop)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.metrics import reading
 from mpu_cli.evaluation.results import best, goal
-from mpu_cli.evaluation.scoring import Scorer, TokenScores
+from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
 from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
 from tests.stopping import stopped
 
@@ -147,6 +148,59 @@ class TestScoring:
         for one, other in zip(kept, scorer.score(items, batch_size=50), strict=True):
             torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
         assert scorer._packs  # or each item would be read by itself
+
+    @pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
+    def test_several_packs_at_once(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Packs are read on several threads, with the scores of one, which all packs together are no larger than."""
+        model, items = random_model(family), items_of(random.Random(3), 80, 5)
+        read = []
+        model.register_forward_pre_hook(
+            lambda _, __, arguments: read.append((threading.get_ident(), arguments["input_ids"].numel())),
+            with_kwargs=True,
+        )
+        before = torch.get_num_threads()
+        found = {}
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                scorer = Scorer(model)
+                scorer.score(items, batch_size=24)  # tries on a few items first
+                read.clear()
+                found[threads] = scorer.score(items, batch_size=24, moments=True)
+                most = 24 * max(len(item.ids) for item in items) // threads
+                assert len({thread for thread, _ in read}) == threads
+                assert max(tokens for _, tokens in read) <= most
+                assert torch.get_num_threads() == threads
+            for one, three in zip(*found.values(), strict=True):
+                assert one.likeliest.equal(three.likeliest)
+                for name in ("losses", "log_probs", "mean", "variance"):
+                    torch.testing.assert_close(getattr(one, name), getattr(three, name), rtol=0, atol=1e-4)
+            monkeypatch.setattr("mpu_cli.evaluation.scoring.SMALL", 1)
+            read.clear()
+            Scorer(model).score(items, batch_size=24)
+            assert max(tokens for _, tokens in read) > most
+        finally:
+            torch.set_num_threads(before)
+
+    def test_positions_that_keep_a_scale_allow_one_pass_at_a_time(self) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        assert passes_at_once(random_model("llama", rope_parameters=rope)) == 1
+        assert passes_at_once(random_model("llama")) == torch.get_num_threads()
+
+    def test_nothing_but_losses_of_others(self) -> None:
+        """They are the same; an item that is also asked for fully is."""
+        model, items = random_model("llama"), items_of(random.Random(3), 10, 5)
+        whole = Scorer(model).score(items, batch_size=8, moments=True)
+        parts = Scorer(model).score(items[::3], others=items, batch_size=8, moments=True)
+        asked = [*range(0, len(items), 3), *range(len(items))]
+        for place, (number, scores) in enumerate(zip(asked, parts, strict=True)):
+            torch.testing.assert_close(scores.losses, whole[number].losses, rtol=0, atol=1e-5)
+            if number % 3:
+                assert scores.log_probs is scores.likeliest is scores.mean is scores.variance is None, place
+            else:
+                assert scores.likeliest.equal(whole[number].likeliest)
+                for name in ("log_probs", "mean", "variance"):
+                    torch.testing.assert_close(getattr(scores, name), getattr(whole[number], name), rtol=0, atol=1e-4)
 
     def test_a_pack_is_limited(self) -> None:
         """No pass reads more tokens than the longest item times the batch size."""

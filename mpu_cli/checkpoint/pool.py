@@ -1,4 +1,4 @@
-"""Threads for streaming work: torch's kernels release the GIL, so slices are processed in parallel."""
+"""Threads for work that comes in pieces: torch's kernels release the GIL, so pieces are processed in parallel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from mpu_cli.heap import keep_freed_memory
 
 
 @contextmanager
-def worker_pool() -> Iterator[ThreadPoolExecutor]:
-    """A pool of one thread per core, each of which computes on a single core.
+def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """A pool of one thread per core, each of which computes on a single core; or of ``workers``, which share what
+    torch may use.
 
     On an exception (including an interrupt), queued work is cancelled and running work is waited for.
     """
@@ -20,9 +21,13 @@ def worker_pool() -> Iterator[ThreadPoolExecutor]:
 
     keep_freed_memory()
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        each = 1
+    else:
+        each = max(1, before // workers)
+    torch.set_num_threads(each)
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,))
     try:
         yield pool
     finally:

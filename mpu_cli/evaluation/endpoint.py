@@ -41,21 +41,23 @@ class Endpoint:
         items: Sequence[Item],
         *,
         batch_size: int,
+        others: Sequence[Item] = (),
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """The scores of each item's tokens; see ``scoring.score``.
+        """The scores of each item's tokens, and of those of ``others``; see ``Scorer.score``.
 
         Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
         """
         found: dict[tuple[tuple[int, ...], int], TokenScores] = {}
-        unique = list({(item.ids, item.start): item for item in items}.values())
+        asked = [*items, *others]
+        unique = list({(item.ids, item.start): item for item in asked}.values())
         for batch in _batches(unique, batch_size):
             # One token is generated because some servers refuse to generate none.
-            asked = {"echo": True, "logprobs": 1, "max_tokens": 1}
-            for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], asked), strict=True):
+            settings = {"echo": True, "logprobs": 1, "max_tokens": 1}
+            for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], settings), strict=True):
                 found[item.ids, item.start] = self._scores(item, choice)
             advance(len(batch))
-        return [found[item.ids, item.start] for item in items]
+        return [found[item.ids, item.start] for item in asked]
 
     def answer(
         self,

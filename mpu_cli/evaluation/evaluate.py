@@ -204,8 +204,6 @@ def evaluate(
         if resumed:
             observer.note(f"resuming from {unfinished} (passes already done: {len(kept)})")
         if needs - set(kept):
-            # The metrics' imports take seconds, so do them while the model runs.
-            threading.Thread(target=import_statistics, daemon=True).start()
             _passes(subject, benchmark, used, needs - set(kept), _Findings(facts, kept, unfinished), options, observer)
         forms: dict[str, Form] = {}
         for name, metric in chosen.items():
@@ -282,6 +280,8 @@ def _passes(
         for part in SCORED:
             if f"{split.name}.{part}" in todo or (part == "answer" and f"{split.name}.text" in todo):
                 _check_ids(run.encoded(split, part), loaded, model.source)
+    # The metrics' imports take seconds, so do them while the model runs.
+    threading.Thread(target=import_statistics, daemon=True).start()
     for key in sorted(key for key in todo if key.startswith(BEFORE)):
         split = next(split for split in used if split.name in QUESTIONS)
         first = run.encoded(split, "answer")[: int(key.removeprefix(BEFORE))]
@@ -319,7 +319,8 @@ def _passes(
             _check_ids(side, other, reference.source)
         advance, scorer = partial(_advance, observer, "reference model"), Scorer(other)
         scores_of_sides = [
-            [scores.loss for scores in scorer.score(side, batch_size=batch_size, advance=advance)] for side in items
+            [scores.loss for scores in scorer.score([], others=side, batch_size=batch_size, advance=advance)]
+            for side in items
         ]
         findings.keep({"reference": dict(zip(sides, scores_of_sides, strict=True))})
 
@@ -364,10 +365,12 @@ def _score(
         part: [encoded if isinstance(encoded, list) else [encoded] for encoded in run.encoded(split, part)]
         for part in parts
     }
-    flat = [item for part in parts for group in groups[part] for item in group]
-    share = len(parts) * len(split.rows) / len(flat)
+    flat = {part: [item for group in groups[part] for item in group] for part in parts}
+    answers = flat.get("answer", [])
+    others = [item for part in parts if part != "answer" for item in flat[part]]
+    share = len(parts) * len(split.rows) / (len(answers) + len(others))
     ask = run.scorer.score if isinstance(run.scorer, Endpoint) else partial(run.scorer.score, moments=moments)
-    scored = iter(ask(flat, batch_size=run.batch_size, advance=lambda n: advance(n * share)))
+    scored = iter(ask(answers, others=others, batch_size=run.batch_size, advance=lambda n: advance(n * share)))
     findings: dict[str, object] = {}
     for part in parts:
         scores = [[next(scored) for _ in group] for group in groups[part]]

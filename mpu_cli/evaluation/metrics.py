@@ -61,6 +61,8 @@ def reading(item: Item, scores: TokenScores, text: str) -> dict[str, object]:
     """
     import torch  # here: `mpu compare` reads goals from this module, and needs no torch
 
+    if scores.log_probs is None or scores.likeliest is None:
+        raise ValueError("reading: only the losses of this answer were computed")
     agreed = scores.likeliest == torch.tensor(item.labels)
     right = int(agreed.long().cumprod(0).sum())
     read = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from mpu_cli.evaluation.encoding import Item
 NAME = "mpu_paths"  # of the attention, in transformers' table
 MASK = 1 << 24  # entries of attention masks at once
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention has beside a mask and a window
+_attention: ContextVar[PathAttention] = ContextVar(NAME)  # of the pack that a thread reads
 
 
 @dataclass
@@ -159,15 +161,25 @@ class _Part:
 
 
 @contextmanager
-def attending_along(model: PreTrainedModel, attention: PathAttention) -> Iterator[None]:
-    """Passes inside it use ``attention``."""
+def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
+    """Passes inside it, on any thread, use the attention of their ``pack``."""
     own = model.config._attn_implementation
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(NAME, lambda *args, **kwargs: _attention.get()(*args, **kwargs))
     model.set_attn_implementation(NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(own)
+
+
+@contextmanager
+def attention_of(pack: PathAttention) -> Iterator[None]:
+    """This thread's passes inside it read one pack."""
+    before = _attention.set(pack)
+    try:
+        yield
+    finally:
+        _attention.reset(before)
 
 
 def takes_paths(model: PreTrainedModel) -> bool:

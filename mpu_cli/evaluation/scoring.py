@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -17,32 +17,35 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.packing import PathAttention, attending_along, packs, takes_paths
+from mpu_cli.evaluation.packing import Pack, PathAttention, attending_along_paths, attention_of, packs, takes_paths
 from mpu_cli.models.loading import memory_in_mind
 from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocabulary_of
 
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
-BLOCK = 16  # tokens in a block of a strided cross-entropy
 SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
-CACHED = 1 << 21  # logits at once on a CPU, whose cache then holds them: 8 MiB
+CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
 FEWEST = 64  # tokens at once nevertheless, for each of which the head is read
+SMALL = 1 << 28  # bytes of a model's weights
+FEWEST_ITEMS = 8  # in a pack, if several are read at once
+CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it is padding
 SAME = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """For each scored token of one item, on the CPU, (tokens,): cross-entropy, log-probability, the likeliest token,
-    and, if requested, mean and variance of log p under the model's own distribution at that position.
+    """For each scored token of one item, on the CPU, (tokens,): cross-entropy and, if requested, log-probability, the
+    likeliest token, and mean and variance of log p under the model's own distribution at that position.
 
     ``losses`` equal −``log_probs`` up to rounding: the suite computes the cross-entropy over a strided axis, where
     torch's float32 kernel is biased by about 1e-5, and published numbers include that bias.
     """
 
     losses: torch.Tensor
-    log_probs: torch.Tensor
-    likeliest: torch.Tensor
+    log_probs: torch.Tensor | None = None
+    likeliest: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     variance: torch.Tensor | None = None
 
@@ -66,35 +69,57 @@ class Scorer:
         items: Sequence[Item],
         *,
         batch_size: int,
+        others: Sequence[Item] = (),
         moments: bool = False,
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """Score ``items``, ``batch_size`` at a time, in float32 or wider; duplicates are read once.
+        """Scores of ``items`` and then of ``others``, of which nothing but losses is computed.
 
+        They are computed ``batch_size`` items at a time, in float32 or wider; duplicates are read once. Of ``items``,
+        mean and variance are included with ``moments``.
         Raises MpuError if scores are not finite (with the place) or if memory runs out.
         """
-        scores_of: dict[tuple[tuple[int, ...], int], TokenScores] = {}
-        unique = list({(item.ids, item.start): item for item in reversed(items)}.values())
+        scores_of: dict[_Key, TokenScores] = {}
+        asked = [*items, *others]
+        unique = list({_key(item): item for item in reversed(asked)}.values())
+        wanted = _Wanted(frozenset(map(_key, items)), moments)
         with memory_in_mind(ADVICE):
-            for found in self._passes(unique, batch_size):
-                for item, scores in zip(found.items, found.scores(self._head, moments), strict=True):
+            for read, found in self._read(unique, batch_size, wanted):
+                for item, scores in zip(read, found, strict=True):
                     parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
                     if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
                         raise MpuError(f"{item.place}: the model's logits are NaN or infinite")
-                    scores_of[item.ids, item.start] = scores
-                advance(len(found.items))
-        return [scores_of[item.ids, item.start] for item in items]
+                    scores_of[_key(item)] = scores
+                advance(len(read))
+        return [scores_of[_key(item)] for item in asked]
 
     @cached_property
     def _head(self) -> Head | None:
         return separate_head(self._model)
 
-    def _passes(self, items: Sequence[Item], size: int) -> Iterator[_Pass]:
+    def _read(self, items: Sequence[Item], size: int, wanted: _Wanted) -> Iterator[_Scored]:
         longest = max(len(item.ids) for item in items)
         if self._packs and longest > self._tried and len(items) > 1:
             self._packs, self._tried = _can_pack(self._model, self._head, items), longest
-        passes = _packed if self._packs and len(items) > 1 else _padded
-        return passes(self._model, self._head, items, size)
+        if self._packs and len(items) > 1:
+            return _packed(self._model, self._head, items, size, wanted)
+        return _padded(self._model, self._head, items, size, wanted)
+
+
+_Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
+_Scored = tuple[Sequence[Item], list[TokenScores]]
+
+
+def _key(item: Item) -> _Key:
+    return item.ids, item.start
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The items of which more than losses is computed, and whether that includes mean and variance."""
+
+    fully: frozenset[_Key]
+    moments: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,53 +131,102 @@ class _Pass:
     states: torch.Tensor
     rows: Sequence[Sequence[int]]
 
-    def scores(self, head: Head | None, moments: bool) -> list[TokenScores]:
-        """Log-probabilities and the other scores, a chunk of labels at a time, each label after a row once."""
+    def scores(self, head: Head | None, wanted: _Wanted) -> list[TokenScores]:
+        """Scores of each item, computed a chunk of labels at a time, each label after a row once."""
         device = self.states.device
         vocabulary = self.states.shape[1] if head is None else vocabulary_of(head)
-        labels = torch.tensor([*chain(*(item.labels for item in self.items))])
-        pairs = torch.tensor([*chain(*self.rows)]) * vocabulary + labels
-        pairs, places = (each.to(device) for each in torch.unique(pairs, return_inverse=True))
-        rows, targets = pairs // vocabulary, pairs % vocabulary
-        parts: list[tuple[torch.Tensor, ...]] = []
+        sizes = [len(item.labels) for item in self.items]
+        fully = [_key(item) in wanted.fully for item in self.items]
+        pairs = torch.tensor([*chain(*self.rows)]) * vocabulary
+        pairs += torch.tensor([*chain(*(item.labels for item in self.items))])
+        needed = pairs[torch.tensor(fully).repeat_interleave(torch.tensor(sizes))]
+        last = len(self.states) * vocabulary
+        # Those of which more than losses is needed come first.
+        pairs, places = torch.unique(torch.where(torch.isin(pairs, needed), pairs, pairs + last), return_inverse=True)
+        count = int((pairs < last).sum())
+        rows, targets = (pairs % last // vocabulary).to(device), (pairs % vocabulary).to(device)
         step = max(1, chunk_of(vocabulary) // SHARE)
         if device.type == "cpu":
             step = min(step, max(FEWEST, CACHED // vocabulary))
-        for begin in range(0, len(rows), step):
-            part = self.states[rows[begin : begin + step]]
-            part = part if head is None else head(part)
-            part = part if part.dtype == torch.float64 else part.float()
-            target = targets[begin : begin + step]
-            log_p = part.log_softmax(-1)
-            columns = [
-                _strided_cross_entropy(part, target),
-                log_p.gather(1, target[:, None])[:, 0],
-                log_p.argmax(-1),
-            ]
-            if moments:
-                p = log_p.exp()
-                mean = (p * log_p).sum(-1)
-                columns += [mean, (p * log_p.square()).sum(-1) - mean.square()]
-            parts.append(tuple(columns))
-        sizes = [len(item.labels) for item in self.items]
-        columns = [torch.cat(column)[places].cpu().split(sizes) for column in zip(*parts, strict=True)]
-        return [TokenScores(*values) for values in zip(*columns, strict=True)]
+        losses, details = [], []
+        for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
+            logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
+            # As the suite does, along the vocabulary as a strided axis.
+            losses.append(cross_entropy(logits[None], target[None], reduction="none")[0])
+            if chunk.start < count:
+                details.append(_details(logits.T.contiguous(), target, wanted.moments))
+        loss, *others = (torch.cat([*column]).cpu() for column in (losses, *zip(*details, strict=True)))
+        return [
+            TokenScores(loss[own], *(column[own] for column in others if full))
+            for own, full in zip(places.split(sizes), fully, strict=True)
+        ]
 
 
-def _packed(model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int) -> Iterator[_Pass]:
-    """Passes that read what items have in common once."""
-    for pack in packs(items, size):
-        ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
-        attention, predictors = PathAttention(pack, size, model.device), pack.predictors()
-        places = {place: number for number, place in enumerate(sorted({*chain(*predictors)}))}
-        kept = torch.tensor([*places], device=model.device)
-        keep = {"logits_to_keep": kept} if head is None and _keeps_logits(model) else {}
-        with attending_along(model, attention), input_of(head) as read:
-            output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
-        states = output.logits[0] if head is None else read[0][0]
-        yield _Pass(
-            pack.items, states if keep else states[kept], [[places[place] for place in row] for row in predictors]
-        )
+def _chunks(begin: int, end: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, end)) for start in range(begin, end, step))
+
+
+def _columns(head: Head | None, states: torch.Tensor) -> torch.Tensor:
+    """Logits with the vocabulary first: (vocabulary, tokens)."""
+    if type(head) is torch.nn.Linear:
+        logits = head.weight @ states.T
+        logits = logits if head.bias is None else logits + head.bias[:, None]
+    else:
+        logits = (states if head is None else head(states)).T.contiguous()
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _details(logits: torch.Tensor, targets: torch.Tensor, moments: bool) -> list[torch.Tensor]:
+    """From (tokens, vocabulary) what TokenScores has beside losses."""
+    log_p = logits.log_softmax(-1)
+    found = [log_p.gather(1, targets[:, None])[:, 0], log_p.argmax(-1)]
+    if moments:
+        p = log_p.exp()
+        mean = (p * log_p).sum(-1)
+        found += [mean, (p * log_p.square()).sum(-1) - mean.square()]
+    return found
+
+
+def _packed(
+    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, wanted: _Wanted
+) -> Iterator[_Scored]:
+    """Scores from passes that read what items have in common once.
+
+    Those of a small model are read several at once on a CPU, and have together ``size`` times the longest item: with
+    all cores in one kernel, the cores wait for each other, and for what only one of them does.
+    """
+    workers = max(1, min(passes_at_once(model), size // FEWEST_ITEMS))
+    rows = CPU_ROWS if model.device.type == "cpu" else size
+    read = partial(_read_pack, model, head, rows=rows, wanted=wanted)
+    with attending_along_paths(model), worker_pool(workers) as pool:
+        yield from pool.map(read, packs(items, size // workers))
+
+
+@torch.inference_mode()  # which holds for one thread
+def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, wanted: _Wanted) -> _Scored:
+    ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
+    predictors = pack.predictors()
+    places = {place: number for number, place in enumerate(sorted({*chain(*predictors)}))}
+    kept = torch.tensor([*places], device=model.device)
+    keep = {"logits_to_keep": kept} if head is None and _keeps_logits(model) else {}
+    with attention_of(PathAttention(pack, rows, model.device)), input_of(head) as read:
+        output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
+    states = output.logits[0] if head is None else read[0][0]
+    found = _Pass(
+        pack.items, states if keep else states[kept], [[places[place] for place in row] for row in predictors]
+    )
+    return pack.items, found.scores(head, wanted)
+
+
+def passes_at_once(model: PreTrainedModel) -> int:
+    """How many passes to run, each on a thread of its own: one for each core of a CPU, if ``model`` is small.
+
+    With a large one, kernels use all cores well. Rotary positions that keep the scale of the last pass allow one pass.
+    """
+    kinds = {str(getattr(module, "rope_type", None)) for module in model.modules()}
+    keeps = any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
+    small = model.device.type == "cpu" and sum(parameter.nbytes for parameter in model.parameters()) <= SMALL
+    return torch.get_num_threads() if small and not keeps else 1
 
 
 def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> bool:
@@ -166,23 +240,25 @@ def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) 
     longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))
     trial = ordered[max(0, longest - 2) : longest + 2]
     # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
+    only_losses = _Wanted(frozenset())
     slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
     try:
-        [together] = _packed(model, head, trial, len(trial))
+        [(read, together)] = _packed(model, head, trial, len(trial), only_losses)
     except NotImplementedError:
         return False
-    apart = _states_of(model, head, together.items)
-    return all(
-        (one.log_probs - other.log_probs).abs().mean() <= slack
-        for one, other in zip(together.scores(head, False), apart.scores(head, False), strict=True)
-    )
+    apart = _states_of(model, head, read).scores(head, only_losses)
+    return all((one.losses - other.losses).abs().mean() <= slack for one, other in zip(together, apart, strict=True))
 
 
-def _padded(model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int) -> Iterator[_Pass]:
-    """Passes of ``size`` items of similar length, longest first, so that running out of memory happens right away."""
+def _padded(
+    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, wanted: _Wanted
+) -> Iterator[_Scored]:
+    """Scores from passes of ``size`` items of similar length, longest first, so that running out of memory happens
+    right away."""
     ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
     for start in range(0, len(ordered), size):
-        yield _states_of(model, head, ordered[start : start + size])
+        part = ordered[start : start + size]
+        yield part, _states_of(model, head, part).scores(head, wanted)
 
 
 def logits_of(model: PreTrainedModel, item: Item) -> torch.Tensor:
@@ -213,20 +289,3 @@ def _states_of(model: PreTrainedModel, head: Head | None, items: Sequence[Item])
 
 def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _strided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the vocabulary on a strided axis, (tokens,); in blocks, which torch processes in parallel."""
-    whole = len(logits) // BLOCK * BLOCK
-    return torch.cat(
-        [
-            cross_entropy(
-                rows.unflatten(0, (-1, size)).transpose(1, 2), names.unflatten(0, (-1, size)), reduction="none"
-            ).flatten()
-            for rows, names, size in (
-                (logits[:whole], targets[:whole], BLOCK),
-                (logits[whole:], targets[whole:], len(logits) - whole),
-            )
-            if len(rows)
-        ]
-    )

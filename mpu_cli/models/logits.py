@@ -7,6 +7,7 @@ are one chunk, they are kept.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,14 +171,17 @@ def separate_head(model: PreTrainedModel) -> Head | None:
 
 @contextmanager
 def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
-    """Passes of the model inside it leave what ``head`` reads, (batch, length, width), in the list that this yields,
-    and compute the logits of the first position only. Without a head, passes are as usual."""
+    """This thread's passes of the model inside it leave what ``head`` reads, (batch, length, width), in the list that
+    this yields, and compute the logits of the first position only. Without a head, passes are as usual."""
     seen: list[torch.Tensor] = []
     if head is None:
         yield seen
         return
+    thread = threading.get_ident()
 
-    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        if threading.get_ident() != thread:
+            return None
         seen[:] = inputs
         return (inputs[0][:, :1],)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from datetime import date, datetime
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
@@ -24,6 +25,7 @@ _MACRO = (
 )
 
 
+@cache
 def parse_date(text: str) -> date:
     """Parse a day such as 10 Apr 2025 or 2025-04-10. Raises UsageError if ``text`` is not a date."""
     for form in _FORMATS:
