@@ -14,7 +14,7 @@ from typing import Any
 from mpu_cli.checkpoint.transaction import STOPPING, Transaction
 from mpu_cli.errors import Stopped
 
-COLLECT = 10_000  # new objects; with Python's 700, a fifth of the time of importing transformers is garbage collection
+COLLECT = 10_000  # new objects; with Python's 700, a tenth of the time of importing transformers is collection
 
 
 def stop(number: int, _frame: FrameType | None) -> None:

@@ -19,7 +19,8 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
     """
     import torch
 
-    keep_freed_memory()
+    if workers != 1:
+        keep_freed_memory()
     before = torch.get_num_threads()
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
