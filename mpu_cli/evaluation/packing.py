@@ -162,7 +162,7 @@ class _Part:
 
 @contextmanager
 def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
-    """Passes inside it, on any thread, use the attention of their ``pack``."""
+    """Passes inside it use the attention that their thread sets with ``attending_by``."""
     own = model.config._attn_implementation
     AttentionInterface.register(NAME, lambda *args, **kwargs: _attention.get()(*args, **kwargs))
     model.set_attn_implementation(NAME)
@@ -173,9 +173,9 @@ def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def attention_of(pack: PathAttention) -> Iterator[None]:
-    """This thread's passes inside it read one pack."""
-    before = _attention.set(pack)
+def attending_by(attention: PathAttention) -> Iterator[None]:
+    """This thread's passes inside it read the pack of ``attention``."""
+    before = _attention.set(attention)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.packing import Pack, PathAttention, attending_along_paths, attention_of, packs, takes_paths
+from mpu_cli.evaluation.packing import Pack, PathAttention, attending_along_paths, attending_by, packs, takes_paths
 from mpu_cli.models.loading import memory_in_mind
 from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocabulary_of
 
@@ -209,7 +209,7 @@ def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int,
     places = {place: number for number, place in enumerate(sorted({*chain(*predictors)}))}
     kept = torch.tensor([*places], device=model.device)
     keep = {"logits_to_keep": kept} if head is None and _keeps_logits(model) else {}
-    with attention_of(PathAttention(pack, rows, model.device)), input_of(head) as read:
+    with attending_by(PathAttention(pack, rows, model.device)), input_of(head) as read:
         output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
     states = output.logits[0] if head is None else read[0][0]
     found = _Pass(
@@ -239,8 +239,8 @@ def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) 
     ordered = sorted(items, key=lambda item: item.ids)
     longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))
     trial = ordered[max(0, longest - 2) : longest + 2]
-    # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
     only_losses = _Wanted(frozenset())
+    # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
     slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
     try:
         [(read, together)] = _packed(model, head, trial, len(trial), only_losses)
