@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from mpu_cli.heap import keep_freed_memory
+from mpu_cli.heap import keep_freed_memory, return_freed_memory
 
 
 @contextmanager
@@ -19,7 +19,9 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
     """
     import torch
 
-    if workers != 1:
+    if workers == 1:  # for a model so large that freed blocks of many sizes, when kept, were three times its weights
+        return_freed_memory()
+    else:
         keep_freed_memory()
     before = torch.get_num_threads()
     if workers is None:
