@@ -19,7 +19,7 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
     """
     import torch
 
-    if workers == 1:  # for a large model, whose freed blocks, when kept, were several times its weights
+    if workers == 1:  # one pass of a large model: its freed blocks, when kept, were several times its weights
         return_freed_memory()
     else:
         keep_freed_memory()
