@@ -9,9 +9,26 @@ import ctypes
 import sys
 from functools import cache
 
+LARGE_MODEL = 1 << 28  # bytes of weights from which on memory matters more than some of the time
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 KEPT = 31 << 20  # bytes of the largest block that is kept; glibc allows 32 MiB
-LARGE = 8 << 20  # bytes of a block that is returned, in training
+RETURNED = 8 << 20  # bytes of the smallest block that is returned as soon as it is freed
+
+
+def is_large(weights: int) -> bool:
+    """Whether a model, or what is trained of it, is large: ``weights`` in bytes."""
+    return weights >= LARGE_MODEL
+
+
+def suit_heap_to(weights: int) -> None:
+    """Return freed memory from now on if a model is large, keep it if it is small.
+
+    For a large one, small blocks are only returned by the call itself, so call it again and again.
+    """
+    if is_large(weights):
+        return_freed_memory()
+    else:
+        keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
@@ -26,9 +43,10 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Return all freed memory, and from now on each large block when it is freed, for work that comes close to what
-    there is: what was kept was a seventh of the memory of training the 0.1B shape."""
+    there is: what was kept was a seventh of the memory of training the 0.1B shape, and up to two thirds of scoring
+    with it."""
     if libc := _glibc():
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.mallopt(M_MMAP_THRESHOLD, RETURNED)
         libc.malloc_trim(0)
 
 

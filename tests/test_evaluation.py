@@ -175,7 +175,7 @@ class TestScoring:
                 assert one.likeliest.equal(three.likeliest)
                 for name in ("losses", "log_probs", "mean", "variance"):
                     torch.testing.assert_close(getattr(one, name), getattr(three, name), rtol=0, atol=1e-4)
-            monkeypatch.setattr("mpu_cli.evaluation.scoring.SMALL", 1)
+            monkeypatch.setattr("mpu_cli.evaluation.scoring.is_large", lambda _: True)
             read.clear()
             Scorer(model).score(items, batch_size=24)
             assert max(tokens for _, tokens in read) > most

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from mpu_cli.heap import keep_freed_memory, return_freed_memory
+from mpu_cli.heap import keep_freed_memory
 
 
 @contextmanager
@@ -19,12 +19,9 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
     """
     import torch
 
-    if workers == 1:  # one pass of a large model: its freed blocks, when kept, were several times its weights
-        return_freed_memory()
-    else:
-        keep_freed_memory()
     before = torch.get_num_threads()
     if workers is None:
+        keep_freed_memory()
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         each = 1
     else:

@@ -34,14 +34,13 @@ from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.heap import return_freed_memory
+from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import shards_with_zero_3
 from mpu_cli.models.logits import Head, separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
 
 NO_LOGGING = Logging()
-HEAVY = 1 << 28  # bytes of trained weights on a CPU from which on memory matters more than some of the time
 KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
 
 
@@ -183,8 +182,7 @@ class _UnlearningTrainer(Trainer):
         self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
         self._sums: dict[str, torch.Tensor] = {}
         self._parts_seen = 0
-        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        self._heavy = self.args.device.type == "cpu" and trained >= HEAVY
+        self._trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # the schedule sets the order
@@ -204,8 +202,8 @@ class _UnlearningTrainer(Trainer):
         return Part(run(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch))
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
-        if self._heavy:
-            return_freed_memory()
+        if self.args.device.type == "cpu":
+            suit_heap_to(self._trained)
         objective, constants = self._objective, self._objective.constants
         if "retain" in inputs:
             name, rate = "retain", constants.alpha

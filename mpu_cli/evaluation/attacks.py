@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import ADVICE, logits_of, passes_at_once
+from mpu_cli.evaluation.scoring import ADVICE, logits_of, passes_at_once, weights_of
+from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import memory_in_mind
 
 GRADIENTS = 1 << 30  # bytes of gradients at once
@@ -26,7 +27,8 @@ def gradient_norms(
     """
     model.eval()
     parameters = [p.requires_grad_(True) for p in model.parameters()]
-    room = GRADIENTS // sum(p.nbytes for p in parameters)
+    suit_heap_to(weights_of(model))
+    room = GRADIENTS // weights_of(model)
     norms = []
     with memory_in_mind(ADVICE), worker_pool(max(1, min(passes_at_once(model), room))) as pool:
         for item, norm in zip(items, pool.map(partial(_gradient_norm, model, parameters), items), strict=True):

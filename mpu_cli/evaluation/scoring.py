@@ -21,6 +21,7 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.packing import Pack, PathAttention, attending_along_paths, attending_by, packs, takes_paths
+from mpu_cli.heap import is_large, suit_heap_to
 from mpu_cli.models.loading import memory_in_mind
 from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocabulary_of
 
@@ -28,7 +29,6 @@ ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
 FEWEST = 64  # tokens at once nevertheless, for each of which the head is read
-SMALL = 1 << 28  # bytes of a model's weights
 FEWEST_ITEMS = 8  # in a pack, if several are read at once
 CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it is padding
 SAME = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
@@ -83,6 +83,7 @@ class Scorer:
         asked = [*items, *others]
         unique = list({_key(item): item for item in reversed(asked)}.values())
         wanted = _Wanted(frozenset(map(_key, items)), moments)
+        suit_heap_to(weights_of(self._model))
         with memory_in_mind(ADVICE):
             for read, found in self._read(unique, batch_size, wanted):
                 for item, scores in zip(read, found, strict=True):
@@ -225,8 +226,13 @@ def passes_at_once(model: PreTrainedModel) -> int:
     """
     kinds = {str(getattr(module, "rope_type", None)) for module in model.modules()}
     keeps = any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
-    small = model.device.type == "cpu" and sum(parameter.nbytes for parameter in model.parameters()) <= SMALL
-    return torch.get_num_threads() if small and not keeps else 1
+    one = keeps or model.device.type != "cpu" or is_large(weights_of(model))
+    return 1 if one else torch.get_num_threads()
+
+
+def weights_of(model: PreTrainedModel) -> int:
+    """Bytes of the weights of ``model``."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> bool:
