@@ -28,7 +28,8 @@ from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocab
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
-FEWEST = 64  # tokens at once nevertheless, for each of which the head is read
+FEWEST = 80  # tokens at once nevertheless, for each of which the head is read
+LINE = 16  # float32 numbers in a line of that cache; rows an even number of lines apart displace each other
 FEWEST_ITEMS = 8  # in a pack, if several are read at once
 CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it is padding
 SAME = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
@@ -148,7 +149,7 @@ class _Pass:
         rows, targets = (pairs % last // vocabulary).to(device), (pairs % vocabulary).to(device)
         step = max(1, chunk_of(vocabulary) // SHARE)
         if device.type == "cpu":
-            step = min(step, max(FEWEST, CACHED // vocabulary))
+            step = min(step, _odd_lines(max(FEWEST, CACHED // vocabulary)))
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
             logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
@@ -165,6 +166,11 @@ class _Pass:
 
 def _chunks(begin: int, end: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, end)) for start in range(begin, end, step))
+
+
+def _odd_lines(count: int) -> int:
+    """The largest odd number of lines in ``count`` numbers, in numbers."""
+    return (count - LINE) // (2 * LINE) * 2 * LINE + LINE
 
 
 def _columns(head: Head | None, states: torch.Tensor) -> torch.Tensor:
