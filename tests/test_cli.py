@@ -29,7 +29,7 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.unlearn import PRECISIONS
-from mpu_cli.evaluation.encoding import Encoder
+from mpu_cli.evaluation.encoding import Asked, Encoder
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.loading import load
 from mpu_cli.options.declare import declared
@@ -53,7 +53,7 @@ def workplace(tmp_path, trained):
 def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
     encoder = Encoder(tokenizer, "chat")
-    items = [encoder.question(r.question, r.answer, r.place) for r in read_records(folder / "forget.jsonl")]
+    items = encoder.questions([Asked(r.question, r.answer, r.place) for r in read_records(folder / "forget.jsonl")])
     losses = torch.cat([scores.losses for scores in Scorer(network).score(items, batch_size=32)])
     return float(losses.mean())
 

@@ -20,7 +20,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.metrics import reading
 from mpu_cli.evaluation.results import best, goal
@@ -621,7 +621,7 @@ class TestMuse:
         """Prompt and answer tokens may merge; scoring covers what follows the prompt's own token count."""
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("qwen2"), tmp_path / "qwen"))
         encoder = Encoder(tokenizer, "plain")
-        item = encoder.question("w3?", "w4", "here", [("w5?", "w6")])
+        [item] = encoder.questions([Asked("w3?", "w4", "here", (("w5?", "w6"),))])
         prompt = "Question: w5?\nAnswer: w6\n\nQuestion: w3?\nAnswer: "
         assert list(item.prompt) == tokenizer(prompt).input_ids
         assert item.ids[-1] == tokenizer.eos_token_id

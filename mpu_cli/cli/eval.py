@@ -91,7 +91,6 @@ def eval_(
 
     An interrupted run resumes where it left off. Prints the path of the result; the table goes to standard error.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if plot and plot.resolve() == out.resolve():
         raise UsageError(f"--out and --plot: both are {out}", "choose different names")
     if before and not plot:

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation import metrics
-from mpu_cli.evaluation.encoding import Encoder, Item, Pair
+from mpu_cli.evaluation.encoding import Asked, Encoder, Item, Pair
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import RetainLog
 from mpu_cli.options.evaluation import Measuring
@@ -31,13 +32,13 @@ UTILITY = (
 
 @dataclass(frozen=True)
 class Split:
-    """Records that are evaluated together. ``encode(encoder, part, row)`` returns an Item, or a list of them, for the
-    parts "answer", "paraphrased" and "perturbed" of a row; ``limit`` and ``stops`` bound the generated answers."""
+    """Records that are evaluated together. ``encode(encoder, part, rows)`` returns an Item, or a list of them, for the
+    parts "answer", "paraphrased" and "perturbed" of each row; ``limit`` and ``stops`` bound the generated answers."""
 
     name: str
     source: str
     read: Callable[[], Sequence[Row]]
-    encode: Callable[[Encoder, str, Row], Item | list[Item]]
+    encode: Callable[[Encoder, str, Sequence[Row]], Sequence[Item | list[Item]]]
     limit: int = 200
     stops: tuple[str, ...] = ()
     shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
@@ -94,13 +95,16 @@ def _sound(place: str, text: str) -> str:
     return text
 
 
-def question(encoder: Encoder, part: str, row: Row) -> Item | list[Item]:
-    """A TOFU record with its answer, the paraphrased answer, or the wrong answers."""
-    place = row[0]
-    asked = text_of(row, "question")
-    if part == "perturbed":
-        return [encoder.question(asked, wrong, place) for wrong in texts_of(row, "perturbed_answer")]
-    return encoder.question(asked, text_of(row, "answer" if part == "answer" else "paraphrased_answer"), place)
+def questions(encoder: Encoder, part: str, rows: Sequence[Row]) -> Sequence[Item | list[Item]]:
+    """TOFU records with their answers, the paraphrased answers, or the wrong answers."""
+    if part != "perturbed":
+        field = "answer" if part == "answer" else "paraphrased_answer"
+        return encoder.questions([Asked(text_of(row, "question"), text_of(row, field), row[0]) for row in rows])
+    asked = [
+        [Asked(text_of(row, "question"), wrong, row[0]) for wrong in texts_of(row, "perturbed_answer")] for row in rows
+    ]
+    items = iter(encoder.questions([*chain(*asked)]))
+    return [[next(items) for _ in each] for each in asked]
 
 
 def tofu(
@@ -117,7 +121,7 @@ def tofu(
         "holdout": holdout_split or forget_split.replace("forget", "holdout"),
     }
     splits = {
-        name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), question)
+        name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), questions)
         for name, source in names.items()
     }
     table = {
@@ -158,20 +162,22 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
         shown = cache(rows("knowmem", f"{name}_qa_icl"))
 
         @cache
-        def shots() -> list[Pair]:
-            return [(text_of(row, "question"), text_of(row, "answer")) for row in shown()]
+        def shots() -> tuple[Pair, ...]:
+            return tuple((text_of(row, "question"), text_of(row, "answer")) for row in shown())
 
-        def encode(encoder: Encoder, _: str, row: Row) -> Item:
-            return encoder.question(text_of(row, "question"), text_of(row, "answer"), row[0], shots())
+        def encode(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+            return encoder.questions(
+                [Asked(text_of(row, "question"), text_of(row, "answer"), row[0], shots()) for row in rows]
+            )
 
         source = f"knowmem/{name}_qa"
         return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS, shown)
 
-    def verbatim(encoder: Encoder, _: str, row: Row) -> Item:
-        return encoder.completion(text_of(row, "prompt"), text_of(row, "gt"), row[0])
+    def verbatim(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+        return [encoder.completion(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in rows]
 
-    def text(encoder: Encoder, _: str, row: Row) -> Item:
-        return encoder.text(text_of(row, "text"), row[0])
+    def text(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+        return [encoder.text(text_of(row, "text"), row[0]) for row in rows]
 
     listed = [
         Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
@@ -195,7 +201,7 @@ def own_records(
 ) -> Benchmark:
     """A user's own questions and answers, with paraphrased and wrong answers if every record of a set has them."""
     held = {"forget": forget, "retain": retain, "holdout": holdout}
-    splits = {name: Split(name, name, partial(list, rows), question) for name, rows in held.items() if rows}
+    splits = {name: Split(name, name, partial(list, rows), questions) for name, rows in held.items() if rows}
     if "forget" not in splits:
         raise MpuError("no records to forget", "specify them with --forget")
     table = {}

@@ -41,6 +41,21 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A question and its answer, after ``few_shot`` pairs as earlier turns; ``place`` identifies it in messages."""
+
+    question: str
+    answer: str
+    place: str
+    few_shot: tuple[Pair, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[object, ...]:
+        """What comes before the answer."""
+        return self.few_shot, self.question
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Makes items. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
 
@@ -52,16 +67,20 @@ class Encoder:
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
     date: str = DATE
-    _prompts: dict[tuple, list[int]] = field(default_factory=dict)
+    _prompts: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
-    def question(self, question: str, answer: str, place: str, few_shot: Sequence[Pair] = ()) -> Item:
-        """A question and its answer, after ``few_shot`` pairs as earlier turns."""
-        make = self._chat if self.template == "chat" else self._plain
-        prompt, ids = make([*few_shot, (question, answer)], place)
+    def questions(self, asked: Sequence[Asked]) -> list[Item]:
+        """Items of questions, tokenized together; answers to the same question share the tokens of their prompt."""
+        encode = self._chat if self.template == "chat" else self._plain
+        fresh = {each.prompt: each for each in asked if each.prompt not in self._prompts}
+        self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))
         end = self.tokenizer.eos_token_id
-        if end is not None and ids[-1] != end:
-            ids = [*ids, end]
-        return self._item(ids, len(prompt), prompt, place)
+        items = []
+        for each, ids in zip(asked, encode(asked, answered=True), strict=True):
+            prompt = self._prompts[each.prompt]
+            more = [] if end is None or ids[-1] == end else [end]
+            items.append(self._item([*ids, *more], len(prompt), prompt, each.place))
+        return items
 
     def completion(self, prompt: str, continuation: str, place: str) -> Item:
         """A prompt and its continuation, of which at most LONGEST_TEXT tokens are kept and scored."""
@@ -82,34 +101,39 @@ class Encoder:
             raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}", "shorten it")
         return Item(tuple(ids), start, tuple(prompt), place)
 
-    def _chat(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:
+    def _chat(self, asked: Sequence[Asked], *, answered: bool) -> list[list[int]]:
         from jinja2 import TemplateError
 
-        turns = [
-            {"role": role, "content": content}
-            for pair in pairs
-            for role, content in zip(("user", "assistant"), pair, strict=True)
-        ]
-        if self.system_prompt:
-            turns.insert(0, {"role": "system", "content": self.system_prompt})
-        template = self.tokenizer.apply_chat_template
-        asked = (*pairs[:-1], pairs[-1][0])
+        if not asked:
+            return []
+        dialogues = [self._turns(each) if answered else self._turns(each)[:-1] for each in asked]
         try:
-            day = template_date(self.tokenizer, self.date)
-            ids = template(turns, return_dict=True, **day).input_ids
-            if asked not in self._prompts:  # all answers to a question share one prompt
-                self._prompts[asked] = template(
-                    turns[:-1], add_generation_prompt=True, return_dict=True, **day
-                ).input_ids
+            return self.tokenizer.apply_chat_template(
+                dialogues, add_generation_prompt=not answered, return_dict=True,
+                **template_date(self.tokenizer, self.date),
+            ).input_ids  # fmt: skip
         except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            if len(asked) > 1:  # which one?
+                for each in asked:
+                    self._chat([each], answered=answered)
             raise MpuError(
-                f"{place}: the tokenizer's chat template rejected it ({error})",
+                f"{asked[0].place}: the tokenizer's chat template rejected it ({error})",
                 "if the template has no system role, use --system-prompt '', or use --template plain",
             ) from error
-        return self._prompts[asked], ids
 
-    def _plain(self, pairs: Sequence[Pair], place: str) -> tuple[list[int], list[int]]:  # noqa: ARG002 (as _chat)
-        earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:-1])
-        question, answer = pairs[-1]
-        prompt = f"{earlier}Question: {question}\nAnswer: "
-        return self.tokenizer(prompt).input_ids, self.tokenizer(prompt + answer).input_ids
+    def _turns(self, asked: Asked) -> list[dict[str, str]]:
+        turns = [
+            {"role": role, "content": content}
+            for pair in (*asked.few_shot, (asked.question, asked.answer))
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return [{"role": "system", "content": self.system_prompt}, *turns] if self.system_prompt else turns
+
+    def _plain(self, asked: Sequence[Asked], *, answered: bool) -> list[list[int]]:
+        if not asked:
+            return []
+        texts = []
+        for each in asked:
+            earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in each.few_shot)
+            texts.append(f"{earlier}Question: {each.question}\nAnswer: {each.answer if answered else ''}")
+        return self.tokenizer(texts).input_ids

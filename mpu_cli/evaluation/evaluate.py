@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.attacks import gradient_norms
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
-from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.endpoint import BEYOND, Endpoint
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import check_installed, run_tasks
@@ -112,7 +113,7 @@ class _Run:
 
     def encoded(self, split: Split, part: str) -> list:
         if (split.name, part) not in self.items:
-            self.items[split.name, part] = [split.encode(self.encoder, part, row) for row in split.rows]
+            self.items[split.name, part] = list(split.encode(self.encoder, part, split.rows))
         return self.items[split.name, part]
 
 
@@ -236,7 +237,7 @@ def answers_before_and_after(
     held = open_delta(copy, delta)
     loaded, tokenizer = _load(copy, torch.float32, device)
     encoder = Encoder(tokenizer, template or _own_template(copy), prompts.system_prompt, _longest(loaded), prompts.date)
-    items = [encoder.question(record.question, record.answer, record.place) for record in questions]
+    items = encoder.questions([Asked(record.question, record.answer, record.place) for record in questions])
     ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
     before = ask()
     add_delta(loaded, copy, held)
@@ -317,12 +318,10 @@ def _passes(
             )
         for side in items:
             _check_ids(side, other, reference.source)
-        advance, scorer = partial(_advance, observer, "reference model"), Scorer(other)
-        scores_of_sides = [
-            [scores.loss for scores in scorer.score([], others=side, batch_size=batch_size, advance=advance)]
-            for side in items
-        ]
-        findings.keep({"reference": dict(zip(sides, scores_of_sides, strict=True))})
+        advance = partial(_advance, observer, "reference model")
+        both = iter(Scorer(other).score([], others=[*chain(*items)], batch_size=batch_size, advance=advance))
+        found = {name: [next(both).loss for _ in side] for name, side in zip(sides, items, strict=True)}
+        findings.keep({"reference": found})
 
 
 def _shown(kept: Mapping[str, Any], split: Split, count: int) -> list[Shown]:

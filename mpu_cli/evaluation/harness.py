@@ -35,6 +35,8 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    # Its processes are forked, which tokenizers, having used all cores, would warn about.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
     named = [str(Path(task).resolve()) if task.endswith((".yaml", ".yml")) else task for task in tasks]
