@@ -20,11 +20,13 @@ from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.metrics import reading
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
+from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
 from tests.stopping import stopped
 
@@ -133,7 +135,7 @@ class TestScoring:
             shapes.append(tuple(arguments["input_ids"].shape))
 
         scorer = Scorer(model)
-        scorer.score(items, batch_size=1000)  # tries on a few items first
+        scorer.prepare(items)
         model.register_forward_pre_hook(count, with_kwargs=True)
         scorer.score([*items, *items], batch_size=1000)
         beginnings = {item.ids[:end] for item in items for end in range(1, len(item.ids))}
@@ -232,6 +234,37 @@ def test_memorisation_is_what_its_words_say() -> None:
         assert found["min_k"] == pytest.approx(-lowest.mean())
         agreed = next((i for i, ok in enumerate([*right, said[-1] == labels[-1]]) if not ok), len(labels))
         assert found["says"] == said[: agreed + 1]
+
+
+class TestEncoding:
+    @pytest.mark.parametrize("template", ["chat", "plain"])
+    def test_questions_are_tokenized_together_as_one_by_one(self, tmp_path: Path, template: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))
+        rng = random.Random(4)
+        words = [" ".join(f"w{rng.randrange(80)}" for _ in range(rng.randrange(1, 9))) for _ in range(60)]
+        shown = (("w1 w2", "w3"), ("w4", "w5"))
+        asked = [Asked(words[i % 7], words[i], str(i), shown[: i % 3]) for i in range(60)]
+        together = Encoder(tokenizer, template).questions(asked)
+        assert together == [item for each in asked for item in Encoder(tokenizer, template).questions([each])]
+        for each, item in zip(asked, together, strict=True):
+            dialogue = [*each.few_shot, (each.question, each.answer)]
+            if template == "chat":
+                turns = [{"role": "system", "content": SYSTEM_PROMPT}]
+                for question, answered in dialogue:
+                    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+                ids = tokenizer.apply_chat_template(turns, return_dict=True).input_ids
+            else:
+                ids = tokenizer("\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in dialogue)).input_ids
+            assert list(item.ids[: len(ids)]) == ids
+            assert item.ids[len(ids) :] in ((), (tokenizer.eos_token_id,))
+
+    def test_a_template_that_rejects_one_question_names_it(self, tmp_path: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))
+        refusal = "{%- if messages[-1].content == 'w7' -%}{{ raise_exception('not this') }}{%- endif -%}"
+        tokenizer.chat_template = refusal + tokenizer.chat_template
+        asked = [Asked("w3", f"w{i}", f"records, line {i}") for i in range(10)]
+        with pytest.raises(MpuError, match=r"^records, line 7: the tokenizer's chat template rejected it .not this"):
+            Encoder(tokenizer, "chat").questions(asked)
 
 
 class TestGeneration:

@@ -281,8 +281,11 @@ def _passes(
         for part in SCORED:
             if f"{split.name}.{part}" in todo or (part == "answer" and f"{split.name}.text" in todo):
                 _check_ids(run.encoded(split, part), loaded, model.source)
-    # The metrics' imports take seconds, so do them while the model runs.
-    threading.Thread(target=import_statistics, daemon=True).start()
+    scored = {split.name: [part for part in SCORED if f"{split.name}.{part}" in todo] for split in used}
+    if isinstance(run.scorer, Scorer):
+        encoded = [run.encoded(split, part) for split in used for part in scored[split.name]]
+        run.scorer.prepare([*chain(*map(_flat, encoded))])
+    largest = max(used, key=lambda split: len(split.rows), default=None)
     for key in sorted(key for key in todo if key.startswith(BEFORE)):
         split = next(split for split in used if split.name in QUESTIONS)
         first = run.encoded(split, "answer")[: int(key.removeprefix(BEFORE))]
@@ -291,8 +294,9 @@ def _passes(
     if subject.delta:
         add_delta(loaded, model, subject.delta)
     for split in used:
-        parts = [part for part in SCORED if f"{split.name}.{part}" in todo]
-        if parts:
+        if split is largest:  # the metrics' imports take a second, best spent beside passes that keep all cores busy
+            threading.Thread(target=import_statistics, daemon=True).start()
+        if parts := scored[split.name]:
             moments = split in attacked and "answer" in parts and not served
             findings.keep(_score(run, split, parts, moments, partial(_advance, observer, split.source)))
         if f"{split.name}.text" in todo:
@@ -346,14 +350,17 @@ def _longest(model: PreTrainedModel) -> int | None:
 def _check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
     """Raises MpuError, with the place, if ``model`` has no embedding for a token or an item is too long for it."""
     rows, longest = model.get_input_embeddings().weight.shape[0], _longest(model)
-    for encoded in items:
-        for item in encoded if isinstance(encoded, list) else [encoded]:
-            if max(item.ids) >= rows:
-                raise MpuError(
-                    f"{item.place}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
-                )
-            if longest is not None and len(item.ids) > longest:
-                raise MpuError(f"{item.place}: {len(item.ids)} tokens, but {source} reads at most {longest}")
+    for item in _flat(items):
+        if max(item.ids) >= rows:
+            raise MpuError(
+                f"{item.place}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
+            )
+        if longest is not None and len(item.ids) > longest:
+            raise MpuError(f"{item.place}: {len(item.ids)} tokens, but {source} reads at most {longest}")
+
+
+def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
+    return [*chain(*(each if isinstance(each, list) else [each] for each in encoded))]
 
 
 def _score(

@@ -64,6 +64,17 @@ class Scorer:
         self._tried = 0  # tokens of the longest item that packing was tested on
         self._packs = True
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        """Find out whether ``items`` can share passes; ``score`` does so if need be.
+
+        Raises MpuError if memory runs out.
+        """
+        longest = max((len(item.ids) for item in items), default=0)
+        if self._packs and longest > self._tried and len(items) > 1:
+            suit_heap_to(weights_of(self._model))
+            with memory_in_mind(ADVICE):
+                self._packs, self._tried = _can_pack(self._model, self._head, items), longest
+
     @torch.inference_mode()
     def score(
         self,
@@ -84,6 +95,7 @@ class Scorer:
         asked = [*items, *others]
         unique = list({_key(item): item for item in reversed(asked)}.values())
         wanted = _Wanted(frozenset(map(_key, items)), moments)
+        self.prepare(unique)
         suit_heap_to(weights_of(self._model))
         with memory_in_mind(ADVICE):
             for read, found in self._read(unique, batch_size, wanted):
@@ -100,12 +112,8 @@ class Scorer:
         return separate_head(self._model)
 
     def _read(self, items: Sequence[Item], size: int, wanted: _Wanted) -> Iterator[_Scored]:
-        longest = max(len(item.ids) for item in items)
-        if self._packs and longest > self._tried and len(items) > 1:
-            self._packs, self._tried = _can_pack(self._model, self._head, items), longest
-        if self._packs and len(items) > 1:
-            return _packed(self._model, self._head, items, size, wanted)
-        return _padded(self._model, self._head, items, size, wanted)
+        read = _packed if self._packs and len(items) > 1 else _padded
+        return read(self._model, self._head, items, size, wanted)
 
 
 _Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
@@ -241,6 +249,7 @@ def weights_of(model: PreTrainedModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+@torch.inference_mode()
 def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> bool:
     """Whether items can share a pass, tested on the longest and on those that have most in common with it.
 
