@@ -483,8 +483,9 @@ class TestUnlearn:
         """On a trained model and records that it has memorised."""
         for path in (trained.forget, trained.retain):
             shutil.copy(path, tmp_path / path.name)
-        # satimp's weights vanish where a record is known by heart: as it is, the retain term outweighs them.
-        gamma = {"satimp": 10.0}.get(algorithm, ALGORITHMS[algorithm].constants.gamma)
+        # As they are, the retain term may outweigh them: satimp's weights vanish where a record is known by heart, and
+        # simnpo's rate is an eighth.
+        gamma = {"satimp": 10.0, "simnpo": 1.0}.get(algorithm, ALGORITHMS[algorithm].constants.gamma)
         told = unlearn(mpu, tmp_path, trained.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
                        "adamw-blockwise", "--json", "--epochs", 6, "--template", "chat", "--gamma", gamma,
                        *at_layer(algorithm, 1))  # fmt: skip

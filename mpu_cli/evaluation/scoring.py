@@ -69,11 +69,12 @@ class Scorer:
 
         Raises MpuError if memory runs out.
         """
-        longest = max((len(item.ids) for item in items), default=0)
-        if self._packs and longest > self._tried and len(items) > 1:
+        unique = _unique(items)
+        longest = max((len(item.ids) for item in unique), default=0)
+        if self._packs and longest > self._tried and len(unique) > 1:
             suit_heap_to(weights_of(self._model))
             with memory_in_mind(ADVICE):
-                self._packs, self._tried = _can_pack(self._model, self._head, items), longest
+                self._packs, self._tried = _can_pack(self._model, self._head, unique), longest
 
     @torch.inference_mode()
     def score(
@@ -93,7 +94,7 @@ class Scorer:
         """
         scores_of: dict[_Key, TokenScores] = {}
         asked = [*items, *others]
-        unique = list({_key(item): item for item in reversed(asked)}.values())
+        unique = _unique(asked)
         wanted = _Wanted(frozenset(map(_key, items)), moments)
         self.prepare(unique)
         suit_heap_to(weights_of(self._model))
@@ -122,6 +123,11 @@ _Scored = tuple[Sequence[Item], list[TokenScores]]
 
 def _key(item: Item) -> _Key:
     return item.ids, item.start
+
+
+def _unique(items: Sequence[Item]) -> list[Item]:
+    """The first of the ``items`` that are the same for a model."""
+    return list({_key(item): item for item in reversed(items)}.values())
 
 
 @dataclass(frozen=True)
