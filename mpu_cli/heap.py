@@ -43,8 +43,7 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Return all freed memory, and from now on each large block when it is freed, for work that comes close to what
-    there is: what was kept was a seventh of the memory of training the 0.1B shape, and up to two thirds of scoring
-    with it."""
+    there is: what was kept was a seventh of the memory of training the 0.1B shape."""
     if libc := _glibc():
         libc.mallopt(M_MMAP_THRESHOLD, RETURNED)
         libc.malloc_trim(0)

@@ -117,7 +117,7 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, symmetries, exact):
 @pytest.mark.parametrize(
     ("training", "kappas"),
     [
-        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0013, 0.009, 3)),
+        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.0016, 0.009, 3)),
         pytest.param(
             ["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"],
             np.geomspace(0.0006, 0.0035, 3),
@@ -140,7 +140,7 @@ def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, trained, training,
         )  # fmt: skip
         together.append(distance(aggregate, clean))
         alone.append(distance(copies[0], clean))
-    assert min(alone) > 0.003
+    assert min(alone) > 0.005
     assert max(alone) < 0.05
     assert abs(slope(kappas, together) - 2) < 0.25
     assert abs(slope(kappas, alone) - 1) < 0.2

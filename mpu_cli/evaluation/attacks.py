@@ -27,8 +27,9 @@ def gradient_norms(
     """
     model.eval()
     parameters = [p.requires_grad_(True) for p in model.parameters()]
-    suit_heap_to(weights_of(model))
-    room = GRADIENTS // weights_of(model)
+    weights = weights_of(model)
+    suit_heap_to(weights)
+    room = GRADIENTS // weights
     norms = []
     with memory_in_mind(ADVICE), worker_pool(max(1, min(passes_at_once(model), room))) as pool:
         for item, norm in zip(items, pool.map(partial(_gradient_norm, model, parameters), items), strict=True):

@@ -360,18 +360,19 @@ def _check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, sourc
 
 
 def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
-    return [*chain(*(each if isinstance(each, list) else [each] for each in encoded))]
+    return [*chain(*_grouped(encoded))]
+
+
+def _grouped(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
+    return [each if isinstance(each, list) else [each] for each in encoded]
 
 
 def _score(
     run: _Run, split: Split, parts: Sequence[str], moments: bool, advance: Callable[[float], None]
 ) -> dict[str, object]:
     """Findings of one pass over all ``parts`` of a split's records."""
-    groups: dict[str, list[list[Item]]] = {
-        part: [encoded if isinstance(encoded, list) else [encoded] for encoded in run.encoded(split, part)]
-        for part in parts
-    }
-    flat = {part: [item for group in groups[part] for item in group] for part in parts}
+    groups = {part: _grouped(run.encoded(split, part)) for part in parts}
+    flat = {part: _flat(groups[part]) for part in parts}
     answers = flat.get("answer", [])
     others = [item for part in parts if part != "answer" for item in flat[part]]
     share = len(parts) * len(split.rows) / (len(answers) + len(others))

@@ -35,7 +35,7 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    # Its processes are forked, which tokenizers, having used all cores, would warn about.
+    # Tokenizers that have used all cores warn if the process is forked, and a task's code may do that.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -72,7 +72,6 @@ class Scorer:
         unique = _unique(items)
         longest = max((len(item.ids) for item in unique), default=0)
         if self._packs and longest > self._tried and len(unique) > 1:
-            suit_heap_to(weights_of(self._model))
             with memory_in_mind(ADVICE):
                 self._packs, self._tried = _can_pack(self._model, self._head, unique), longest
 
