@@ -29,10 +29,11 @@ from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
 from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.evaluation.encoding import Encoder
+from mpu_cli.evaluation.encoding import Asked, Encoder
 from mpu_cli.evaluation.scoring import score
 from mpu_cli.experiment.tables import half_interval
 from mpu_cli.models.loading import load
+from mpu_cli.models.source import open_model
 from mpu_cli.records.reading import read_records
 
 
@@ -50,11 +51,11 @@ def mpu(*arguments: object) -> str:
 
 def losses(model: Path, options: argparse.Namespace) -> list[float]:
     """Loss per answer token of ``model`` on the forget and retain sets."""
-    loaded, tokenizer = load(model, torch.float32, "cpu")
+    loaded, tokenizer = load(open_model(str(model)), torch.float32, "cpu")
     encoder = Encoder(tokenizer, "chat")
     means = []
     for path in (options.forget, options.retain):
-        items = [encoder.question(r.question, r.answer, r.place) for r in read_records(path)[:100]]
+        items = encoder.questions([Asked(r.question, r.answer, r.place) for r in read_records(path)[:100]])
         means.append(float(torch.cat([scores.losses for scores in score(loaded, items, batch_size=32)]).mean()))
     return means
 

@@ -106,7 +106,7 @@ def unlearn(
     for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
     how = from_flat(Unlearning, options)
     return _unlearn(
-        open_model(str(copy)),
+        open_model(str(copy), links=False),
         read_dataset(how),
         how,
         target=delta_path(str(out) if out else None, str(copy), round_of_copy(Path(copy))),
@@ -193,7 +193,7 @@ def evaluate(
     log = read_retain_log(how.retain_log) if how.retain_log else None
     base = adapter_base(Path(model)) if Path(model).is_dir() else None
     return _evaluate(
-        open_model(base or str(model)),
+        open_model(base or str(model), links=False),
         benchmark_of(how, log, Path(records) if records else None),
         how,
         adapter=Path(model) if base else None,
@@ -221,7 +221,7 @@ def audit(
 
     What is not given is read from the copies, or tried.
     """
-    opened = [open_model(str(copy)) for copy in copies]
+    opened = [open_model(str(copy), links=False) for copy in copies]
     public = open_model(str(reference)) if reference else None
     return audit_as_believed(
         opened, open_model(str(base)), public, noise=noise, nodes=nodes, alphas=alphas, symmetries=symmetries,

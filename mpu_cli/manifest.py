@@ -6,6 +6,7 @@ They identify what belongs together and contain no secrets.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,9 +97,9 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
     If the ``metadata`` of the weights next to it is given, raises MpuError if they belong to a different copy.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    facts = read_json_object(path)
+    facts = read_json_object(path, links=False)
     if facts.get("format") != "mpu-copy":
         return None
     if metadata is not None and facts_of(metadata) != facts:
@@ -109,9 +110,9 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
 def read_model_manifest(folder: Path) -> ModelManifest | None:
     """The manifest of the model in ``folder``, or None if `mpu aggregate` did not make it."""
     path = folder / MANIFEST_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    facts = read_json_object(path)
+    facts = read_json_object(path, links=False)
     if facts.get("format") != "mpu-model" or "run" not in facts:
         return None
     _check_version(facts, path)

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mpu_cli.boundary.files import create_private, current_umask, random_name, sync_folder
 from mpu_cli.errors import MpuError
+from mpu_cli.observer import Observer
 
 SHOWN = 60  # characters of a difference that are shown
 
@@ -32,11 +34,37 @@ def alone_in(folder: Path, command: str, option: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def alone_beside(folder: Path, observer: Observer) -> Iterator[None]:
+    """Wait until no other process is inside this for ``folder`` or one beside it; a lock on what contains them."""
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    parent = os.open(folder.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            observer.note(f"{folder}: in use by another mpu command; waiting for it")
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(parent)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that a reader finds all of it or what was there before, whenever this is killed."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
+    fresh = path.with_name(random_name(path.name))
+    mode = path.stat().st_mode & 0o777 if path.exists() else None
+    try:
+        with create_private(fresh) as file:
+            os.fchmod(file.fileno(), mode if mode is not None else 0o666 & ~current_umask())
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object], place: str = "") -> Iterator[str]:
@@ -68,6 +96,11 @@ def read_lines(path: Path, hint: str) -> list[dict[str, Any]]:
 
 
 def append_line(path: Path, values: Mapping[str, object]) -> None:
-    """Add a line of JSON."""
+    """Add a line of JSON, and have it on the disk."""
+    fresh = not path.exists()
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(values) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if fresh:
+        sync_folder(path.parent)

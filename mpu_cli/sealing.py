@@ -12,6 +12,8 @@ from typing import BinaryIO
 
 import pyrage
 
+from mpu_cli.boundary.archives import unpack_folder
+from mpu_cli.boundary.files import open_regular
 from mpu_cli.checkpoint.header import AGE_HEADER
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
@@ -101,52 +103,34 @@ def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.
 
 
 def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: Path) -> Path:
-    """Decrypt the output of ``seal_folder`` and unpack it ``into`` a directory; returns the folder that was sealed.
+    """Decrypt the output of ``seal_folder`` and unpack it ``into`` a private directory; returns the folder that was
+    sealed.
 
-    Raises MpuError if it is sealed for another identity, damaged, or not such an archive; members and links
-    that lead outside ``into``, and devices, are rejected.
+    Raises MpuError if it is sealed for another identity, damaged, or not such an archive (``boundary.archives``).
     """
+    found: list[Path] = []
 
     def unpack(end: BinaryIO) -> None:
         try:
-            with tarfile.open(fileobj=end, mode="r|", bufsize=_BUFFER) as archive:
-                _extract(archive, into)
+            found.append(unpack_folder(end, into))
         finally:
             while end.read(_BUFFER):  # otherwise decryption would fail on a closed pipe and hide its own error
                 pass
 
     try:
-        with _piped(unpack, reads=True) as plain, open(path, "rb", _BUFFER) as sealed:
+        with _piped(unpack, reads=True) as plain, open_regular(path) as sealed:
             pyrage.decrypt_io(sealed, plain, list(identities))
     except pyrage.DecryptError as error:
         if "no matching keys" in str(error).lower():
             raise MpuError(f"{path}: sealed for another identity", "specify the right one with --identity") from error
         raise _damaged(path, error) from error
-    except tarfile.TarError as error:
-        raise MpuError(f"{path}: decrypted, but contains no copy of a model ({error})") from error
+    except MpuError as error:
+        raise MpuError(f"{path}: decrypted, but contains no copy of a model ({error.problem})") from error
     except OSError as error:
         if error.errno is None:  # a decryption error after decryption has started
             raise _damaged(path, error) from error
         raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
-    folders = [path for path in into.iterdir() if path.is_dir()]
-    if len(folders) != 1:
-        raise MpuError(f"{path}: decrypted, but contains no copy of a model")
-    return folders[0]
-
-
-def _extract(archive: tarfile.TarFile, into: Path) -> None:
-    """Unpack files and folders, nothing else, and nothing outside ``into``. Raises TarError for other members.
-
-    The first releases of Python 3.10 and 3.11 lack tarfile's own filter.
-    """
-    if hasattr(tarfile, "data_filter"):
-        archive.extractall(into, filter="data")
-        return
-    root = into.resolve()
-    for member in archive:
-        if not (member.isfile() or member.isdir()) or not (root / member.name).resolve().is_relative_to(root):
-            raise tarfile.ReadError(f"{member.name!r} leads elsewhere, or is neither a file nor a folder")
-        archive.extract(member, into, set_attrs=False)
+    return found[0]
 
 
 def _damaged(path: Path, error: Exception) -> MpuError:

@@ -18,11 +18,14 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from mpu_cli.demo.model import make_model, make_tokenizer
 from mpu_cli.demo.people import make_people
+from mpu_cli.models import loading
+from mpu_cli.models.source import open_model
 from mpu_cli.records.reading import read_records
 
 SHARED = Path(os.environ.get("MPU_TEST_SHARED") or Path(__file__).resolve().parents[2] / "shared")
@@ -31,6 +34,13 @@ needs_shared = pytest.mark.skipif(
 )
 
 VOCABULARY = 96
+
+
+def load(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer in ``folder``, as commands load them."""
+    return loading.load(open_model(str(folder)), dtype, device)
+
+
 _LLAMA = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,

@@ -31,14 +31,13 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.unlearn import PRECISIONS
 from mpu_cli.evaluation.encoding import Asked, Encoder
 from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.models.loading import load
 from mpu_cli.options.declare import declared
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import Loss, Unlearning
 from mpu_cli.records.reading import read_records
 from mpu_cli.server.noise import SCHEMES
 from tests.benchmarks.shapes import make
-from tests.models import random_model, save, write_records
+from tests.models import load, random_model, save, write_records
 from tests.stopping import stopped
 
 

@@ -24,11 +24,10 @@ from mpu_cli.client.training import schedule
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.manifest import delta_manifest
-from mpu_cli.models.loading import load
 from mpu_cli.models.logits import Logits, separate_head
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
 from mpu_cli.records.reading import question, read_records
-from tests.models import SHARED, needs_shared, random_model, save, write_records
+from tests.models import SHARED, load, needs_shared, random_model, save, write_records
 
 
 @pytest.fixture

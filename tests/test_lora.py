@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.lora import principal_inputs
-from mpu_cli.models.loading import load
-from tests.models import CONFIGS, random_model, save, write_records
+from tests.models import CONFIGS, load, random_model, save, write_records
 from tests.protocol import tensors
 
 TOKENS = torch.arange(3, 43)[None]

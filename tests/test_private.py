@@ -14,11 +14,10 @@ from mpu_cli.client.frozen import Reference, freeze, run
 from mpu_cli.client.losses import ALGORITHMS, Objective, Part
 from mpu_cli.client.private import train_privately
 from mpu_cli.client.training import ExampleSet
-from mpu_cli.models.loading import load
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encoding import Encoding, pad
 from mpu_cli.records.reading import read_records
-from tests.models import random_model, save, write_records
+from tests.models import load, random_model, save, write_records
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
 

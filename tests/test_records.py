@@ -12,10 +12,9 @@ from mpu_cli.client.frozen import run
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.client.unlearn import alternates
 from mpu_cli.errors import MpuError
-from mpu_cli.models.loading import load
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
 from mpu_cli.records.reading import question, read_records
-from tests.models import SHARED, needs_shared, random_model, save, write_records
+from tests.models import SHARED, load, needs_shared, random_model, save, write_records
 
 ROWS = [{"question": f"w{i} w4", "answer": f"w5 w{i}"} for i in range(3, 8)]
 

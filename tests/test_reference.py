@@ -18,11 +18,10 @@ from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import Asked, Encoder
 from mpu_cli.manifest import delta_manifest, facts_of
-from mpu_cli.models.loading import load
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import Encoding, pad
 from mpu_cli.records.reading import question, read_records
-from tests.models import random_model, save, write_records
+from tests.models import load, random_model, save, write_records
 from tests.protocol import tensors
 
 TRAINING = ("--template", "plain", "--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise")

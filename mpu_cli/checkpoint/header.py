@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpu_cli.boundary.files import open_regular
 from mpu_cli.errors import MpuError
 
 # Bytes per element. Formats with less than a byte per element are rejected because their rows cannot be sliced.
@@ -26,7 +27,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**62  # limit for dimensions, tensors and offsets: far above any real file, far below overflow
 AGE_HEADER = b"age-encryption.org/v1\n"  # first bytes of a sealed file
-MAX_HEADER = 100_000_000  # the format's own limit; a longer header means damage or an attack
+MAX_HEADER = 16 << 20  # bytes: 100,000 tensors. Reading a header takes up to 25 times its size in memory
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class TensorInfo:
         return self.elements * ITEM_SIZE[self.dtype]
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors of one ``.safetensors`` file, in the order of their data, and its metadata.
 
     Raises MpuError unless the file is intact: a header within its limits, known dtypes, and data that covers the
-    rest of the file exactly, without gaps or overlaps.
+    rest of the file exactly, without gaps or overlaps; without ``links``, also if ``path`` is a link.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, links=links) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
@@ -64,7 +65,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
                 file.seek(0)
                 if file.read(len(AGE_HEADER)) == AGE_HEADER:
                     raise MpuError(f"{path}: is sealed", f"to open a copy, run age -d -i IDENTITY {path} | tar x")
-                raise MpuError(f"{path}: not a safetensors file")
+                raise MpuError(f"{path}: not a safetensors file, or its header is longer than {MAX_HEADER:,} bytes")
             if length > size - 8:
                 raise MpuError(
                     f"{path}: truncated within its header (the file has {size:,} bytes, the header {length:,})",
@@ -74,7 +75,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        table = json.loads(raw, object_pairs_hook=_no_repeats)
+        table = json.loads(raw, object_pairs_hook=no_repeats)
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)})", "get it again") from error
     if not isinstance(table, dict):
@@ -128,13 +129,13 @@ def _is_size(value: object) -> bool:
 
 def _short(value: object) -> str:
     """``value`` shortened to fit in a message."""
-    if isinstance(value, list):
-        value = value[:8]
+    if isinstance(value, str | list):
+        value = value[:80] if isinstance(value, str) else value[:8]
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("duplicate name")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.checkpoint.header import TensorInfo, read_header
+from mpu_cli.boundary.files import SMALL, open_regular, read_bounded
+from mpu_cli.checkpoint.header import MAX_HEADER, TensorInfo, read_header
 from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
@@ -19,15 +21,22 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+MOST_TENSORS = 200_000  # over all shards
 
 
 class Checkpoint:
-    """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand."""
+    """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand.
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]):
+    ``links``: whether its files may be links, which only those of the user's own may be.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], *, links: bool = True
+    ):
         self.path = path
         self.tensors = dict(tensors)
         self.metadata = dict(metadata)
+        self._links = links
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +80,14 @@ class Checkpoint:
         # torch warns that a read-only buffer must not be written to; that is the contract of tensor().
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         maps = {}
-        for path in {info.file for info in self.tensors.values()}:
-            with open(path, "rb") as file:
+        needed: dict[Path, int] = {}
+        for info in self.tensors.values():
+            needed[info.file] = max(needed.get(info.file, 0), info.start + info.nbytes)
+        for path, size in needed.items():
+            with open_regular(path, links=self._links) as file:
                 maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(maps[path]) != size:
+                raise MpuError(f"{path}: changed while it was read", "let nothing else write there, and try again")
         return maps
 
 
@@ -85,25 +99,29 @@ def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
         buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, links: bool = True) -> Checkpoint:
     """Open a ``.safetensors`` file, a ``….safetensors.index.json``, or a directory that contains either.
 
-    Raises MpuError if it is missing, damaged, or stores its weights in another format (pickles are never read).
+    Without ``links``, for what another party made, nothing inside a directory may be a link (except the Hub's cache's
+    own); ``path`` itself may. Raises MpuError if it is missing, damaged, or stores its weights in another format
+    (pickles are never read).
     """
     if path.is_dir():
         path = _weights_in(path)
-    if not path.exists():
+    elif path.is_symlink():  # the user named it
+        path = path.resolve()
+    if not os.path.lexists(path):
         raise MpuError(f"{path}: no such file")
     if path.name.endswith(".index.json"):
-        return _open_shards(path)
+        return _open_shards(path, links)
     if path.suffix in PICKLES:
         raise MpuError(f"{path}: not a .safetensors file, the only weight format that mpu reads (never pickles)")
-    return Checkpoint(path, *read_header(path))
+    return Checkpoint(path, *read_header(path, links=links), links=links)
 
 
 def _weights_in(directory: Path) -> Path:
     for name in (WEIGHTS_NAME, INDEX_NAME):  # in the same order as transformers, so that both read the same file
-        if (directory / name).exists():
+        if os.path.lexists(directory / name):
             return directory / name
     indexes = sorted(directory.glob("*.safetensors.index.json"))
     files = sorted(directory.glob("*.safetensors"))
@@ -120,8 +138,8 @@ def _weights_in(directory: Path) -> Path:
     raise MpuError(f"{directory}: no weights found ({WEIGHTS_NAME} or {INDEX_NAME})")
 
 
-def _open_shards(index: Path) -> Checkpoint:
-    table = read_json_object(index)
+def _open_shards(index: Path, links: bool) -> Checkpoint:
+    table = read_json_object(index, MAX_HEADER, links=links)
     weight_map = table.get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -134,9 +152,9 @@ def _open_shards(index: Path) -> Checkpoint:
     for shard in sorted(set(weight_map.values())):
         if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or "\0" in shard:
             raise MpuError(f"{index}: refused to read shard {shard!r}, which is outside the index's directory")
-        if not (index.parent / shard).is_file():
+        if not os.path.lexists(index.parent / shard):
             raise MpuError(f"{index}: shard {shard} is missing", "download it")
-        held, own = read_header(index.parent / shard)
+        held, own = read_header(index.parent / shard, links=links)
         if metadata and own != metadata:
             raise MpuError(
                 f"{index}: metadata of {shard} differs from the earlier shards", "download all shards together"
@@ -147,17 +165,18 @@ def _open_shards(index: Path) -> Checkpoint:
                 where = weight_map.get(name, "no file")
                 raise MpuError(f"{index}: {shard} holds tensor {name!r}, but the index maps it to {where}")
         tensors |= held
+        if len(tensors) > MOST_TENSORS:
+            raise MpuError(f"{index}: more than {MOST_TENSORS:,} tensors")
     if lost := sorted(set(weight_map) - set(tensors)):
         raise MpuError(f"{index}: tensor {lost[0]!r} is not in {weight_map[lost[0]]}, to which the index maps it")
-    return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata)
+    return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata, links=links)
 
 
-def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in ``path``. Raises MpuError if there is none."""
+def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True) -> dict[str, object]:
+    """The JSON object in a regular file of at most ``limit`` bytes. Raises MpuError if there is none."""
+    content = read_bounded(path, limit, links=links)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: not JSON ({(str(error) or type(error).__name__).splitlines()[0]})") from error
     if not isinstance(value, dict):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
+from mpu_cli.boundary.files import current_umask, sync_folder
 from mpu_cli.errors import MpuError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,8 +48,9 @@ class Transaction:
     """Outputs written next to their targets under hidden names, and renamed together when the block succeeds.
 
     On an exception (including an interrupt), unfinished outputs are removed and existing targets are left unchanged.
-    With ``force``, existing targets are replaced; their old content is deleted only after all new outputs are in
-    place.
+    With ``force``, existing targets are replaced: old and new exchange their names in one step where the system can do
+    that (Linux, macOS), so that there is always one of them under the name. The old content is deleted only after all
+    new outputs are in place.
     """
 
     open_ones: ClassVar[list[Transaction]] = []
@@ -54,6 +59,7 @@ class Transaction:
         self._force = force
         self._outputs: list[tuple[Path, Path, Path]] = []  # staging directory, output in it, target
         self._scratch: list[Path] = []
+        self._locks: list[int] = []  # of scratch folders: while they are held, the folders are in use
         self._made_parents: list[Path] = []
 
     def add(self, target: Path, *, directory: bool = False) -> Path:
@@ -66,6 +72,7 @@ class Transaction:
             there = other.absolute()
             if here == there or here in there.parents or there in here.parents:
                 raise MpuError(f"{target}: overlaps with {other}, another output of this command", "choose other names")
+        restore(target)
         self.check(target, directory)
         with uninterrupted():
             try:
@@ -76,7 +83,7 @@ class Transaction:
             output = staging if directory else staging / target.name
             self._outputs.append((staging, output, target))
         if directory:
-            os.chmod(staging, 0o777 & ~_umask())
+            os.chmod(staging, 0o777 & ~current_umask())
         return output
 
     def scratch(self, parent: Path) -> Path:
@@ -84,10 +91,11 @@ class Transaction:
         with uninterrupted():
             try:
                 self._make_parents(parent)
-                folder = Path(tempfile.mkdtemp(prefix=".mpu.", suffix=".partial", dir=parent))
+                folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, suffix=".partial", dir=parent))
             except OSError as error:
                 raise MpuError(f"{parent}: cannot be written: {error.strerror}") from error
             self._scratch.append(folder)
+            self._locks.append(_lock_of(folder))
         return folder
 
     def __enter__(self) -> Transaction:
@@ -108,6 +116,8 @@ class Transaction:
         """Remove unfinished outputs. Does nothing if the transaction has ended."""
         for staging in [*self._scratch, *(staging for staging, _, _ in self._outputs)]:
             shutil.rmtree(staging, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
         for parent in reversed(self._made_parents):
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
@@ -139,27 +149,114 @@ class Transaction:
     def _commit(self) -> None:
         for _, output, _ in self._outputs:
             _sync(output)
-        kept: dict[Path, Path] = {}  # target → where its old content is kept until the commit is complete
+        done: list[tuple[Path, Path, Path | None]] = []  # output, target, where its old content is (None: had none)
         try:
             for _, output, target in self._outputs:
                 self.check(target, output.is_dir())
-                if target.exists() or target.is_symlink():
-                    kept[target] = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-                    target.rename(kept[target] / target.name)
-                output.rename(target)
+                done.append((output, target, _put(output, target)))
         except BaseException:
-            for _, output, target in reversed(self._outputs):
-                if not output.exists():
-                    target.rename(output)
-                if target in kept and os.path.lexists(kept[target] / target.name):
-                    (kept[target] / target.name).rename(target)
+            for output, target, old in reversed(done):
+                _take_back(output, target, old)
             raise
+        for _, _, old in done:
+            if old is not None and old.parent.name.endswith(_OLD):
+                shutil.rmtree(old.parent, ignore_errors=True)
+        for directory in {parent for _, _, target in self._outputs for parent in (target.parent, *self._made_parents)}:
+            sync_folder(directory)
+        for parent in self._made_parents:
+            sync_folder(parent.parent)
+
+
+_SCRATCH, _LOCK, _OLD = ".mpu.", ".lock", ".old"
+_REPLACE_NOT, _EXCHANGE = 1, 2  # flags of Linux's renameat2
+_SWAP, _EXCLUSIVE = 2, 4  # flags of macOS's renamex_np
+
+
+def _put(output: Path, target: Path) -> Path | None:
+    """Give ``output`` the name ``target``; where the old content of that name is now, None if there was none."""
+    if not os.path.lexists(target):
+        if not _rename(output, target, exchange=False):
+            output.rename(target)
+        return None
+    if _rename(output, target, exchange=True):
+        return output
+    kept = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_OLD, dir=target.parent)) / target.name
+    if output.is_dir():
+        target.rename(kept)  # for a moment, there is nothing under the name: ``restore`` looks for this
+    else:
+        os.link(target, kept, follow_symlinks=False)
+    os.replace(output, target)
+    return kept
+
+
+def _take_back(output: Path, target: Path, old: Path | None) -> None:
+    if old is None:
+        target.rename(output)
+    elif not _rename(old, target, exchange=True):
+        if target.is_dir():
+            target.rename(output)
+        os.replace(old, target)
+        shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _rename(source: Path, target: Path, *, exchange: bool) -> bool:
+    """Exchange two names in one step, or rename only if there is no ``target``. False if the system cannot.
+
+    Raises FileExistsError if there is a ``target`` after all.
+    """
+    import ctypes
+
+    names = os.fsencode(source), os.fsencode(target)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux" and hasattr(libc, "renameat2"):
+        here = -100  # AT_FDCWD
+        failed = libc.renameat2(here, names[0], here, names[1], _EXCHANGE if exchange else _REPLACE_NOT)
+    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(*names, _SWAP if exchange else _EXCLUSIVE)
+    else:
+        return False
+    number = ctypes.get_errno()
+    if not failed:
+        return True
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):  # an old kernel, or a file system that cannot
+        return False
+    raise OSError(number, os.strerror(number), str(target))
+
+
+def restore(target: Path) -> None:
+    """Give ``target`` back the content that it had before an exchange in two steps was cut off between them."""
+    if os.path.lexists(target):
+        return
+    kept = [path / target.name for path in target.parent.glob(f".{target.name}.*{_OLD}")]
+    for path in [path for path in kept if os.path.lexists(path)][:1]:
+        path.rename(target)
+        path.parent.rmdir()
+
+
+def _lock_of(scratch: Path) -> int:
+    """A lock that the system releases when this process ends, however it does."""
+    descriptor = os.open(scratch / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_abandoned(parent: Path) -> list[Path]:
+    """Remove the scratch folders that killed processes left in ``parent``; returns which."""
+    removed = []
+    for scratch in parent.glob(f"{_SCRATCH}*.partial"):
+        try:
+            descriptor = os.open(scratch / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(scratch)
+            removed.append(scratch)
+        except OSError:
+            pass  # its process is still at work
         finally:
-            for target, directory in kept.items():
-                if os.path.lexists(target):
-                    shutil.rmtree(directory, ignore_errors=True)
-        for directory in {target.parent for _, _, target in self._outputs}:
-            _sync_directory(directory)
+            os.close(descriptor)
+    return removed
 
 
 def _sync(path: Path) -> None:
@@ -171,18 +268,4 @@ def _sync(path: Path) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        _sync_directory(Path(folder))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        sync_folder(Path(folder))

@@ -77,7 +77,7 @@ def audit(
         from mpu_cli.figures import check_target
 
         check_target(plot, force)
-    models = [open_model(str(path)) for path in paths_from(copies)]
+    models = [open_model(str(path), links=False) for path in paths_from(copies)]
     owned = open_model(base)
     published = None
     if keys:

@@ -31,6 +31,10 @@ def eval_(
             metavar="[FILE]",
         ),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="For an adapter: its base (default: what its config names).", metavar="BASE"),
+    ] = None,
     delta: Annotated[
         Path | None,
         typer.Option(help="Measure MODEL, a copy, with this delta of it: the client's own check.", metavar="FILE"),
@@ -117,11 +121,14 @@ def eval_(
         check_target(plot, force)
         check_drawable(choose(chosen, measuring.metrics, bool(measuring.reference_model), bool(endpoint)), plot)
     earlier = read_retain_log(before) if before else None
-    base = adapter_base(Path(model)) if Path(model).is_dir() else None
+    named = adapter_base(Path(model)) if Path(model).is_dir() else None
+    if base and not named:
+        raise UsageError("--base: only an adapter has one")
+    base = base or named
     served = endpoint_at(endpoint, endpoint_model, os.environ.get("OPENAI_API_KEY")) if endpoint else None
     with terminal() as observer:
         result = evaluate(
-            open_model(base or model),
+            open_model(base or model, links=False),
             chosen,
             measuring,
             adapter=Path(model) if base else None,

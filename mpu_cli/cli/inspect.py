@@ -33,6 +33,7 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Describe PATH: its kind, what it belongs to, its tensors. Never shows secrets, even from key files."""
+    from mpu_cli.boundary.files import open_regular
     from mpu_cli.sealing import AGE_HEADER
 
     if path.name == "mpu.json" and path.is_file():
@@ -40,8 +41,8 @@ def inspect(
     if not path.exists():
         raise MpuError(f"{path}: no such file or directory")
     head = b""
-    if path.is_file():
-        with open(path, "rb") as file:
+    if not path.is_dir():
+        with open_regular(path) as file:
             head = file.read(64)
     if head.startswith(AGE_HEADER):
         facts = _sealed(path, identity, passphrase_file)
@@ -157,6 +158,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """What a JSON file of mpu's says of itself; None for anything else."""
     from mpu_cli.checkpoint.reader import read_json_object
+    from mpu_cli.evaluation.retain import LARGEST_RESULT
     from mpu_cli.resumption import read_lines
 
     if path.name == "client.key" and path.is_file():
@@ -172,7 +174,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         if all("digest" in line and "metrics" in line for line in lines):
             return {"kind": "results of mpu sweep", "experiments": [str(line.get("name")) for line in lines]}
         return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
-    document: dict[str, Any] = read_json_object(path)
+    document: dict[str, Any] = read_json_object(path, LARGEST_RESULT)
     if document.get("format") == "mpu-eval":
         return {
             "kind": "result of mpu eval",

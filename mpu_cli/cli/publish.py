@@ -124,7 +124,7 @@ def publish(
         publication = publication.of_keys(known)
     scheme, calibration = publication.noise, publication.calibration
     chosen = None if only is None else _numbers(only, scheme.copies)
-    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any(path.name in TOKENIZER_FILES for path in model.side_files):
         warn(f"{model.folder}: no tokenizer files next to the weights; the client needs them to train on the copies")
     laps = Profile() if profile else None
     sealed_for = recipients_of_copies(clients, scheme.copies if chosen is None else len(chosen)) if clients else ()

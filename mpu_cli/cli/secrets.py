@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.cli.output import note
+from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
+from mpu_cli.cli.output import note, warn
 from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def opened_copy(copy: str, identity: Path | None, beside: Path) -> Iterator[str]
             f"open it before you start them: age -d -i IDENTITY {copy} | tar x",
         )
     identities = sealing.read_identities(identity or sealing.default_identity_path())
+    for folder in remove_abandoned(beside.parent):
+        warn(f"{folder}: removed; a stopped command had left an opened copy there")
     with Transaction() as transaction:
         yield str(sealing.open_folder(path, identities, transaction.scratch(beside.parent)))
 

@@ -34,7 +34,7 @@ def tune(
         from mpu_cli.experiment.tune import tune as run_search
         from mpu_cli.models.source import open_model
 
-        best, trials = run_search(open_model(model), data, unlearning, search, observer)
+        best, trials = run_search(open_model(model, links=False), data, unlearning, search, observer)
     rows = [
         [f"{t.lr:.2g}", str(t.epochs), f"{t.forget_rise:+.3f}", f"{t.retain_rise:+.3f}", "" if t.within else "beyond",
          f"{t.seconds:.1f}"]

@@ -82,7 +82,7 @@ def unlearn(
             return
         with opened_copy(copy, identity, target) as source:
             result = run_unlearn(
-                open_model(source), data, unlearning, target=target, force=force, logging=logging,
+                open_model(source, links=False), data, unlearning, target=target, force=force, logging=logging,
                 reference_file=reference_file, secret=lambda: client_secret(default_secret_path()), observer=observer,
             )  # fmt: skip
             answers = []
@@ -91,7 +91,7 @@ def unlearn(
 
                 prompts = unlearning.prompts
                 answers = answers_before_and_after(
-                    open_model(source), target, data.forget[:show], prompts, prompts.template,
+                    open_model(source, links=False), target, data.forget[:show], prompts, prompts.template,
                     unlearning.training.device,
                 )  # fmt: skip
     if not result.first:
@@ -152,7 +152,7 @@ def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force:
 
     if Path(copy).is_file() and is_sealed(Path(copy)):
         raise MpuError(f"{copy}: sealed, so it has to be opened first", "run it without --dry-run")
-    model = open_model(copy)
+    model = open_model(copy, links=False)
     specs = delta_specs(model, options)
     trained = sum(info.elements for info in model.checkpoint.tensors.values())
     optimised = sum(math.prod(shape) for _, shape in specs.values())

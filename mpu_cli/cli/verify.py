@@ -37,7 +37,7 @@ def verify(
     opened = open_keys(keys, identity, passphrase_file)
     model = published_base(opened, base, config)
     with terminal() as observer:
-        result = run_verify(model, open_model(copy), opened, logits=logits, observer=observer)
+        result = run_verify(model, open_model(copy, links=False), opened, logits=logits, observer=observer)
     table(
         f"Copy {result.copy}, undone and regenerated",
         ["block", "σ requested", "survived", "largest difference", "differs from the regenerated copy"],

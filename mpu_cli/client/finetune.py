@@ -21,7 +21,7 @@ from mpu_cli.client.training import NO_LOGGING, ExampleSet, Losses, schedule, se
 from mpu_cli.client.unlearn import ADVICE, PRECISIONS, check_training
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
-from mpu_cli.models.loading import as_directory, load, memory_in_mind
+from mpu_cli.models.loading import load, memory_in_mind
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
@@ -90,10 +90,9 @@ def finetune(
     dtype = PRECISIONS[training.precision]
     with (
         memory_in_mind(ADVICE), seeded(training), as_wide_as(dtype), Transaction(force=force) as transaction,
-        as_directory(model) as folder,
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
-        loaded, tokenizer = load(folder, dtype, training.device, training.attention)
+        loaded, tokenizer = load(model, dtype, training.device, training.attention)
         limit = getattr(loaded.config, "max_position_embeddings", None)
         encoding = Encoding(
             tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length

@@ -48,7 +48,7 @@ from mpu_cli.client.training import (
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.device import device_of, tell_accelerate
-from mpu_cli.models.loading import as_directory, load, load_once_per_host, memory_in_mind, skeleton
+from mpu_cli.models.loading import load, load_once_per_host, memory_in_mind, skeleton
 from mpu_cli.models.logits import separate_head
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model
@@ -241,8 +241,7 @@ def unlearn(
     with memory_in_mind(ADVICE), seeded(options.training), as_wide_as(dtype), ExitStack() as stack:
         # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
-        folder = stack.enter_context(as_directory(copy))
-        model, tokenizer = load(folder, dtype, options.training.device, options.training.attention)
+        model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
         names = _names_in_files(model, copy.checkpoint)
         low_rank = options.lora.lora_rank is not None
         specs = _delta_specs(names, model, options)
@@ -513,8 +512,7 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
 
 def delta_specs(copy: Model, options: Unlearning) -> TensorSpecs:
     """The tensors that a delta of ``copy``, trained in float32, will hold; no weight is read."""
-    with as_directory(copy) as folder:
-        model = skeleton(folder)
+    model = skeleton(copy)
     names = _names_in_files(model, copy.checkpoint)
     return _delta_specs(names, model, options)
 

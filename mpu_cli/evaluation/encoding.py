@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.records import chat
 from mpu_cli.records.dates import template_date
 
 if TYPE_CHECKING:
@@ -102,17 +103,13 @@ class Encoder:
         return Item(tuple(ids), start, tuple(prompt), place)
 
     def _chat(self, asked: Sequence[Asked], *, answered: bool) -> list[list[int]]:
-        from jinja2 import TemplateError
-
         if not asked:
             return []
         dialogues = [self._turns(each) if answered else self._turns(each)[:-1] for each in asked]
         try:
-            return self.tokenizer.apply_chat_template(
-                dialogues, add_generation_prompt=not answered, return_dict=True,
-                **template_date(self.tokenizer, self.date),
-            ).input_ids  # fmt: skip
-        except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            day = template_date(self.tokenizer, self.date)
+            return chat.tokens(self.tokenizer, dialogues, generation_prompt=not answered, **day)
+        except chat.TemplateError as error:
             if len(asked) > 1:  # which one?
                 for each in asked:
                     self._chat([each], answered=answered)

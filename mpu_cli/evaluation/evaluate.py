@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mpu_cli.boundary.files import read_bounded
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH, WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -36,8 +37,8 @@ from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.device import device_of, name_of
-from mpu_cli.models.loading import as_directory, load, skeleton, tokenizer_in, with_adapter
-from mpu_cli.models.source import TOKENIZER_FILES, Model, open_model
+from mpu_cli.models.loading import load, skeleton, tokenizer_of, with_adapter
+from mpu_cli.models.source import LARGEST_JSON, LARGEST_TOKENIZER, TOKENIZER_FILES, Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.evaluation import Measuring
@@ -235,7 +236,7 @@ def answers_before_and_after(
     if not questions:
         return []
     held = open_delta(copy, delta)
-    loaded, tokenizer = _load(copy, torch.float32, device)
+    loaded, tokenizer = load(copy, torch.float32, device)
     encoder = Encoder(tokenizer, template or _own_template(copy), prompts.system_prompt, _longest(loaded), prompts.date)
     items = encoder.questions([Asked(record.question, record.answer, record.place) for record in questions])
     ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
@@ -261,13 +262,12 @@ def _passes(
     batch_size, prompts = options.scoring.batch_size, options.prompts
     served = subject.endpoint is not None
     dtype, device = TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
-    with as_directory(model) as folder:
-        loaded, tokenizer = (skeleton(folder), tokenizer_in(folder)) if served else load(folder, dtype, device)
+    loaded, tokenizer = (skeleton(model), tokenizer_of(model)) if served else load(model, dtype, device)
     loaded = with_adapter(loaded, adapter) if adapter else loaded
     template = str(facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
         raise MpuError("the model's tokenizer has no chat template", "use --template plain")
-    if not any((model.folder / name).is_file() for name in TOKENIZER_FILES) or not tokenizer("a b").input_ids:
+    if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = Encoder(tokenizer, template, prompts.system_prompt, _longest(loaded), prompts.date)
     run = _Run(loaded, subject.endpoint or Scorer(loaded), tokenizer, encoder, batch_size, findings)
@@ -315,7 +315,7 @@ def _passes(
     if "reference" in todo and reference is not None:
         items = [run.encoded(split, "answer") for split in attacked]
         del run, loaded  # one model at a time
-        other, its_tokenizer = _load(reference, dtype, device)
+        other, its_tokenizer = load(reference, dtype, device)
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise MpuError(
                 f"{reference.source}: vocabulary differs from the model's", "use one with the same vocabulary"
@@ -418,17 +418,14 @@ def _answers(
     return [asdict(each) for each in answers]
 
 
-def _load(model: Model, dtype: torch.dtype, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with as_directory(model) as folder:
-        return load(folder, dtype, device)
-
-
 def _own_template(model: Model) -> str:
     """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
-    if any((model.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+    files = {path.name: path for path in model.side_files}
+    if files.keys() & {"chat_template.jinja", "chat_template.json"}:
         return "chat"
-    path = model.folder / "tokenizer_config.json"
-    return "chat" if path.is_file() and read_json_object(path).get("chat_template") else "plain"
+    config = files.get("tokenizer_config.json")
+    chat = config and read_json_object(config, LARGEST_JSON, links=model.links).get("chat_template")
+    return "chat" if chat else "plain"
 
 
 def _facts(subject: _Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
@@ -470,9 +467,9 @@ def _identity(model: Model, endpoint: Endpoint | None = None) -> dict[str, str |
     if endpoint is None:
         with worker_pool() as pool:
             weights = fingerprint(model.checkpoint, pool)
-    digest = hashlib.sha256(model.config_path.read_bytes())
+    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
     for path in model.side_files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(path.name.encode() + b"\0" + read_bounded(path, LARGEST_TOKENIZER, links=model.links))
     source = model.source if endpoint is None else f"{endpoint.url} {endpoint.name}"
     return {"source": source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
 

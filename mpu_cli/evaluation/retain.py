@@ -11,6 +11,8 @@ from pathlib import Path
 from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.errors import MpuError
 
+LARGEST_RESULT = 1 << 30  # bytes: per-example values of large splits
+
 
 @dataclass(frozen=True)
 class RetainLog:
@@ -83,7 +85,7 @@ def _number(value: object) -> float | None:
 
 def read_retain_log(path: Path) -> RetainLog:
     """Read a log. Raises MpuError if the file is not one."""
-    document = read_json_object(path)
+    document = read_json_object(path, LARGEST_RESULT)
     table = document.get("metrics", document)
     if not isinstance(table, dict) or not all(isinstance(form, dict) for form in table.values()) or not table:
         raise MpuError(f"{path}: contains no metrics", "use a result of mpu eval or of OpenUnlearning")

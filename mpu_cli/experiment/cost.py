@@ -172,15 +172,14 @@ def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
-    from transformers import AutoTokenizer
-
+    from mpu_cli.models.loading import tokenizer_of
     from mpu_cli.records.encoding import Encoding
     from mpu_cli.records.reading import read_records
 
     records = read_records(forget, data_dir)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = tokenizer_of(model)
+    except MpuError as error:
         raise MpuError(f"{model.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
     encoding = Encoding(tokenizer)
     return sum(len(example.ids) for example in encoding.encode(records))

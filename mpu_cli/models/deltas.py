@@ -16,7 +16,7 @@ from mpu_cli.models.source import Model
 
 def open_delta(source: Model, path: Path) -> Checkpoint:
     """The delta in ``path``, a file or a sharded directory; MpuError if it is not one of ``source``."""
-    held = open_checkpoint(path)
+    held = open_checkpoint(path, links=False)
     delta = delta_manifest(held.metadata, path)
     copy = read_copy_manifest(source.folder, source.checkpoint.metadata)
     if copy and delta.inverted:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from mpu_cli.architectures.layout import Layout
+from mpu_cli.boundary.cleaning import JSON_FILES, clean_config
+from mpu_cli.boundary.files import read_bounded
 from mpu_cli.checkpoint.dtypes import WORD
 from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
 from mpu_cli.checkpoint.writer import TensorSpecs
-from mpu_cli.models.source import Model
+from mpu_cli.models.source import LARGEST_JSON, LARGEST_TOKENIZER, Model
 
 
 def model_specs(checkpoint: Checkpoint, layout: Layout, dtype: str | None) -> TensorSpecs:
@@ -25,20 +26,18 @@ def model_specs(checkpoint: Checkpoint, layout: Layout, dtype: str | None) -> Te
 
 
 def write_small_files(model: Model, folder: Path, specs: TensorSpecs) -> None:
-    """Put the config, with the dtype of ``specs``, and the tokenizer files of ``model`` into ``folder``."""
+    """Put the config, with the dtype of ``specs``, and the tokenizer files of ``model`` into ``folder``.
+
+    JSON leaves with the names that are known to be harmless, and without words that could be paths.
+    """
     dtypes = Counter(dtype for dtype, _ in specs.values())
     word = WORD[max((d for d in dtypes if d in WORD), key=dtypes.__getitem__)]
-    write_json(folder / "config.json", {**_public(model.config), "dtype": word, "torch_dtype": word})
+    write_json(folder / "config.json", {**clean_config(model.config), "dtype": word, "torch_dtype": word})
     for path in model.side_files:
-        if path.name == "tokenizer_config.json":
-            write_json(folder / path.name, _public(read_json_object(path)))
+        if clean := JSON_FILES.get(path.name):
+            write_json(folder / path.name, clean(read_json_object(path, LARGEST_JSON, links=model.links)))
         else:
-            (folder / path.name).write_bytes(path.read_bytes())
-
-
-def _public(config: Mapping[str, object]) -> dict[str, object]:
-    """A config without the model's path on the server and the code to run for it: neither may leave the server."""
-    return {k: v for k, v in config.items() if k not in ("_name_or_path", "name_or_path", "auto_map")}
+            (folder / path.name).write_bytes(read_bounded(path, LARGEST_TOKENIZER, links=model.links))
 
 
 def write_json(path: Path, value: object) -> None:

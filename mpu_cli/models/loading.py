@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,69 +24,57 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mpu_cli.checkpoint.reader import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    WEIGHTS_NAME,
-    listed,
-    open_checkpoint,
-    read_json_object,
-)
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, Checkpoint, listed, read_json_object
 from mpu_cli.errors import MpuError
 from mpu_cli.models.device import device_of
+from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
+from mpu_cli.models.staging import staged, staged_adapter
+from mpu_cli.records import chat
 
-
-@contextmanager
-def as_directory(model: Model) -> Iterator[Path]:
-    """``model`` as a directory that transformers can load; a lone file under another name is linked into a new one."""
-    indexed = model.checkpoint.path.name.endswith(".index.json")
-    standard = model.checkpoint.path.name in (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json")
-    if standard and model.config_path.parent == model.folder:
-        yield model.folder
-        return
-    if indexed:
-        raise MpuError(
-            f"{model.source}: transformers does not read an index of this name",
-            f"rename it to {WEIGHTS_NAME}.index.json",
-        )
-    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
-        folder = Path(scratch)
-        (folder / WEIGHTS_NAME).symlink_to(model.checkpoint.path.resolve())
-        shutil.copyfile(model.config_path, folder / "config.json")
-        for path in model.side_files:
-            shutil.copyfile(path, folder / path.name)
-        yield folder
+SAMPLED = 256  # elements of a tensor that are compared after loading
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The base model of the peft adapter in ``folder``; None if there is no adapter. MpuError if it names no base."""
+    """The base model of the peft adapter in ``folder``; None if there is no adapter.
+
+    A plain name may be a folder beside it. Raises MpuError if it names no base.
+    """
     path = folder / ADAPTER_CONFIG
     if not path.is_file() or (folder / "config.json").exists():
         return None
-    base = read_json_object(path).get("base_model_name_or_path")
+    base = read_json_object(path, links=False).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise MpuError(f"{path}: base_model_name_or_path does not name the adapter's base model")
-    return base
+    beside = folder.resolve().parent / Path(base).name
+    return str(beside) if base == beside.name and beside.is_dir() else base
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """``model`` with the adapter in ``folder`` added to its weights. Raises MpuError if peft cannot read it."""
     from peft import PeftModel
 
-    open_checkpoint(folder / ADAPTER_WEIGHTS)  # peft would fall back to a pickle
-    try:
-        return PeftModel.from_pretrained(model, folder).merge_and_unload()
-    except Exception as error:  # an untrusted folder may raise anything
-        raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({_first_line(error)})") from error
+    with staged_adapter(folder) as ours:
+        try:
+            return PeftModel.from_pretrained(model, ours, local_files_only=True).merge_and_unload()
+        except Exception as error:  # an untrusted folder may raise anything
+            raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({_first_line(error)})") from error
 
 
-def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``, without code from there. Raises MpuError if transformers cannot load it."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # an untrusted folder may raise anything
-        raise MpuError(f"{folder}: transformers cannot load its tokenizer ({_first_line(error)})") from error
+def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
+    with staged(model) as folder:
+        try:
+            return _tokenizer_in(folder)
+        except Exception as error:  # untrusted files may raise anything
+            raise MpuError(f"{model.source}: transformers cannot load its tokenizer ({_first_line(error)})") from error
+
+
+def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if tokenizer.chat_template:
+        chat.prepare()
+    return tokenizer
 
 
 @contextmanager
@@ -108,16 +95,21 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)
 
 
-def skeleton(folder: Path) -> PreTrainedModel:
-    """The model that ``folder`` configures, with tensors that have shapes but no data. Raises MpuError if
-    transformers does not know it."""
+def skeleton(model: Model) -> PreTrainedModel:
+    """``model`` as its config describes it, with tensors that have shapes but no data. Raises MpuError if transformers
+    does not know it."""
     transformers.logging.set_verbosity_error()
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # an untrusted folder may raise anything
-        raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
+    with staged(model) as folder:
+        try:
+            return _skeleton(folder)
+        except Exception as error:  # an untrusted config may raise anything
+            raise MpuError(f"{model.source}: transformers cannot load it ({_first_line(error)})") from error
+
+
+def _skeleton(folder: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _attention(config: PretrainedConfig, asked: str) -> str:
@@ -167,41 +159,28 @@ def shards_with_zero_3() -> bool:
 
 
 def load(
-    folder: Path, dtype: torch.dtype, device: str, attention: str = "sdpa"
+    source: Model, dtype: torch.dtype, device: str, attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer in ``folder``: safetensors only, no code from the folder, no dropout.
+    """The model and tokenizer of ``source``: safetensors only, no code from its folder, no dropout.
 
-    With dropout, every copy would train with different random masks and the noise would not cancel.
-    Raises MpuError if transformers cannot load them or had to initialise weights itself.
+    What was loaded is compared with the opened files. With dropout, every copy would train with different random masks
+    and the noise would not cancel. Raises MpuError if transformers cannot load them or had to initialise weights
+    itself.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for name in vars(config):
-            if name.endswith(("dropout", "pdrop")):
-                setattr(config, name, 0.0)
-        ways = {
-            "dtype": dtype, "attn_implementation": _attention(config, attention),
-            "experts_implementation": _experts(config, dtype), "trust_remote_code": False,
-        }  # fmt: skip
-        if not has_weights():
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **ways)
-            model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
-            info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
-        else:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, use_safetensors=True, output_loading_info=True, **ways
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # an untrusted folder may raise anything
-        if _out_of_memory(error):
-            raise
-        raise MpuError(f"{folder}: transformers cannot load it ({_first_line(error)})") from error
-    if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-        raise MpuError(f"{folder}: the weights do not match config.json ({listed(made_up)})")
+    with staged(source) as folder:
+        try:
+            model, tokenizer, info = _load(folder, dtype, attention)
+        except Exception as error:  # untrusted files may raise anything
+            if _out_of_memory(error):
+                raise
+            raise MpuError(f"{source.source}: transformers cannot load it ({_first_line(error)})") from error
+        if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
+            raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
+        if has_weights():
+            check_is(model, source.checkpoint)
     place = device_of(device)
     if place == torch.device("cuda"):  # each process has one of its own
         place = PartialState().device
@@ -211,6 +190,48 @@ def load(
     if is_sharded():
         _share_buffers(model, place)
     return model, tokenizer
+
+
+def _load(
+    folder: Path, dtype: torch.dtype, attention: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    tokenizer = _tokenizer_in(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    for name in vars(config):
+        if name.endswith(("dropout", "pdrop")):
+            setattr(config, name, 0.0)
+    ways = {
+        "dtype": dtype, "attn_implementation": _attention(config, attention),
+        "experts_implementation": _experts(config, dtype), "trust_remote_code": False,
+    }  # fmt: skip
+    if has_weights():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True, **ways
+        )
+        return model, tokenizer, info
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **ways)
+    model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
+    return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
+
+
+def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Raises MpuError unless ``model`` holds the weights of ``checkpoint``: of each tensor, SAMPLED elements at places
+    that nobody can foresee. What was trained or measured is then what was opened and fingerprinted."""
+    draw = torch.Generator().manual_seed(secrets.randbits(63))  # only which elements are looked at
+    for name, view in in_memory(model, checkpoint.tensors).items():
+        held = checkpoint.tensor(name)
+        if held.shape != view.shape:
+            raise MpuError(f"{checkpoint.path}: {name!r} has another shape than the model that was loaded")
+        if not held.numel() or not view.is_floating_point():
+            continue
+        flat, loaded = held.reshape(-1), view.detach().reshape(-1)
+        places = torch.randint(held.numel(), (min(SAMPLED, held.numel()),), generator=draw)
+        if not torch.equal(flat[places].to(view.dtype).nan_to_num(), loaded[places].nan_to_num()):
+            raise MpuError(
+                f"{checkpoint.path}: what was loaded as {name!r} differs from this file",
+                "let nothing else write there, and try again",
+            )
 
 
 def _share_buffers(model: PreTrainedModel, place: torch.device) -> None:

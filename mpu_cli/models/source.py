@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +17,26 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
 
+LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
+LARGEST_TOKENIZER = 256 << 20  # bytes of one that tokenizers parses
+
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint with its config; ``folder`` is where its tokenizer and other small files are."""
+    """A checkpoint with its config; ``folder`` is where its tokenizer and other small files are.
+
+    ``links``: whether its files may be links. Only those of a model of the user's own may.
+    """
 
     source: str
     checkpoint: Checkpoint
     config: dict[str, object]
     config_path: Path
     folder: Path
+    links: bool = True
 
     @property
     def address(self) -> str:
@@ -36,8 +44,13 @@ class Model:
         return str(Path(self.source).resolve()) if Path(self.source).exists() else self.source
 
     @property
+    def public_name(self) -> str:
+        """Its Hub id, or the name of its folder: what may leave this machine."""
+        return self.folder.resolve().name if Path(self.source).exists() else self.source
+
+    @property
     def side_files(self) -> list[Path]:
-        return [self.folder / name for name in SIDE_FILES if (self.folder / name).is_file()]
+        return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
 
 
 def locate(source: str) -> Path:
@@ -61,18 +74,19 @@ def locate(source: str) -> Path:
         raise MpuError(f"{source}: not a local path, and the download from the Hub failed ({reason})") from error
 
 
-def open_model(source: str, config: Path | None = None) -> Model:
+def open_model(source: str, config: Path | None = None, *, links: bool = True) -> Model:
     """Open the weights at ``source``, with ``config`` or else the ``config.json`` next to them.
 
-    Raises MpuError if either is missing or damaged.
+    Without ``links``, for what another party made, nothing inside its folder may be a link. Raises MpuError if either
+    is missing or damaged.
     """
     path = locate(source)
     folder = path if path.is_dir() else path.parent
     if path.is_file() and (shard := _SHARD.search(path.name)) and int(shard["count"]) > 1:
         raise MpuError(f"{path}: one of {int(shard['count'])} shards of a model", f"pass the folder {folder}")
     config_path = config or folder / "config.json"
-    checkpoint = open_checkpoint(path)
-    if not config_path.is_file():
+    checkpoint = open_checkpoint(path, links=links)
+    if not os.path.lexists(config_path):
         if '"mpu-delta"' in checkpoint.metadata.get("mpu", ""):
             raise MpuError(f"{path}: a delta, not a model", "apply it to its base with `mpu aggregate`")
         raise MpuError(
@@ -80,4 +94,7 @@ def open_model(source: str, config: Path | None = None) -> Model:
             "put the model's config.json next to its weights (publish, verify, invert "
             "and aggregate also take --model-config)",
         )
-    return Model(source, checkpoint, read_json_object(config_path), config_path, folder)
+    config_links = links or config is not None
+    return Model(
+        source, checkpoint, read_json_object(config_path, links=config_links), config_path, folder, links=links
+    )

@@ -10,6 +10,7 @@ import torch
 
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.records import chat
 from mpu_cli.records.dates import template_date
 from mpu_cli.records.reading import Record, Turn
 
@@ -63,8 +64,8 @@ class Encoding:
             return [Example(piece, piece) for piece in pieces if len(piece) > 1]
         turns = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
         turns += record.turns
-        chat = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
-        prompt, ids = self._chat(turns, record) if chat else self._plain(turns, record)
+        templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
+        prompt, ids = self._chat(turns, record) if templated else self._plain(turns, record)
         labels = self._labels(ids, len(prompt))
         if self.truncate_to is not None and len(ids) > self.truncate_to:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
@@ -79,8 +80,6 @@ class Encoding:
         return [Example(ids, labels)]
 
     def _chat(self, turns: Sequence[Turn], record: Record) -> tuple[list[int], list[int]]:
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template:
             raise MpuError(
                 "the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja"
@@ -91,11 +90,9 @@ class Encoding:
         answered = [*messages, {"role": "assistant", "content": record.answer}]
         try:
             day = template_date(self.tokenizer, self.date)
-            prompt = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, **day
-            ).input_ids
-            ids = self.tokenizer.apply_chat_template(answered, return_dict=True, **day).input_ids
-        except (TemplateError, ArithmeticError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            [prompt] = chat.tokens(self.tokenizer, [messages], generation_prompt=True, **day)
+            [ids] = chat.tokens(self.tokenizer, [answered], generation_prompt=False, **day)
+        except chat.TemplateError as error:
             raise MpuError(
                 f"the tokenizer's chat template rejected a record ({error})",
                 "if it does not support system turns, use --system-prompt ''",

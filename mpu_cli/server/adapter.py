@@ -77,7 +77,8 @@ def aggregate_adapter(
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.address, "bias": "none",
+        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
         "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
         "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": layout.family.transposed, "inference_mode": True,
     }  # fmt: skip

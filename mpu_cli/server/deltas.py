@@ -51,6 +51,8 @@ def delta_paths(paths: Iterable[Path]) -> list[Path]:
             )
             if not inside:
                 raise MpuError(f"{path}: contains no deltas (*.safetensors)")
+            if linked := [p for p in inside if p.is_symlink()]:
+                raise MpuError(f"{linked[0]}: is a link, which is not followed", "give the file that it leads to")
             files += inside
         else:
             files.append(path)
@@ -64,7 +66,7 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
     """
     deltas: dict[int, Delta] = {}
     for path in delta_paths(paths):
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, links=False)
         manifest = delta_manifest(checkpoint.metadata, path)
         origin = manifest.origin
         if origin is None:

@@ -62,7 +62,7 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     Raises MpuError if the family is not listed, or its table does not describe the tensors.
     """
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
-    from mpu_cli.models.loading import as_directory, load
+    from mpu_cli.models.loading import load
     from mpu_cli.models.memory import in_memory
 
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
@@ -70,8 +70,7 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
     observer.stage("check", len(cases) * len(SAME), "checks")
     for dtype in SAME:
-        with as_directory(model) as folder:
-            network, _ = load(folder, dtype, "cpu")
+        network, _ = load(model, dtype, "cpu")
         views = in_memory(network.eval(), layout.tensors)
         expected = _logits(network, layout)
         largest = float(expected.abs().max())

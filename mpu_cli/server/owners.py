@@ -62,7 +62,7 @@ def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner
         raise MpuError("--keys: the same publication is given twice", "give each key file once")
     mine: list[list[Path]] = [[] for _ in publications]
     for path in delta_paths(paths):
-        origin = delta_manifest(open_checkpoint(path).metadata, path).origin
+        origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
         found = [i for i, known in enumerate(ids) if origin and origin.copy_id in known]
         if not found:
             raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")

@@ -22,7 +22,7 @@ import torch
 from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
-from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.transaction import Transaction, restore
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME, VERSION, DeltaManifest
@@ -30,6 +30,7 @@ from mpu_cli.models.files import write_json
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import Aggregating
+from mpu_cli.resumption import alone_beside
 from mpu_cli.server.aggregate import add_up, one_ahead, sums_of, write_model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
@@ -82,6 +83,7 @@ class _WithSum:
 
 def read_running(folder: Path, keys: Keys) -> Running:
     """The sum in ``folder``, of no delta yet if there is none. Raises MpuError if it is of another publication."""
+    restore(folder)
     path = folder / FACTS
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
@@ -102,8 +104,14 @@ def add(
 ) -> Running:
     """Add a delta to the sum in ``folder``.
 
-    Raises MpuError if it is in it already, does not fit the base, holds NaN or Inf, or is above ``--max-norm``.
+    Waits for other commands that add to it. Raises MpuError if it is in it already, does not fit the base, holds NaN or
+    Inf, or is above ``--max-norm``.
     """
+    with alone_beside(folder, observer):
+        return _add(base, delta, keys, options, folder, observer)
+
+
+def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Path, observer: Observer) -> Running:
     before = read_running(folder, keys)
     if delta.copy in before.copies:
         raise MpuError(f"{delta.path}: copy {delta.copy} is already in {folder}", "each copy counts once")
@@ -166,6 +174,13 @@ def finish(
     Of more than two copies, the angles between any two are not known any more: ``pairwise`` is the smallest cosine of
     a delta with the sum of those before it, and the error cannot be estimated.
     """
+    with alone_beside(folder, observer):
+        return _finish(base, keys, options, folder, out, force, observer)
+
+
+def _finish(
+    base: Model, keys: Keys, options: Aggregating, folder: Path, out: Path, force: bool, observer: Observer
+) -> Aggregation:
     running = read_running(folder, keys)
     if missing := sorted(set(range(1, keys.copies + 1)) - set(running.copies)):
         raise MpuError(f"{folder}: lacks the delta of copy {', '.join(map(str, missing))}")

@@ -1,0 +1,109 @@
+"""What may stand in the JSON files of a model: allow-lists of names, and of the kinds of values.
+
+Both directions use them. A config from another party could name files, repositories or code for the libraries that read
+it (``transformers_weights``, ``auto_map``, ``quantization_config``, kernels); one that is published could name paths on
+the server. So names that are not listed are left out, and words that could be paths or addresses are as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+
+from mpu_cli.boundary.names import CONFIG, GENERATION, PROCESSOR, ROPE, TOKENIZER, TOKENIZER_TEXTS
+
+DEEPEST = 6  # levels of JSON in each other
+MOST_ITEMS = 100_000  # of a list or table
+LONGEST_TOKEN = 1_000  # characters
+LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that are known have 30,000
+LARGEST_NUMBER = 2**53
+LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
+_MISSING = object()
+
+Cleaner = Callable[[object], object]
+
+
+def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> dict[str, object]:
+    """A config.json, with the names that supported families have and those in ``also``."""
+    return _table(config, {*CONFIG, *ROPE, *also})
+
+
+def clean_generation(config: Mapping[str, object]) -> dict[str, object]:
+    """A generation_config.json: numbers and flags."""
+    return _table(config, GENERATION)
+
+
+def clean_processor(config: Mapping[str, object]) -> dict[str, object]:
+    """A preprocessor_config.json or processor_config.json."""
+    return _table(config, PROCESSOR)
+
+
+def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
+    """A tokenizer_config.json. Its tokens and chat templates may be any text."""
+    cleaned = _table({k: v for k, v in config.items() if k not in TOKENIZER_TEXTS}, TOKENIZER)
+    for name in TOKENIZER_TEXTS:
+        limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
+        value = _texts(config.get(name, _MISSING), limit)
+        if value is not _MISSING:
+            cleaned[name] = value
+    return {name: cleaned[name] for name in config if name in cleaned}
+
+
+def clean_tokens(table: Mapping[str, object]) -> dict[str, object]:
+    """A special_tokens_map.json or added_tokens.json: tokens by role, or numbers by token."""
+    values = {name: _texts(value, LONGEST_TOKEN) for name, value in table.items() if len(name) <= LONGEST_TOKEN}
+    return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def clean_chat_template(table: Mapping[str, object]) -> dict[str, object]:
+    """A chat_template.json, the form before chat_template.jinja."""
+    value = _texts(table.get("chat_template", _MISSING), LONGEST_TEMPLATE)
+    return {} if value is _MISSING else {"chat_template": value}
+
+
+JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {
+    "generation_config.json": clean_generation,
+    "preprocessor_config.json": clean_processor,
+    "processor_config.json": clean_processor,
+    "tokenizer_config.json": clean_tokenizer_config,
+    "special_tokens_map.json": clean_tokens,
+    "added_tokens.json": clean_tokens,
+    "chat_template.json": clean_chat_template,
+}
+
+
+def _table(table: Mapping[str, object], names: Collection[str], depth: int = 0) -> dict[str, object]:
+    kept = {name: _value(value, names, depth + 1) for name, value in table.items() if name in names}
+    return {name: value for name, value in kept.items() if value is not _MISSING}
+
+
+def _value(value: object, names: Collection[str], depth: int) -> object:
+    """``value`` if it is a number, a flag, a word, or made of these; else _MISSING."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return value if not abs(value) > LARGEST_NUMBER or abs(value) == float("inf") else _MISSING
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) and ".." not in value else _MISSING
+    if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:
+        return _MISSING
+    if isinstance(value, dict):
+        return _table(value, names, depth)
+    items = [_value(item, names, depth + 1) for item in value]
+    return _MISSING if any(item is _MISSING for item in items) else items
+
+
+def _texts(value: object, limit: int, depth: int = 0) -> object:
+    """``value`` if it is a text, a number, a flag, or lists and tables of these with short names; else _MISSING."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= limit else _MISSING
+    if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:
+        return _MISSING
+    if isinstance(value, dict):
+        fresh = {name: _texts(inner, limit, depth + 1) for name, inner in value.items() if len(name) <= LONGEST_TOKEN}
+        return {name: inner for name, inner in fresh.items() if inner is not _MISSING}
+    items = [_texts(item, limit, depth + 1) for item in value]
+    return _MISSING if any(item is _MISSING for item in items) else items

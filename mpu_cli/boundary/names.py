@@ -1,0 +1,87 @@
+"""The names that ``boundary.cleaning`` lets through, file by file.
+
+CONFIG: the fields of transformers' config classes of the supported families (tests/test_boundary.py compares), without
+those that name labels. None of them makes a library read, fetch or run something.
+"""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CONFIG = _names(
+    """
+    _remove_final_layer_norm activation activation_function add_cross_attention alibi
+    apply_residual_connection_post_layernorm architectures attention_bias attention_chunk_size attention_dropout
+    attention_multiplier attention_softmax_in_fp32 attention_types attn_logit_softcapping attn_pdrop attn_scale
+    attn_temperature_tuning bias boi_token_id boi_token_index bos_token_id chunk_size_feed_forward
+    classifier_dropout clip_qkv decoder_sparse_step depth do_layer_norm_before dropout dtype embd_pdrop
+    embed_dropout embedding_dropout embedding_multiplier enable_bias eoi_token_id eoi_token_index eos_token_id
+    ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace floor_scale full_attention_interval
+    head_dim hidden_act hidden_activation hidden_dropout hidden_size image_size image_token_id image_token_index
+    in_channels init_std initializer_range interleave_moe_layer_step intermediate_size intermediate_size_mlp
+    is_decoder is_encoder_decoder layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types
+    layerdrop linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+    linear_value_head_dim logit_scale logits_scaling max_position_embeddings max_window_layers mlp_bias
+    mlp_only_layers mm_tokens_per_image model_type moe_intermediate_size moe_layers multi_query n_ctx n_embd
+    n_embed n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts
+    new_decoder_architecture no_rope_layer_interval no_rope_layers norm_epsilon norm_topk_prob
+    num_attention_heads num_channels num_experts num_experts_per_tok num_heads num_hidden_layers
+    num_key_value_heads num_kv_heads num_layers num_ln_in_parallel_attn num_local_experts num_mtp_layers
+    num_nextn_predict_layers num_position_embeddings original_max_position_embeddings out_hidden_size
+    output_hidden_states output_router_logits pad_token_id parallel_attn partial_rotary_factor patch_size
+    pretraining_tp qk_layernorm qkv_bias query_pre_attn_scalar reorder_and_upcast_attn resid_dropout resid_pdrop
+    residual_dropout residual_multiplier return_dict rms_norm_eps rope_local_base_freq rope_parameters
+    rope_scaling rope_theta rotary_dim rotary_emb_base rotary_pct routed_scaling_factor router_aux_loss_coef
+    router_jitter_noise scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx scale_attn_weights
+    shared_expert_intermediate_size shared_intermediate_size sliding_window sliding_window_pattern
+    slow_but_exact spatial_merge_size summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj swiglu_alpha swiglu_limit temporal_patch_size text_config tie_word_embeddings
+    topk_group torch_dtype transformers_version use_bias use_bidirectional_attention use_cache
+    use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window video_token_id vision_config
+    vision_end_token_id vision_start_token_id vision_use_head vocab_size window_size word_embed_proj_dim
+    """
+)
+ROPE = _names(
+    """
+    attention_factor beta_fast beta_slow chunked_attention compress factor finetuned full_attention
+    high_freq_factor linear_attention llama_4_scaling_beta long_factor low_freq_factor main mrope_interleaved
+    mrope_section mscale mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta
+    rope_type short_factor sliding_attention truncate type
+    """
+)  # inside rope_parameters and rope_scaling
+GENERATION = _names(
+    """
+    begin_suppress_tokens bos_token_id decoder_start_token_id do_sample eos_token_id epsilon_cutoff eta_cutoff
+    length_penalty max_length max_new_tokens min_length min_new_tokens min_p no_repeat_ngram_size num_beams
+    pad_token_id renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p
+    transformers_version typical_p use_cache
+    """
+)
+PROCESSOR = _names(
+    """
+    crop_size data_format default_to_square do_center_crop do_convert_rgb do_image_splitting do_normalize do_pad
+    do_pan_and_scan do_rescale do_resize do_sample_frames feature_extractor_type fps height image_mean
+    image_processor image_processor_type image_seq_len image_seq_length image_std input_data_format
+    interpolation longest_edge max_frames max_height max_image_size max_image_tiles max_patches max_pixels
+    max_width merge_size min_frames min_pixels num_frames pad_size pan_and_scan_max_num_crops
+    pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate patch_size processor_class resample
+    rescale_factor shortest_edge size spatial_merge_size temporal_patch_size video_processor_type width
+    """
+)
+TOKENIZER = _names(
+    """
+    add_bos_token add_dummy_prefix_space add_eos_token add_prefix_space backend clean_up_tokenization_spaces
+    do_lower_case errors fix_mistral_regex keep_accents legacy max_length model_input_names model_max_length
+    pad_to_multiple_of pad_token_type_id padding_side processor_class remove_space return_token_type_ids
+    spaces_between_special_tokens split_special_tokens stride strip_accents tokenizer_class trim_offsets
+    truncation_side truncation_strategy use_default_system_prompt use_fast
+    """
+)  # of which the values are numbers, flags and words
+TOKENIZER_TEXTS = _names(
+    """
+    added_tokens_decoder additional_special_tokens audio_token boi_token bos_token chat_template cls_token
+    eoi_token eos_token extra_special_tokens image_token mask_token model_specific_special_tokens pad_token
+    sep_token unk_token
+    """
+)  # of which the values are tokens and templates: any text
