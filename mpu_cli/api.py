@@ -19,6 +19,7 @@ from typing import Any
 from mpu_cli.auditing.belief import Attempt, audit_as_believed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.dataset import read_dataset
+from mpu_cli.client.ledger import default_ledger_path
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import Result
 from mpu_cli.client.unlearn import unlearn as _unlearn
@@ -114,6 +115,7 @@ def unlearn(
         logging=from_flat(Logging, for_logging),
         reference_file=Path(reference_file) if reference_file else None,
         secret=lambda: client_secret(default_secret_path()),
+        ledger=default_ledger_path(),
         observer=observer,
     )
 

@@ -22,8 +22,8 @@ from mpu_cli.auditing.align import (
     undo,
 )
 from mpu_cli.models.source import open_model
+from mpu_cli.randomness import Randomness
 from mpu_cli.server.publication import make_transform
-from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from mpu_cli.symmetry.sampling import plane_matrices
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mpu_cli.errors import UsageError
+from mpu_cli.randomness import Randomness, Stream, keystream, standard_normals
 from mpu_cli.server.noise import (
     EXTRAPOLATE,
     ZERO_SUM,
@@ -23,7 +24,6 @@ from mpu_cli.server.noise import (
     default_nodes,
     mixing_matrix,
 )
-from mpu_cli.server.randomness import Randomness, Stream, keystream, standard_normals
 
 KEY = bytes(range(32))
 N = 400_000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from scipy import optimize, stats
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.frozen import Reference, freeze, run
 from mpu_cli.client.losses import ALGORITHMS, Objective, Part
-from mpu_cli.client.private import train_privately
+from mpu_cli.client.private import Unit, plan, train_privately
 from mpu_cli.client.training import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encoding import Encoding, pad
@@ -36,10 +38,20 @@ def prepare(tmp_path, family, asks=None):
 def train(model, sets, algorithm, norm, **kwargs):
     chosen = ALGORITHMS[algorithm]
     how = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
+    privacy = Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm)
+    planned = plan(
+        sets, kwargs.pop("names", {}), how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None)
+    )
     return train_privately(
-        model, sets, Objective(chosen, chosen.constants, "nll"), how, Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm),
-        epochs=1, on_step=lambda *_: None, **kwargs,
-    )  # fmt: skip
+        model,
+        sets,
+        Objective(chosen, chosen.constants, "nll"),
+        how,
+        privacy,
+        planned,
+        on_step=lambda *_: None,
+        **kwargs,
+    )
 
 
 @pytest.mark.parametrize("norm", [1e9, 2.0], ids=["unclipped", "clipped"])
@@ -73,6 +85,40 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
 
 
+def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
+    """With --dp-unit: compared with one backward pass per person, over both sets, clipped by hand."""
+    model, sets = prepare(tmp_path, "llama")
+    names = {"forget": ["a", "b", "a", None], "retain": ["b", "c", "c", "d"]}
+    people = [[("forget", 0), ("forget", 2)], [("forget", 1), ("retain", 0)], [("forget", 3)],
+              [("retain", 1), ("retain", 2)], [("retain", 3)]]  # fmt: skip
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in before.items()}
+    norm, constants = 2.0, ALGORITHMS["graddiff"].constants
+    for places in people:
+        model.zero_grad()
+        for name, number in places:
+            loss = run(model, pad([sets[name].examples[number]])).cross_entropy
+            (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
+        size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        for key, parameter in model.named_parameters():
+            expected[key] -= parameter.grad * min(1, norm / size) / 4
+    model.zero_grad(set_to_none=True)
+    train(model, sets, "graddiff", norm, noise_multiplier=0.0, names=names)
+    whole = max(float(change.abs().max()) for change in expected.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
+
+
+def test_a_unit_is_sampled_whole_and_as_often_as_planned(tmp_path):
+    _, sets = prepare(tmp_path, "llama")
+    names = {"forget": ["a", "a", "a", "b"], "retain": ["c"] * 4}
+    how = Training(batch_size=1)
+    planned = plan(sets, names, how, Privacy(dp_epsilon=1.0), epochs=3)
+    assert planned.mechanism.steps == 6  # two people to forget, one a step, three times
+    assert planned.mechanism.sample_rate == 1  # of c, who is alone in what is kept
+    assert Unit((("forget", 0), ("forget", 1), ("forget", 2)), 0.5) in planned.units
+
+
 def test_noise_has_the_size_asked_for(tmp_path):
     """σ·C/B on every weight when clipping leaves almost nothing of the gradients."""
     model, sets = prepare(tmp_path, "llama")
@@ -99,6 +145,33 @@ def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_ledger_composes_and_refuses(mpu, tmp_path):
+    """Whatever copies, rounds and runs the server claims: what this client trained is what counts."""
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 20, 1)
+    write_records(tmp_path / "retain.jsonl", 20, 2)
+    options = ["--epochs", 1, "--batch-size", 5, "--dp-epsilon", 2, "--lora-rank", 2, "--lr", "1e-3"]
+    for run in ("first", "second"):  # two runs, each of which says that it has two copies
+        mpu("publish", base, "--copies", 2, "--run", run, "--out", run, "--keys", f"{run}.bin", cwd=tmp_path)
+    budget = ["--dp-budget", 3.5]
+    mpu("unlearn", "first/copy_1", *options, *budget, "--out", "1.safetensors", cwd=tmp_path)
+    told = mpu("unlearn", "second/copy_1", *options, *budget, "--out", "2.safetensors", "--json", cwd=tmp_path)
+    assert 2 < told.json["privacy"]["epsilon_of_ledger"] <= 3.5
+    refused = mpu("unlearn", "second/copy_2", *options, *budget, "--out", "3.safetensors", check=False, cwd=tmp_path)
+    assert refused.status == 1
+    assert "--dp-budget 3.5: with this training, the 3 in" in refused.err
+    assert not (tmp_path / "3.safetensors").exists()
+    ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+    assert ledger.stat().st_mode & 0o777 == 0o600
+    assert [json.loads(line)["run"] for line in ledger.read_text().splitlines()] == ["first", "second"]
+    assert "2" in mpu("inspect", ledger).out
+    mpu("unlearn", "first/copy_2", "--epochs", 1, "--lora-rank", 2, "--out", "4.safetensors", cwd=tmp_path)
+    refused = mpu("unlearn", "second/copy_2", *options, "--dp-budget", 100, "--out", "3.safetensors", check=False,
+                  cwd=tmp_path)  # fmt: skip
+    assert "some had no --dp-epsilon" in refused.err
+
+
+@pytest.mark.slow
 def test_through_the_command_line(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 20, 1)
@@ -114,9 +187,12 @@ def test_through_the_command_line(mpu, tmp_path):
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
     one = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
     spent = one.json["privacy"]
+    assert spent["epsilon_of_ledger"] == spent["epsilon"]
     # Both copies' steps compose; that is less than twice one copy's bound, and more than once.
-    assert 1.2 * spent["epsilon"] < spent["epsilon_of_all_copies"] < 1.9 * spent["epsilon"]
-    assert f"all 2 copies of the round together: ε = {spent['epsilon_of_all_copies']:.3g}" in one.err
+    two = mpu("unlearn", "copy_2", *options, "--lora-rank", 2, "--out", "d.safetensors", "--json", cwd=tmp_path)
+    total = two.json["privacy"]["epsilon_of_ledger"]
+    assert 1.2 * spent["epsilon"] < total < 1.9 * spent["epsilon"]
+    assert f"with the 1 trainings before it: ε = {total:.3g}" in two.err
     # The noise must not come from --seed, which the server may know or guess.
     mpu("unlearn", base, *options, "--out", "c.safetensors", cwd=tmp_path)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
@@ -131,6 +207,7 @@ def test_through_the_command_line(mpu, tmp_path):
         (["--dp-delta", "2"], "--dp-delta"),
         (["--dp-max-grad-norm", "0"], "--dp-max-grad-norm"),
         (["--resume"], "--resume"),
+        (["--dp-unit", "person"], "no 'person'"),
     ],
 )
 def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
@@ -138,7 +215,7 @@ def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
     outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
-    assert outcome.status == 2
+    assert outcome.status == (1 if "--dp-unit" in arguments else 2)
     assert complaint in outcome.err
 
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.architectures.family import LAYER_AXES
 from mpu_cli.architectures.layout import axis_length, layout_of
 from mpu_cli.models.source import open_model
+from mpu_cli.randomness import Randomness
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server.keys import unseal
 from mpu_cli.server.publication import make_transform
-from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.transform import as_matrix, row_slices, tensor_map
 from tests.models import CONFIGS, VOCABULARY, random_model, save

@@ -22,7 +22,11 @@ DEEPEST = 8  # folders below one that is removed
 
 
 class Folder:
-    """The directory ``root``, which may itself be a link. Raises MpuError if it cannot be opened."""
+    """The directory ``root``, which may itself be a link. Raises MpuError if it cannot be opened.
+
+    What is made inside has the root's own mode (files: without execution), whatever the umask: who may use the root may
+    use that.
+    """
 
     def __init__(self, root: Path):
         self.root = root
@@ -30,6 +34,7 @@ class Folder:
             self._handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise unreadable(root, error) from error
+        self._mode = stat.S_IMODE(os.fstat(self._handle).st_mode)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -41,15 +46,23 @@ class Folder:
         handle = os.dup(self._handle)
         try:
             for part in filter(None, path.split("/")):
-                if make:
-                    with suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=handle)
+                made = make and self._made(part, handle)
                 below = os.open(part, _DIRECTORY, dir_fd=handle)
+                if made:
+                    os.fchmod(below, self._mode)
                 os.close(handle)
                 handle = below
             yield handle
         finally:
             os.close(handle)
+
+    @staticmethod
+    def _made(name: str, handle: int) -> bool:
+        try:
+            os.mkdir(name, dir_fd=handle)
+        except FileExistsError:
+            return False
+        return True
 
     def names(self, path: str = "") -> list[str]:
         """The entries of a folder, sorted; none if it is missing or is not a folder. Raises MpuError if it holds more
@@ -94,16 +107,18 @@ class Folder:
         except OSError as error:
             raise unreadable(self.root / path, error) from error
 
-    def write_at(self, path: str, offset: int, data: bytes, mode: int = 0o666) -> None:
+    def write_at(self, path: str, offset: int, data: bytes) -> None:
         """Write into a regular file, which is made if it is missing. OSError if it is anything else."""
         parent, _, name = path.rpartition("/")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        with (
-            self._opened(parent, make=True) as handle,
-            os.fdopen(os.open(name, flags, mode, dir_fd=handle), "wb") as file,
-        ):
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with self._opened(parent, make=True) as handle:
+            descriptor = os.open(name, flags, 0o600, dir_fd=handle)
+        with os.fdopen(descriptor, "wb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
                 raise MpuError(f"{self.root / path}: not a regular file", "remove it")
+            if found.st_size == 0 and found.st_uid == os.geteuid():
+                os.fchmod(descriptor, self._mode & 0o666)
             file.seek(offset)
             file.write(data)
 
@@ -118,7 +133,8 @@ class Folder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._opened(parent, make=True) as handle:
             try:
-                with os.fdopen(os.open(fresh, flags, 0o640, dir_fd=handle), "wb") as file:
+                with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=handle), "wb") as file:
+                    os.fchmod(file.fileno(), self._mode & 0o666)
                     yield file
                     file.flush()
                     os.fsync(file.fileno())

@@ -52,7 +52,7 @@ def eval_(
         str | None,
         typer.Option(
             help="Measure the model that this OpenAI-compatible address serves, such as http://HOST:8000/v1, with the "
-            "tokenizer of MODEL. The key, if it needs one, is OPENAI_API_KEY.",
+            "tokenizer of MODEL. The key, if it needs one, is MPU_ENDPOINT_KEY.",
             metavar="URL",
             rich_help_panel=Scoring.PANEL,
         ),
@@ -109,7 +109,7 @@ def eval_(
     log = read_retain_log(measuring.retain_log) if measuring.retain_log else None
     chosen = benchmark_of(measuring, log, records)
 
-    from mpu_cli.evaluation.endpoint import endpoint_at
+    from mpu_cli.evaluation.endpoint import KEY, endpoint_at
     from mpu_cli.evaluation.evaluate import choose, evaluate
     from mpu_cli.models.loading import adapter_base
     from mpu_cli.models.source import open_model
@@ -125,7 +125,7 @@ def eval_(
     if base and not named:
         raise UsageError("--base: only an adapter has one")
     base = base or named
-    served = endpoint_at(endpoint, endpoint_model, os.environ.get("OPENAI_API_KEY")) if endpoint else None
+    served = endpoint_at(endpoint, endpoint_model, os.environ.get(KEY)) if endpoint else None
     with terminal() as observer:
         result = evaluate(
             open_model(base or model, links=False),

@@ -70,6 +70,7 @@ def unlearn(
 
     with terminal() as observer:
         from mpu_cli.cli.secrets import opened_copy
+        from mpu_cli.client.ledger import default_ledger_path
         from mpu_cli.client.tag import client_secret, default_secret_path
         from mpu_cli.client.unlearn import check_logging, check_options
         from mpu_cli.client.unlearn import unlearn as run_unlearn
@@ -83,7 +84,8 @@ def unlearn(
         with opened_copy(copy, identity, target) as source:
             result = run_unlearn(
                 open_model(source, links=False), data, unlearning, target=target, force=force, logging=logging,
-                reference_file=reference_file, secret=lambda: client_secret(default_secret_path()), observer=observer,
+                reference_file=reference_file, secret=lambda: client_secret(default_secret_path()),
+                ledger=default_ledger_path(), observer=observer,
             )  # fmt: skip
             answers = []
             if show and result.first:
@@ -109,9 +111,10 @@ def unlearn(
     for warning in result.warnings():
         warn(warning)
     if result.spent:
+        unit = unlearning.privacy.dp_unit or "record"
         note(
-            f"privacy: this delta protects each record with ε = {result.spent['epsilon']:.3g} at δ = "
-            f"{unlearning.privacy.dp_delta:g}; {_together(result.spent)}"
+            f"privacy: this delta protects each {unit} with ε = {result.spent['epsilon']:.3g} at δ = "
+            f"{unlearning.privacy.dp_delta:g}; {_together(result.spent, result.earlier)}"
         )
     show_answers(answers)
     emit(
@@ -132,12 +135,14 @@ def unlearn(
     )
 
 
-def _together(spent: Mapping[str, float]) -> str:
-    """What the deltas of all copies of a round spend together."""
-    copies = int(spent["copies"])
-    if copies == 1:
+def _together(spent: Mapping[str, float], earlier: int) -> str:
+    """What this delta spends together with those before it."""
+    if not earlier:
         return "each further delta of these records spends more"
-    return f"those of all {copies} copies of the round together: ε = {spent['epsilon_of_all_copies']:.3g}"
+    total = spent["epsilon_of_ledger"]
+    if math.isinf(total):
+        return f"with the {earlier} trainings before it, no bound holds: some had no --dp-epsilon"
+    return f"with the {earlier} trainings before it: ε = {total:.3g}"
 
 
 def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force: bool, as_json: bool) -> None:

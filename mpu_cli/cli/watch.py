@@ -37,6 +37,10 @@ def watch(
             min=1,
         ),
     ] = None,
+    copy_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds after which a copy is given up, and marked as failed.", metavar="SECONDS", min=1),
+    ] = 86_400.0,
     once: Annotated[bool, typer.Option("--once", help="Unlearn on what is there, and stop.")] = False,
 ) -> None:
     """Unlearn the --forget records on each copy that arrives in SPOOL, and leave its delta there.
@@ -67,6 +71,8 @@ def watch(
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
-        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas).watch(poll, once)
+        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas, copy_timeout).watch(
+            poll, once
+        )
     if not whole:
         raise MpuError("some copies have no delta", "see the warnings above; remove their .failed files to try again")

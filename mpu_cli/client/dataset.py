@@ -34,7 +34,7 @@ def read_dataset(options: Unlearning) -> Dataset:
     """
     records, columns = options.records, parse_columns(options.records.columns)
     return Dataset(
-        read_records(records.forget, records.data_dir, columns),
+        read_records(records.forget, records.data_dir, columns, options.privacy.dp_unit),
         _retain(options) if objective_of(options.algo, options.loss).constants.alpha else (),
         read_records(records.few_shot, records.data_dir, columns) if records.few_shot else (),
         _lines(records.alternates) if records.alternates else REFUSALS,
@@ -44,7 +44,8 @@ def read_dataset(options: Unlearning) -> Dataset:
 def _retain(options: Unlearning) -> list[Record]:
     retain, default = options.records.retain, Records().retain
     try:
-        return read_records(retain, options.records.data_dir, parse_columns(options.records.columns))
+        columns = parse_columns(options.records.columns)
+        return read_records(retain, options.records.data_dir, columns, options.privacy.dp_unit)
     except MpuError as error:
         if retain == default and not Path(retain).exists():
             raise MpuError(

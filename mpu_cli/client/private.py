@@ -1,28 +1,37 @@
 """Training with differential privacy for the client's records: DP-SGD (Abadi et al., 2016) with Opacus.
 
-The unit of protection is one record of the forget or the retain set. Each step samples every record independently
-(Poisson sampling), clips the gradient of each record's loss, and adds Gaussian noise. The delta reports the bound to
-the server; what was actually spent stays with the client, because it depends on the number of records.
+The unit of protection is one record of the forget or the retain set or, where records name one, everything of one
+person (``--dp-unit``). Each step samples every unit independently (Poisson sampling), clips the gradient of each unit's
+loss, and adds Gaussian noise. The delta reports the bound to the server; what was actually spent stays with the client,
+because it depends on the number of records.
+
+Noise and samples come from AES-256-CTR under a fresh 256-bit seed of the operating system (``mpu_cli.randomness``), on
+every device: torch's generators keep 32 or 64 bits of a seed, and whoever finds it takes the noise off.
 """
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.client.frozen import Reference
+from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed
 from mpu_cli.client.losses import Frozen, Objective, Part, score
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.training import ExampleSet, Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import Privacy, Training
+from mpu_cli.randomness import Randomness, Stream, new_seed, standard_normals
 from mpu_cli.records.encoding import IGNORED, Example, pad
 
-ACCOUNTANT = "rdp"
+AT_ONCE = 1 << 20  # weights that get their noise at once
+
+Place = tuple[str, int]  # an example: its set, and its number there
 
 
 def check_objective(algo: str, objective: Objective) -> None:
@@ -33,41 +42,48 @@ def check_objective(algo: str, objective: Objective) -> None:
         raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}", "use nll or kl")
 
 
-def train_privately(
-    model: PreTrainedModel,
-    sets: Mapping[str, ExampleSet],
-    objective: Objective,
-    training: Training,
-    privacy: Privacy,
-    *,
-    epochs: int,
-    on_step: Callable[[Losses, int], None],
-    noise_multiplier: float | None = None,
-    copies: int = 1,
-) -> dict[str, float]:
-    """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps, and
-    what ``copies`` such trainings spend together at the same delta: they compose as their steps one after the other.
+@dataclass(frozen=True)
+class Unit:
+    """What is protected as one: examples, and the probability that a step reads them."""
 
-    ``noise_multiplier`` overrides the one that meets ``privacy``. The generators of noise and samples are torch's,
-    seeded by the operating system, never from ``training.seed``: who knows the noise could take it off.
+    places: tuple[Place, ...]
+    rate: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A private training before it begins."""
+
+    units: Sequence[Unit]
+    mechanism: Mechanism
+
+
+def plan(
+    sets: Mapping[str, ExampleSet], names: Mapping[str, Sequence[str | None]], training: Training, privacy: Privacy, *,
+    epochs: int, noise_multiplier: float | None = None,
+) -> Plan:  # fmt: skip
+    """How often each unit is read, and the noise that meets ``privacy``.
+
+    ``names`` gives for each set the unit of each example, None for one of its own. Units with something to forget are
+    read ``epochs`` times on average. ``noise_multiplier`` overrides the one that is computed. Raises UsageError if no
+    noise is enough.
     """
-    try:
-        from opacus import GradSampleModule
-        from opacus.accountants import create_accountant
-        from opacus.accountants.utils import get_noise_multiplier
-        from opacus.optimizers import DPOptimizer
-    except ImportError as error:
-        raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
+    from opacus.accountants.utils import get_noise_multiplier
 
-    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
-    if any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()):
-        raise UsageError(
-            "--dp-epsilon: experts have no gradients for each record",
-            "use --lora-rank with --lora-targets that leave the experts out",
-        )
-    rates = {name: min(1.0, training.batch_size / len(data.examples)) for name, data in sets.items()}
-    rate = max(rates.values())
-    steps = epochs * -(-len(sets["forget"].examples) // training.batch_size)
+    members: dict[object, list[Place]] = {}
+    for name, data in sets.items():
+        for number in range(len(data.examples)):
+            unit = names[name][number] if name in names else None
+            members.setdefault((name, number) if unit is None else unit, []).append((name, number))
+    forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
+    others = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
+    units = [
+        Unit(tuple(places), min(1.0, training.batch_size / len(group)))
+        for group in (forgets, others)
+        for places in group
+    ]
+    rate = max(unit.rate for unit in units)
+    steps = epochs * -(-len(forgets) // training.batch_size)
     if noise_multiplier is None:
         try:
             noise_multiplier = get_noise_multiplier(
@@ -83,69 +99,154 @@ def train_privately(
                 f"this in {steps} steps",
                 "raise them, or use fewer --epochs",
             ) from error
-    generator = torch.Generator(model.device).manual_seed(secrets.randbits(63))
-    sampler = torch.Generator().manual_seed(secrets.randbits(63))
+    return Plan(units, Mechanism(noise_multiplier, rate, steps))
+
+
+def check_private(model: PreTrainedModel) -> None:
+    """Raises MpuError without Opacus, UsageError for weights that have no gradients for each record."""
+    try:
+        import opacus  # noqa: F401
+    except ImportError as error:
+        raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
+    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
+    if any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()):
+        raise UsageError(
+            "--dp-epsilon: experts have no gradients for each record",
+            "use --lora-rank with --lora-targets that leave the experts out",
+        )
+
+
+def train_privately(
+    model: PreTrainedModel,
+    sets: Mapping[str, ExampleSet],
+    objective: Objective,
+    training: Training,
+    privacy: Privacy,
+    planned: Plan,
+    *,
+    on_step: Callable[[Losses, int], None],
+    seed: bytes | None = None,
+) -> dict[str, float]:
+    """Train ``model`` in place; returns the budget spent: epsilon, delta, noise_multiplier, sample_rate, steps.
+
+    ``seed``, 32 bytes, is a new one unless a test gives it; it is never derived from ``training.seed``.
+    """
+    from opacus import GradSampleModule
+
+    randomness = Randomness(seed or new_seed())
+    sampler = randomness.stream("dp samples")
     model.train()
     # Embeddings have no differentiable input, and torch warns about that at every step.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     wrapped = GradSampleModule(model, loss_reduction="sum")
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": trained, "weight_decay": training.weight_decay}]
-    optimizer = DPOptimizer(
-        make_optimizer(training.optim, groups, training.lr, outside_layers(model)),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=privacy.dp_max_grad_norm,
-        expected_batch_size=training.batch_size,
-        loss_reduction="mean",
-        generator=generator,
-    )
-    accountant = create_accountant(ACCOUNTANT)
+    optimizer = _optimizer(model, trained, training, privacy, planned.mechanism, randomness)
     size = training.micro_batch_size or 2 * training.batch_size
-    for _ in range(steps):
-        units = [
-            (name, number)
-            for name, data in sets.items()
-            for number in torch.nonzero(torch.rand(len(data.examples), generator=sampler) < rates[name])[:, 0].tolist()
-        ]
-        parts = [units[start : start + size] for start in range(0, len(units), size)] or [[]]
+    for _ in range(planned.mechanism.steps):
+        parts = _parts(_sampled(planned.units, sampler), size) or [[]]
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            loss = _loss(wrapped, part, sets, objective, sums)
-            loss.backward()
+            _loss(wrapped, [place for unit in part for place in unit.places], sets, objective, sums).backward()
+            _add_within_units(trained, part)
             optimizer.step()
             optimizer.zero_grad()
-        accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
         means = {name: sum(values) / max(1, len(values)) for name, values in sums.items()}
         terms = means.get("forget_term", 0.0), means.get("retain_term")
         total = objective.constants.gamma * terms[0] + objective.constants.alpha * (terms[1] or 0.0)
-        on_step(Losses(total, *terms, means.get("forget", 0.0), means.get("retain")), steps)
+        losses = Losses(total, *terms, means.get("forget", 0.0), means.get("retain"))
+        on_step(losses, planned.mechanism.steps)
     wrapped.remove_hooks()
-    one = accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf")
-    accountant.history = [(noise_multiplier, rate, steps * copies)]
     return {
-        "epsilon": one,
-        "copies": copies,
-        "epsilon_of_all_copies": accountant.get_epsilon(privacy.dp_delta) if noise_multiplier else float("inf"),
+        "epsilon": composed([planned.mechanism], privacy.dp_delta),
         "delta": privacy.dp_delta,
-        "noise_multiplier": noise_multiplier,
+        "noise_multiplier": planned.mechanism.noise_multiplier,
         "max_grad_norm": privacy.dp_max_grad_norm,
-        "sample_rate": rate,
-        "steps": steps,
+        "sample_rate": planned.mechanism.sample_rate,
+        "steps": planned.mechanism.steps,
     }
+
+
+def _optimizer(
+    model: PreTrainedModel, trained: list[torch.nn.Parameter], training: Training, privacy: Privacy,
+    mechanism: Mechanism, randomness: Randomness,
+) -> Any:  # fmt: skip
+    """Opacus's optimiser, with noise from ``randomness``."""
+    from opacus.optimizers import DPOptimizer
+
+    class Optimizer(DPOptimizer):
+        steps_taken = 0
+
+        def add_noise(self) -> None:
+            std = self.noise_multiplier * self.max_grad_norm
+            for number, parameter in enumerate(self.params):
+                key = randomness.key("dp noise", self.steps_taken, number)
+                parameter.grad = with_noise(parameter.summed_grad, std, key).view_as(parameter)
+                parameter.summed_grad._processed = True  # as Opacus marks it
+            self.steps_taken += 1
+
+    groups = [{"params": trained, "weight_decay": training.weight_decay}]
+    return Optimizer(
+        make_optimizer(training.optim, groups, training.lr, outside_layers(model)),
+        noise_multiplier=mechanism.noise_multiplier,
+        max_grad_norm=privacy.dp_max_grad_norm,
+        expected_batch_size=training.batch_size,
+        loss_reduction="mean",
+    )
+
+
+def with_noise(x: torch.Tensor, std: float, key: bytes) -> torch.Tensor:
+    """``x`` plus N(0, std²), the normals of ``key`` in order. Drawn and added in float64, on the CPU."""
+    if not std:
+        return x
+    flat, noisy = x.reshape(-1), torch.empty_like(x).reshape(-1)
+    for start in range(0, len(flat), AT_ONCE):
+        stop = min(start + AT_ONCE, len(flat))
+        normals = standard_normals(key, start, stop, double=True)
+        noisy[start:stop] = (flat[start:stop].to("cpu", torch.float64) + std * normals).to(x.device, x.dtype)
+    return noisy.view(x.shape)
+
+
+def _sampled(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
+    """Each unit with its own probability, independently."""
+    return [unit for unit, draw in zip(units, sampler.uniform(len(units)).tolist(), strict=True) if draw < unit.rate]
+
+
+def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
+    """Units in parts of about ``size`` examples; none is divided, because its gradient is clipped as one."""
+    parts: list[list[Unit]] = []
+    held = size
+    for unit in units:
+        if held + len(unit.places) > size and (not parts or parts[-1]):
+            parts.append([])
+            held = 0
+        parts[-1].append(unit)
+        held += len(unit.places)
+    return parts
+
+
+def _add_within_units(trained: Sequence[torch.nn.Parameter], units: Sequence[Unit]) -> None:
+    """Gradients of single examples become those of units: (examples, …) to (units, …)."""
+    if all(len(unit.places) == 1 for unit in units):
+        return
+    sizes = torch.tensor([len(unit.places) for unit in units])
+    for parameter in trained:
+        rows: Any = parameter.grad_sample  # type: ignore[attr-defined]
+        numbers = torch.repeat_interleave(torch.arange(len(units)), sizes).to(rows.device)
+        parameter.grad_sample = rows.new_zeros(len(units), *rows.shape[1:]).index_add_(0, numbers, rows)  # type: ignore[attr-defined]
 
 
 def _loss(
     model: torch.nn.Module,
-    units: Sequence[tuple[str, int]],
+    places: Sequence[Place],
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     sums: dict[str, list[float]],
 ) -> torch.Tensor:
     """The sum of the individual records' losses, from one pass of the model over all of them."""
-    examples: list[Example] = [sets[name].examples[number] for name, number in units]
+    examples: list[Example] = [sets[name].examples[number] for name, number in places]
     batch = pad(examples or sets["forget"].examples[:1])
-    if not units:  # a step may sample no records, but must still add its noise
+    if not places:  # a step may sample no records, but must still add its noise
         batch["labels"].fill_(IGNORED)
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in batch.items()}
@@ -155,7 +256,7 @@ def _loss(
     ).logits
     loss = logits.sum() * 0.0
     constants = objective.constants
-    for i, (name, number) in enumerate(units):
+    for i, (name, number) in enumerate(places):
         scores = score(logits[i : i + 1], batch["labels"][i : i + 1])
         part = Part(scores, _frozen(sets[name].reference, number, device))
         forget = name == "forget"

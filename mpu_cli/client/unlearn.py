@@ -19,6 +19,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mpu_cli.boundary.files import private_umask
 from mpu_cli.checkpoint.dtypes import NAME, OPTION
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -28,10 +29,11 @@ from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, 
 from mpu_cli.client import lora
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.frozen import Reference, freeze, load_references, run, save_references
+from mpu_cli.client.ledger import Entry, Mechanism, composed, write_down
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.private import check_objective, train_privately
+from mpu_cli.client.private import check_objective, check_private, plan, train_privately
 from mpu_cli.client.processes import from_first
 from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import (
@@ -94,6 +96,7 @@ class Result:
     before: Measured | None = None
     after: Measured | None = None
     rounding: float = 0.0  # ‖Δ as written − Δ‖ / ‖Δ‖
+    earlier: int = 0  # trainings in the ledger before this one
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the training, and what to change; empty if nothing is."""
@@ -127,6 +130,8 @@ def check_options(options: Unlearning) -> Objective:
     check_training(options.training, options.prompts.date)
     if options.lora.lora_rank is None and options.lora != Lora():
         raise UsageError("--lora-alpha and --lora-targets need --lora-rank")
+    if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
+        raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
     if options.privacy.dp_epsilon is not None:
         check_objective(options.algo, objective)
         if options.training.warmup_steps or options.training.gradient_checkpointing:
@@ -196,13 +201,15 @@ def unlearn(
     logging: Logging = NO_LOGGING,
     reference_file: Path | None = None,
     secret: Callable[[], bytes] | None = None,
+    ledger: Path | None = None,
     observer: Observer = SILENT,
 ) -> Result:
     """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
     ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
-    from which the server sees whether copies were trained alike. Under ``accelerate launch`` every process calls this,
+    from which the server sees whether copies were trained alike. Trainings on copies are written down in ``ledger``
+    before they begin. Under ``accelerate launch`` every process calls this,
     and the first writes.
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
@@ -238,7 +245,7 @@ def unlearn(
         )
     read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
     state.wait_for_everyone()  # all look for the reference file before the first one writes it
-    with memory_in_mind(ADVICE), seeded(options.training), as_wide_as(dtype), ExitStack() as stack:
+    with private_umask(), memory_in_mind(ADVICE), seeded(options.training), as_wide_as(dtype), ExitStack() as stack:
         # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
         model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
@@ -286,13 +293,23 @@ def unlearn(
             kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
             observer.advance(epochs_of(options) / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
 
-        spent = None
+        planned = None
         if options.privacy.dp_epsilon is not None:
+            check_private(model)
+            units = {"forget": [r.unit for r in data.forget], "retain": [r.unit for r in data.retain]}
+            planned = plan(sets, units, options.training, options.privacy, epochs=epochs_of(options))
+        earlier: Sequence[Entry] = ()
+        if ledger and manifest and first:
+            mechanism = planned.mechanism if planned else None
+            entry = _entry(manifest, options, tokens, data, before, mechanism)
+            privacy = options.privacy
+            earlier = write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
+        spent = None
+        if planned:
             trained: torch.nn.Module = model
-            spent = train_privately(
-                model, sets, objective, options.training, options.privacy, epochs=epochs_of(options), on_step=record,
-                copies=manifest.copies if manifest else 1,
-            )  # fmt: skip
+            spent = train_privately(model, sets, objective, options.training, options.privacy, planned, on_step=record)
+            together = [*(each.mechanism for each in earlier), planned.mechanism]
+            spent["epsilon_of_ledger"] = composed(together, options.privacy.dp_delta)
         else:
             trained = train(
                 model, steps, sets, objective, options.training, logging=logging, checkpoints=checkpoints,
@@ -314,7 +331,7 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, losses, norm, first, spent, before, after, lost)
+    return Result(target, losses, norm, first, spent, before, after, lost, len(earlier))
 
 
 @torch.no_grad()
@@ -469,6 +486,19 @@ def deciding(options: Unlearning) -> dict[str, object]:
         left_out |= declared(Privacy).keys()
     known = declared(Unlearning)
     return {name: value for name, value in values.items() if known[name].affects_result and name not in left_out}
+
+
+def _entry(
+    manifest: CopyManifest, options: Unlearning, tokens: str, data: Dataset, before: Measured | None,
+    mechanism: Mechanism | None,
+) -> Entry:  # fmt: skip
+    """What the ledger keeps of a training."""
+    facts = json.dumps([manifest.copy_id, tokens, deciding(options)], sort_keys=True, default=str)
+    return Entry(
+        hashlib.sha256(facts.encode()).hexdigest(), manifest.run, manifest.round, manifest.copy, manifest.copy_id,
+        options.algo, len(data.forget) + len(data.retain), before.forget if before else None,
+        before.retain if before else None, mechanism,
+    )  # fmt: skip
 
 
 def _tag(

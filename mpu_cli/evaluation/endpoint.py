@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,12 +28,17 @@ from mpu_cli.evaluation.scoring import TokenScores
 # Metrics that need whole distributions, gradients or a second model.
 BEYOND = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
 SECONDS = 600.0  # for one request
+KEY = "MPU_ENDPOINT_KEY"  # the environment variable with the endpoint's key
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LONGEST_TOKEN = 64  # characters of an answer for each of its tokens
+REPLY_EACH = 1 << 20  # bytes that a reply may have for each prompt, and as much again for the rest
 NO_TOKEN = -1  # in place of the likeliest token, which comes as text only, where it is not the right one
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The model ``name`` at ``url``, such as http://127.0.0.1:8000/v1; ``key`` is sent as a bearer token."""
+    """The model ``name`` at ``url``, such as http://127.0.0.1:8000/v1; ``key`` is sent as a bearer token, over https or
+    to this machine only."""
 
     url: str
     name: str
@@ -72,10 +80,11 @@ class Endpoint:
         """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""
         answers = []
         for batch in _batches(items, batch_size):
+            longest = LONGEST_TOKEN * limit
             asked: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
             choices = self._complete([list(item.prompt) for item in batch], asked)
             answers += [
-                texts_of(tokenizer, item, str(choice.get("text", "")), stops)
+                texts_of(tokenizer, item, str(choice.get("text", ""))[:longest], stops)
                 for item, choice in zip(batch, choices, strict=True)
             ]
             advance(len(batch))
@@ -84,17 +93,20 @@ class Endpoint:
     def _complete(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[dict[str, Any]]:
         body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **asked}
         try:
-            choices = sorted(_ask(self.url, "completions", self.key, body)["choices"], key=lambda c: c.get("index", 0))
-        except (KeyError, TypeError, AttributeError) as error:
+            reply = _ask(self.url, "completions", self.key, body, REPLY_EACH * (1 + len(prompts)))
+            choices = sorted(reply["choices"], key=lambda choice: int(choice.get("index", 0)))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise MpuError(f"{self.url}: the reply is not a completion", "check --endpoint") from error
         if len(choices) != len(prompts):
             raise MpuError(f"{self.url}: {len(choices)} replies to {len(prompts)} prompts")
         return choices
 
     def _scores(self, item: Item, choice: dict[str, Any]) -> TokenScores:
-        told = choice.get("logprobs") or {}
-        values, tops = told.get("token_logprobs"), told.get("top_logprobs")
-        if not isinstance(values, list) or not isinstance(tops, list) or len(values) < len(item.ids):
+        told = choice.get("logprobs")
+        values, tops = (
+            (told.get("token_logprobs"), told.get("top_logprobs")) if isinstance(told, dict) else (None, None)
+        )
+        if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
             raise MpuError(
                 f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",
                 "use a server that does, such as vLLM, or choose --metrics that only need answers",
@@ -102,7 +114,7 @@ class Endpoint:
         labelled = range(item.start, len(item.ids))
         try:
             log_probs = torch.tensor([float(values[i]) for i in labelled], dtype=torch.float64)
-            best = torch.tensor([max(tops[i].values()) for i in labelled], dtype=torch.float64)
+            best = torch.tensor([max(map(float, tops[i].values())) for i in labelled], dtype=torch.float64)
         except (TypeError, ValueError, AttributeError) as error:
             raise MpuError(f"{item.place}: the server's log-probabilities cannot be read") from error
         if not all(map(math.isfinite, log_probs.tolist())):
@@ -116,30 +128,72 @@ def endpoint_at(url: str, name: str | None, key: str | None) -> Endpoint:
     if name is None:
         try:
             name = str(_ask(url, "models", key)["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise MpuError(f"{url}: lists no model", "check --endpoint, or give --endpoint-model") from error
     return Endpoint(url, name, key)
 
 
-def _ask(url: str, what: str, key: str | None, body: object = None) -> Any:
-    """The JSON document that the server returns. Raises MpuError if it cannot be reached, refuses or returns none."""
-    address = f"{url.rstrip('/')}/{what}"
-    if not address.startswith(("http://", "https://")):
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would carry the records, and the key, to an address that nobody named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def check_key(url: str, key: str | None) -> None:
+    """Raises MpuError if the address is none, or the key would cross a network in the clear."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        host = None
+    if not host or parts.scheme not in ("http", "https"):
         raise MpuError(f"{url}: not the address of an endpoint", "it looks like http://HOST:8000/v1")
+    if key and parts.scheme == "http" and host not in LOOPBACK:
+        raise MpuError(f"{url}: {KEY} is not sent over http, where others could read it", "use https, or unset it")
+
+
+def _ask(url: str, what: str, key: str | None, body: object = None, most: int = REPLY_EACH) -> Any:
+    """The JSON document that the server returns, of at most ``most`` bytes; redirects are not followed.
+
+    Raises MpuError if it cannot be reached, refuses or returns none.
+    """
+    address = f"{url.rstrip('/')}/{what}"
+    check_key(url, key)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(address, data, headers), timeout=SECONDS) as reply:
-            return json.load(reply)
+        with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=SECONDS) as reply:
+            text = _read(reply, most)
     except HTTPError as error:
+        if 300 <= error.code < 400:
+            raise MpuError(
+                f"{address}: redirects to {str(error.headers.get('Location'))[:200]!r}, which is not followed",
+                "name that address if you trust it",
+            ) from error
         told = " ".join(error.read(1000).decode(errors="replace").split())[:200]
         raise MpuError(f"{address}: the server refused ({error.code}: {told})") from error
-    except OSError as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise MpuError(
             f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"
         ) from error
-    except ValueError as error:
+    if len(text) > most:
+        raise MpuError(f"{address}: the reply is longer than {most:,} bytes")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise MpuError(f"{address}: the reply is not JSON", "check --endpoint") from error
+
+
+def _read(reply: Any, most: int) -> bytes:
+    """The body, up to a byte more than ``most``. OSError if it takes longer than SECONDS in all."""
+    ends = time.monotonic() + SECONDS
+    text = bytearray()
+    while len(text) <= most and (piece := reply.read1(min(1 << 16, most + 1 - len(text)))):
+        text += piece
+        if time.monotonic() > ends:
+            raise OSError(f"no complete reply within {SECONDS:.0f} s")
+    return bytes(text)
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

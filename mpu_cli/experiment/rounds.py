@@ -47,6 +47,7 @@ from mpu_cli.options.declare import check_ranges, declared, flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.randomness import new_seed, seed_from_number
 from mpu_cli.records.reading import Record
 from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.sealing import make_identity, read_identities
@@ -56,7 +57,6 @@ from mpu_cli.server.keys import BaseIdentity, Keys, seal, unseal
 from mpu_cli.server.noise import ZERO_SUM, Scheme, scheme_of
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import CopySurvival, Published, Target, publish
-from mpu_cli.server.randomness import new_seed, seed_from_number
 from mpu_cli.version import __version__
 
 

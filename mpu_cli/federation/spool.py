@@ -6,23 +6,34 @@
     SPOOL/arriving/RUN/round_R/copy_K/         what the courier has of a copy so far
 
 The courier runs code that the model's owner may have sent, so it sees this folder only. Records, logs, checkpoints and
-reference files are elsewhere. Names that arrive from outside are checked before they become paths.
+reference files are elsewhere. Neither side trusts what the other left here: names are checked before they become paths,
+paths are walked from one handle without following links, and copies are taken out before anything reads them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
-COPY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/round_[0-9]+/copy_[0-9]+")
-FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+from mpu_cli.boundary.files import BLOCK, copy_bounded, private_folder, random_name
+from mpu_cli.boundary.folder import Folder
+from mpu_cli.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import MANIFEST_NAME
+from mpu_cli.models.source import SIDE_FILES
+
+COPY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}/round_[0-9]{1,6}/copy_[0-9]{1,6}")
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,199})?")
+SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+OF_A_COPY = frozenset({WEIGHTS_NAME, INDEX_NAME, MANIFEST_NAME, "config.json", *SIDE_FILES})
 DELTA, FAILED = ".safetensors", ".failed"
-BLOCK = 1 << 20  # bytes read at once for a digest
+SPARE = 1 << 30  # bytes of the disk that a copy may not fill
 
 Sizes = dict[str, int]
 
@@ -33,97 +44,192 @@ class Spool:
 
     root: Path
 
+    @cached_property
+    def _folder(self) -> Folder:
+        self.root.mkdir(parents=True, exist_ok=True)
+        return Folder(self.root)
+
     def arriving(self, copy: str) -> Path:
-        return self.root / "arriving" / checked(copy, COPY)
+        return self.root / _arriving(copy)
 
     def arrived(self, copy: str) -> Path:
-        return self.root / "in" / checked(copy, COPY)
+        return self.root / _arrived(copy)
 
     def delta(self, copy: str) -> Path:
-        return self.root / "out" / (checked(copy, COPY) + DELTA)
+        return self.root / _delta(copy)
 
     def failed(self, copy: str) -> Path:
-        return self.root / "out" / (checked(copy, COPY) + FAILED)
+        return self.root / _failed(copy)
+
+    def prepare(self) -> None:
+        """Make the folders that both sides use. Raises MpuError if something else has their names."""
+        for name in ("in", "out"):
+            try:
+                self._folder.make(name)
+            except OSError as error:
+                raise MpuError(f"{self.root / name}: {error.strerror}", "remove it") from error
 
     def copies(self) -> Iterator[str]:
-        """Copies that have arrived, in order."""
-        inbox = self.root / "in"
-        found = sorted(inbox.glob("*/round_*/copy_*"), key=lambda path: [*map(_natural, path.parts)])
-        for path in found:
-            name = path.relative_to(inbox).as_posix()
-            if COPY.fullmatch(name) and path.is_dir():
+        """Copies that have arrived, in order. Entries with other names, and those that are not folders, are passed."""
+        names = [
+            f"{run}/{round_}/{copy}"
+            for run in self._folder.names("in")
+            for round_ in self._folder.names(f"in/{run}")
+            for copy in self._folder.names(f"in/{run}/{round_}")
+        ]
+        named = [name for name in names if is_name(name, COPY)]
+        for name in sorted(named, key=_natural):
+            if self._folder.kind(f"in/{name}") == "folder":
                 yield name
 
     def state(self, copy: str) -> str:
         """ "arriving", "waiting" for its delta, "done" or "failed"."""
-        if self.delta(copy).exists():
+        delta, failed, arrived = _delta(copy), _failed(copy), _arrived(copy)
+        if self._folder.kind(delta) in ("file", "folder"):
             return "done"
-        if self.failed(copy).exists():
+        if self._folder.kind(failed) == "file":
             return "failed"
-        return "waiting" if self.arrived(copy).exists() else "arriving"
+        return "waiting" if self._folder.kind(arrived) == "folder" else "arriving"
 
     def held(self, copy: str) -> Sizes:
         """Bytes that are here of each file of a copy that is arriving."""
-        folder = self.arriving(copy)
-        return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
+        folder = _arriving(copy)
+        files = [name for name in self._folder.names(folder) if self._folder.kind(f"{folder}/{name}") == "file"]
+        return {name: self._folder.size(f"{folder}/{name}") for name in files}
 
     def put(self, copy: str, name: str, offset: int, data: bytes) -> None:
         """Write a piece where it belongs; the same piece may come again."""
-        path = self.arriving(copy) / checked(name, FILE)
-        if self.arrived(copy).exists() or "/" in name:
+        path = f"{_arriving(copy)}/{checked(name, FILE)}"
+        if "/" in name or self._folder.kind(_arrived(copy)) is not None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if offset > (path.stat().st_size if path.exists() else 0):
+        if not 0 <= offset <= self._folder.size(path):
             return  # a piece before it is missing: the sender asks what is held
-        with path.open("r+b" if path.exists() else "wb") as file:
-            file.seek(offset)
-            file.write(data)
+        self._folder.write_at(path, offset, data)
 
     def complete(self, copy: str, digests: Mapping[str, str]) -> list[str]:
         """Move a copy to where ``mpu watch`` finds it. Returns the files that are not those of ``digests``: they are
         removed, and have to come again."""
-        folder, target = self.arriving(copy), self.arrived(copy)
-        if target.exists():
+        folder, target = _arriving(copy), _arrived(copy)
+        if self._folder.kind(target) is not None:
             return []
-        wrong = [name for name in digests if digest_of(folder / checked(name, FILE)) != digests[name]]
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.name in wrong or path.name not in digests:
-                path.unlink()
+        wrong = [name for name in digests if self._digest(f"{folder}/{checked(name, FILE)}") != digests[name]]
+        for name in self._folder.names(folder):
+            if name in wrong or name not in digests:
+                self._folder.remove(f"{folder}/{name}")
         if not wrong:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder, target)
+            self._folder.move(folder, target)
         return wrong
+
+    def take(self, copy: str, target: Path) -> Path:
+        """Copy what has arrived into the new private folder ``target``: from then on, nobody can change it.
+
+        Only regular files with names that copies have. Raises MpuError for anything else under such a name, and if
+        there is not enough room.
+        """
+        folder = _arrived(copy)
+        private_folder(target)
+        room = shutil.disk_usage(target).free - SPARE
+        for name in self._folder.names(folder):
+            if name not in OF_A_COPY and not SHARD.fullmatch(name):
+                continue
+            size = self._folder.size(f"{folder}/{name}")
+            if size > room:
+                raise MpuError(f"{copy}: {name} has {size:,} bytes, and {max(0, room):,} are free", "make room")
+            with self._folder.open(f"{folder}/{name}") as file:
+                room -= copy_bounded(file, target / name, room)
+        return target
+
+    def hand_over(self, copy: str, delta: Path) -> Path:
+        """Copy a finished delta to where the courier finds it, in one step, in place of whatever has its name."""
+        target = _delta(copy)
+        kind = self._folder.kind(target)
+        if kind == "folder" or (kind == "file" and delta.is_dir()):
+            self._folder.remove(target)
+        if not delta.is_dir():
+            with delta.open("rb") as source, self._folder.create(target) as file:
+                shutil.copyfileobj(source, file, BLOCK)
+            return self.root / target
+        parent, _, name = target.rpartition("/")
+        fresh = f"{parent}/{random_name(name)}"
+        try:
+            for path in files_of(delta):
+                with path.open("rb") as source, self._folder.create(f"{fresh}/{path.name}") as file:
+                    shutil.copyfileobj(source, file, BLOCK)
+            if kind == "other":
+                self._folder.remove(target)
+            self._folder.move(fresh, target)
+        except BaseException:
+            self._folder.remove(fresh)
+            raise
+        return self.root / target
+
+    def fail(self, copy: str) -> None:
+        """Leave the mark of a failure, which says nothing else."""
+        if self._folder.kind(_failed(copy)) == "folder":
+            self._folder.remove(_failed(copy))
+        with self._folder.create(_failed(copy)):
+            pass
 
     def made(self, copy: str) -> dict[str, str]:
         """The files of a delta, relative to its parent, and their digests."""
-        return {
-            path.relative_to(self.delta(copy).parent).as_posix(): digest_of(path) for path in files_of(self.delta(copy))
-        }
+        return {name: self._digest(f"{_delta(copy).rpartition('/')[0]}/{name}") for name in self._files_of_delta(copy)}
 
     def read(self, copy: str, name: str, offset: int, count: int) -> bytes:
         """A piece of one of the files that ``made`` names."""
-        path = self.delta(copy).parent / checked(name, FILE)
-        if path not in files_of(self.delta(copy)):
+        if checked(name, FILE) not in self._files_of_delta(copy):
             raise ValueError(f"not a file of the delta of {copy}: {name}")
-        with path.open("rb") as file:
+        with self._folder.open(f"{_delta(copy).rpartition('/')[0]}/{name}") as file:
             file.seek(offset)
             return file.read(count)
 
     def again(self, copy: str) -> None:
         """Have the delta made anew."""
-        _remove(self.delta(copy))
-        self.failed(copy).unlink(missing_ok=True)
+        for path in (_delta(copy), _failed(copy)):
+            self._folder.remove(path)
 
     def forget(self, copy: str) -> None:
         """Remove a copy and its delta: the round is over."""
-        for path in (self.arriving(copy), self.arrived(copy), self.delta(copy)):
-            _remove(path)
+        for path in (_arriving(copy), _arrived(copy), _delta(copy)):
+            self._folder.remove(path)
+
+    def _files_of_delta(self, copy: str) -> list[str]:
+        name = _delta(copy).rpartition("/")[2]
+        kind = self._folder.kind(_delta(copy))
+        inside = [f"{name}/{each}" for each in self._folder.names(_delta(copy))] if kind == "folder" else []
+        return [name] if kind == "file" else [each for each in inside if is_name(each, FILE)]
+
+    def _digest(self, path: str) -> str:
+        if self._folder.kind(path) != "file":
+            return ""
+        with self._folder.open(path) as file:
+            return _digest(file)
+
+
+def _arriving(copy: str) -> str:
+    return f"arriving/{checked(copy, COPY)}"
+
+
+def _arrived(copy: str) -> str:
+    return f"in/{checked(copy, COPY)}"
+
+
+def _delta(copy: str) -> str:
+    return f"out/{checked(copy, COPY)}{DELTA}"
+
+
+def _failed(copy: str) -> str:
+    return f"out/{checked(copy, COPY)}{FAILED}"
+
+
+def is_name(name: object, pattern: re.Pattern[str]) -> bool:
+    """Whether ``name`` has the form of a name here, which none that leads elsewhere has."""
+    return isinstance(name, str) and bool(pattern.fullmatch(name)) and ".." not in name
 
 
 def checked(name: str, pattern: re.Pattern[str]) -> str:
-    """``name``; ValueError unless it has the form of a name here, which none that leads elsewhere has."""
-    if not pattern.fullmatch(name) or ".." in name:
-        raise ValueError(f"not a name that can be used here: {name[:80]!r}")
+    """``name``; ValueError unless it has the form of a name here."""
+    if not is_name(name, pattern):
+        raise ValueError(f"not a name that can be used here: {str(name)[:80]!r}")
     return name
 
 
@@ -136,21 +242,18 @@ def digest_of(path: Path) -> str:
     """SHA-256 in hexadecimal; empty if there is no such file."""
     if not path.is_file():
         return ""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+        return _digest(file)
+
+
+def _digest(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(BLOCK):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _natural(part: str) -> tuple[str, int]:
+def _natural(name: str) -> tuple[str, int, int]:
     """round_2 before round_10."""
-    name, _, number = part.rpartition("_")
-    return (name, int(number)) if number.isdigit() else (part, 0)
+    run, round_, copy = name.split("/")
+    return run, int(round_.rpartition("_")[2]), int(copy.rpartition("_")[2])

@@ -157,13 +157,22 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """DP-SGD on the records; off unless ε is given. One delta spends (ε, δ)."""
+    """DP-SGD on the records; off unless ε is given. One delta spends (ε, δ); the ledger composes them."""
 
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
     dp_epsilon: float | None = option(None, "ε of per-record differential privacy, for one delta.", above=0)
     dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=1)
     dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
+    dp_unit: str | None = option(
+        None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"
+    )
+    dp_budget: float | None = option(
+        None,
+        "Refuse a training after which all that were ever made with your ledger would spend more than this ε.",
+        above=0,
+        affects_result=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

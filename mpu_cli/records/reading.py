@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpu_cli.errors import MpuError, UsageError
@@ -30,12 +30,13 @@ DELIMITERS = ",;\t|"
 @dataclass(frozen=True)
 class Record:
     """Turns that lead to an answer or, without any turns, a text. ``alternate`` is an alternative answer (for DPO);
-    ``place`` is where the record was read from, for messages."""
+    ``place`` is where the record was read from, for messages; ``unit`` is whose record it is, if a field says so."""
 
     turns: tuple[Turn, ...]
     answer: str
     place: str
     alternate: str | None = None
+    unit: str | None = None
 
     @property
     def question(self) -> str:
@@ -60,17 +61,24 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def read_records(
-    source: str | Path, data_dir: Path | None = None, columns: Mapping[str, str] | None = None
+    source: str | Path,
+    data_dir: Path | None = None,
+    columns: Mapping[str, str] | None = None,
+    unit: str | None = None,
 ) -> list[Record]:
     """The records of ``source``.
 
     A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text;
     ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
     ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
-    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's. Raises MpuError
-    if a row is not a record, naming its place, or if there are no records.
+    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's; ``unit`` names
+    the field that says whose record it is. Raises MpuError if a row is not a record, naming its place, or if there are
+    no records.
     """
-    return [parse_record(row, place) for place, row in source_rows(source, data_dir, columns)]
+    rows = source_rows(source, data_dir, columns)
+    if unit is None:
+        return [parse_record(row, place) for place, row in rows]
+    return [replace(parse_record(row, place), unit=_unit(row, unit, place)) for place, row in rows]
 
 
 def source_rows(
@@ -265,6 +273,13 @@ def _from_sharegpt(messages: object) -> object:
         else message
         for message in messages
     ]
+
+
+def _unit(row: object, field: str, place: str) -> str:
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, str | int) or value == "":
+        raise MpuError(f"{place}: no {field!r}, which --dp-unit names")
+    return str(value)
 
 
 def _text(row: dict, name: str, place: str) -> str:

@@ -19,8 +19,8 @@ import math
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Calibration as CalibrationOptions
+from mpu_cli.randomness import DOUBLE_REACH
 from mpu_cli.server.keys import Calibration
-from mpu_cli.server.randomness import DOUBLE_REACH
 
 ADVERSARIES = {
     "one-copy": "a client that sees one copy of a round and does not pool it with others",

@@ -12,7 +12,7 @@ from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.server.randomness import Randomness, Stream
+from mpu_cli.randomness import Randomness, Stream
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies
-from mpu_cli.server.randomness import Randomness, standard_normals
+from mpu_cli.randomness import Randomness, standard_normals
 
 EXTRAPOLATE, ZERO_SUM = "extrapolate", "zero-sum"
 SCHEMES = (EXTRAPOLATE, ZERO_SUM)

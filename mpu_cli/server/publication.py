@@ -14,10 +14,10 @@ from mpu_cli.errors import UsageError
 from mpu_cli.manifest import CopyManifest
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
+from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.server.calibration import calibrate
 from mpu_cli.server.keys import Calibration, Keys
 from mpu_cli.server.noise import EXTRAPOLATE, RANDOM, Scheme, default_scheme, scheme_of
-from mpu_cli.server.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.symmetry.transform import Transform
 
 

@@ -18,10 +18,10 @@ from mpu_cli.errors import MpuError
 from mpu_cli.manifest import LEFT, RIGHT, as_metadata, delta_facts
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.randomness import Randomness
 from mpu_cli.server.deltas import Delta, check_finite, check_tensors
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.publication import make_transform
-from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 

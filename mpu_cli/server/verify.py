@@ -16,10 +16,10 @@ from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.randomness import Randomness
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.publication import make_transform
-from mpu_cli.server.randomness import Randomness
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 TOKENS = (2, 64)  # batch and length of the random tokens on which logits are compared

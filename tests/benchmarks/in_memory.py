@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.models.source import open_model
+from mpu_cli.randomness import Randomness, new_seed
 from mpu_cli.server.noise import default_alphas
 from mpu_cli.server.publication import make_transform
-from mpu_cli.server.randomness import Randomness, new_seed
 
 KAPPA = 0.01
 

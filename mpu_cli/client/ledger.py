@@ -1,0 +1,125 @@
+"""The client's own record of every training on a copy, and what all of them together spend of its records' privacy.
+
+    CONFIG/mpu/ledger.jsonl    a line for each training, mode 0600
+
+What a server says of its copies and rounds bounds nothing: it can publish as often as it likes. So budgets are composed
+over what this file holds, and a training is written down before it begins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mpu_cli.boundary.files import PRIVATE_FILE, private_folder
+from mpu_cli.errors import MpuError
+from mpu_cli.resumption import append_line, read_lines
+from mpu_cli.sealing import default_identity_path
+
+ACCOUNTANT = "rdp"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One training. ``identity`` is the same for one that was interrupted and resumed; ``forget`` and ``retain`` are
+    the copy's losses per answer token before it."""
+
+    identity: str
+    run: str
+    round: int
+    copy: int
+    copy_id: str
+    algorithm: str
+    records: int
+    forget: float | None = None
+    retain: float | None = None
+    mechanism: Mechanism | None = None
+
+
+def default_ledger_path() -> Path:
+    """``mpu/ledger.jsonl`` in the user's configuration directory."""
+    return default_identity_path().with_name("ledger.jsonl")
+
+
+def composed(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
+    """ε at ``delta`` of all ``mechanisms`` one after the other; infinite if one is None, a training without noise."""
+    from opacus.accountants import create_accountant
+
+    if any(each is None or not each.noise_multiplier for each in mechanisms):
+        return math.inf
+    accountant = create_accountant(ACCOUNTANT)
+    accountant.history = [(each.noise_multiplier, each.sample_rate, each.steps) for each in mechanisms if each]
+    return accountant.get_epsilon(delta)
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """The trainings so far. Raises MpuError if the file is damaged."""
+    hint = "what it lost cannot be counted: put a backup in its place"
+    entries = []
+    for line in read_lines(path, hint):
+        values = {name: value for name, value in line.items() if name != "time"}
+        mechanism = values.pop("mechanism", None)
+        try:
+            entries.append(Entry(**values, mechanism=Mechanism(**mechanism) if mechanism else None))
+        except TypeError as error:
+            raise MpuError(f"{path}: damaged ({error})", hint) from error
+    return entries
+
+
+def write_down(path: Path, entry: Entry, *, delta: float, budget: float | None) -> Sequence[Entry]:
+    """Add a training that is about to begin; returns those before it. One that is resumed is not added again.
+
+    Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``.
+    """
+    with _alone(path):
+        before = read_ledger(path)
+        if entry.mechanism is None and any(each.identity == entry.identity for each in before):
+            return [each for each in before if each.identity != entry.identity]
+        if budget is not None:
+            spent = composed([*(each.mechanism for each in before), entry.mechanism], delta)
+            if spent > budget:
+                raise MpuError(
+                    f"--dp-budget {budget:g}: with this training, the {len(before) + 1} in {path} would spend "
+                    f"ε = {spent:.3g}" + (" (some had no --dp-epsilon)" if math.isinf(spent) else ""),
+                    "nothing was trained; raise the budget only if you accept what that says of your records",
+                )
+        append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(entry)})
+        return before
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from reading the ledger between this one's reading and writing."""
+    if not path.parent.exists():
+        private_folder(path.parent)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+    try:
+        os.fchmod(handle, PRIVATE_FILE)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def summary(entries: Sequence[Entry]) -> Mapping[str, object]:
+    """What a ledger holds, for people."""
+    private = sum(each.mechanism is not None for each in entries)
+    return {
+        "trainings": len(entries), "with --dp-epsilon": private, "without": len(entries) - private,
+        "runs": len({each.run for each in entries}), "copies": len({each.copy_id for each in entries}),
+    }  # fmt: skip
