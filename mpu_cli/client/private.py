@@ -77,11 +77,8 @@ def plan(
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
     forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
     others = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
-    units = [
-        Unit(tuple(places), min(1.0, training.batch_size / len(group)))
-        for group in (forgets, others)
-        for places in group
-    ]
+    rates = {id(group): min(1.0, training.batch_size / max(1, len(group))) for group in (forgets, others)}
+    units = [Unit(tuple(places), rates[id(group)]) for group in (forgets, others) for places in group]
     rate = max(unit.rate for unit in units)
     steps = epochs * -(-len(forgets) // training.batch_size)
     if noise_multiplier is None:

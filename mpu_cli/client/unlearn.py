@@ -249,7 +249,7 @@ def unlearn(
         # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
         model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
-        names = _names_in_files(model, copy.checkpoint)
+        names = _names_in_files(model, copy.checkpoint, options.train_embeddings)
         low_rank = options.lora.lora_rank is not None
         specs = _delta_specs(names, model, options)
         if first:
@@ -521,19 +521,21 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
 
 
-def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
-    """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen.
+def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: bool) -> Names:
+    """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen; without
+    ``embeddings``, those of tokens and positions are, too.
 
     Raises MpuError if the files lack one or hold it in another shape.
     """
     names = {}
+    frozen = set() if embeddings else {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for name, parameter in model.named_parameters():
         pieces = pieces_in_files(name, parameter.shape, set(checkpoint.tensors), model)
         if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):
             raise MpuError(
                 f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
             )
-        if is_trained(pieces[0], model):
+        if is_trained(pieces[0], model) and id(parameter) not in frozen:
             names[name] = pieces
         else:
             parameter.requires_grad_(False)
@@ -543,7 +545,7 @@ def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint) -> Names:
 def delta_specs(copy: Model, options: Unlearning) -> TensorSpecs:
     """The tensors that a delta of ``copy``, trained in float32, will hold; no weight is read."""
     model = skeleton(copy)
-    names = _names_in_files(model, copy.checkpoint)
+    names = _names_in_files(model, copy.checkpoint, options.train_embeddings)
     return _delta_specs(names, model, options)
 
 

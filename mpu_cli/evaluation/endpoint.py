@@ -103,9 +103,7 @@ class Endpoint:
 
     def _scores(self, item: Item, choice: dict[str, Any]) -> TokenScores:
         told = choice.get("logprobs")
-        values, tops = (
-            (told.get("token_logprobs"), told.get("top_logprobs")) if isinstance(told, dict) else (None, None)
-        )
+        values, tops = map(told.get, ("token_logprobs", "top_logprobs")) if isinstance(told, dict) else (None, None)
         if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
             raise MpuError(
                 f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",

@@ -186,6 +186,11 @@ class Unlearning:
     delta_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Write the delta in this dtype (default: float32, or float64 if trained in it): half the traffic."
     )
+    train_embeddings: bool = option(
+        False,
+        "Train embeddings of tokens and learned positions, too, as the paper does. The rows that then move in the "
+        "delta list the tokens of your records.",
+    )
     records: Records = group(Records)
     prompts: Prompts = group(Prompts)
     loss: Loss = group(Loss)

@@ -89,11 +89,11 @@ class Undoing:
         return [tensor.name if t is None else t.name(tensor) for t in self._transforms]
 
     def changes(self, tensor: TensorLayout) -> list[Change | None]:
-        """Each delta's change to ``tensor``; None if it has none (a tensor that LoRA did not adapt)."""
+        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained)."""
         changes: list[Change | None] = []
         for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
             held = delta.checkpoint
-            if delta.manifest.kind == "full":
+            if name in held.tensors:
                 changes.append(Full(mapping, as_matrix(held.tensor(name))))
             elif name + LEFT in held.tensors:
                 factors = (held.tensor(name + end) for end in (LEFT, RIGHT))
