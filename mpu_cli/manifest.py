@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from mpu_cli.errors import MpuError
 VERSION = 2
 READABLE = (1, 2)  # version 1 recorded neither a copy's symmetries nor how a delta was trained
 KINDS = ("full", "lora")
+LONGEST_RUN, MOST_FACTS, MOST_COPIES = 200, 20, 10**6
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
 
@@ -117,7 +120,7 @@ def read_model_manifest(folder: Path) -> ModelManifest | None:
         return None
     _check_version(facts, path)
     run, number = facts["run"], facts.get("round")
-    if not isinstance(run, str) or not isinstance(number, int):
+    if not isinstance(run, str) or type(number) is not int or number < 1:
         raise MpuError(f"{path}: run or round is invalid", "get it again")
     return ModelManifest(run, number)
 
@@ -132,8 +135,25 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
         raise MpuError(f"{path}: delta of unknown kind {kind!r}", "update mpu")
-    privacy, trained = (facts[name] if isinstance(facts.get(name), dict) else None for name in ("privacy", "trained"))
-    return DeltaManifest(origin, str(facts.get("algorithm")), kind, inverted, privacy, trained)
+    algorithm = facts.get("algorithm")
+    if not isinstance(algorithm, str) or not _WORD.fullmatch(algorithm):
+        raise MpuError(f"{path}: names no algorithm", "get it again")
+    privacy, trained = facts.get("privacy"), facts.get("trained")
+    if privacy is not None and not _is_table(privacy, int | float):
+        raise MpuError(f"{path}: its privacy is not a table of numbers", "get it again")
+    if trained is not None and not (_is_table(trained, str) and all(map(_WORD.fullmatch, trained.values()))):
+        raise MpuError(f"{path}: its training tags are not words", "get it again")
+    return DeltaManifest(origin, algorithm, kind, inverted, privacy, trained)
+
+
+def _is_table(value: object, of: Any) -> bool:
+    """Whether ``value`` is a small table of values of one type under plain names."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MOST_FACTS
+        and all(_WORD.fullmatch(name) for name in value)
+        and all(isinstance(each, of) and not isinstance(each, bool) for each in value.values())
+    )
 
 
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
@@ -148,8 +168,10 @@ def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
     _check_version(facts, path)
     run, copy_id = facts.get("run"), facts.get("copy_id")
     numbers = [n for n in map(facts.get, ("round", "copy", "copies")) if type(n) is int and n > 0]
-    if not isinstance(run, str) or not isinstance(copy_id, str) or len(numbers) < 3:
+    if not isinstance(run, str) or not isinstance(copy_id, str) or not _WORD.fullmatch(copy_id) or len(numbers) < 3:
         raise MpuError(f"{path}: does not say which copy it belongs to", "get it again")
+    if len(run) > LONGEST_RUN or not run.isprintable() or max(numbers) > MOST_COPIES:
+        raise MpuError(f"{path}: its run, round or copy is not plausible", "get it again")
     round_, copy, copies = numbers
     if copy > copies:
         raise MpuError(f"{path}: claims to be copy {copy} of {copies}", "get it again")

@@ -13,9 +13,8 @@ from typing import BinaryIO
 import pyrage
 
 from mpu_cli.boundary.archives import unpack_folder
-from mpu_cli.boundary.files import open_regular
+from mpu_cli.boundary.files import create_private, open_regular, random_name, sync_folder
 from mpu_cli.checkpoint.header import AGE_HEADER
-from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
 
 _BUFFER = 1 << 20  # bytes
@@ -33,15 +32,26 @@ def make_identity(path: Path) -> str:
     if os.path.lexists(path):
         raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with Transaction() as transaction:
-        write_private(transaction.add(path), f"# public key: {recipient}\n{identity}\n".encode())
+    fresh = path.with_name(random_name(path.name))
+    try:
+        write_private(fresh, f"# public key: {recipient}\n{identity}\n".encode())
+        os.link(fresh, path)  # of two processes, one succeeds; a rename would replace what sealed the other's keys
+        sync_folder(path.parent)
+    except FileExistsError as error:
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name") from error
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
     return recipient
 
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner may read."""
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    with create_private(path) as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_identities(path: Path) -> list[pyrage.x25519.Identity]:

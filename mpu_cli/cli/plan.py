@@ -43,6 +43,7 @@ def plan(
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.experiment.cost import cost, measure_machine, training_tokens
     from mpu_cli.models.source import open_model
+    from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.noise import scheme_of
 
     scheme = scheme_of(copies)
@@ -71,6 +72,8 @@ def plan(
     kinds = dict.fromkeys(map(describe, layout.structures))
     residual = "residual stream: order" + (" and signs" if layout.family.rms_norm else "")
     lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
+    if bare := published_as_they_are(layout, opened.checkpoint.tensors):
+        lines.append(f"bare\t{bare}")
     weights = scheme.weights
     lines.append(
         f"noise\t{scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}): cancels up to order "

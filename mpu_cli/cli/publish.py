@@ -97,7 +97,7 @@ def publish(
     from mpu_cli.cli.secrets import open_keys, recipients_of_copies, sealer
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.server.calibration import statement
-    from mpu_cli.server.families import unmoved
+    from mpu_cli.server.families import published_as_they_are, unmoved
     from mpu_cli.server.noise import RANDOM
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publication import publication_of
@@ -154,7 +154,10 @@ def publish(
         "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     )
     note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
-    left = unmoved(layout_of(model.checkpoint.tensors, model.config, base), publication.symmetries)
+    layout = layout_of(model.checkpoint.tensors, model.config, base)
+    if bare := published_as_they_are(layout, model.checkpoint.tensors):
+        warn(bare)
+    left = unmoved(layout, publication.symmetries)
     if left and publication.symmetries != "none":
         note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
     if calibration:
@@ -193,6 +196,7 @@ def _preview(
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.models.files import model_specs
+    from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.profile import BUFFERS
     from mpu_cli.server.publish import check_publishable
 
@@ -205,8 +209,9 @@ def _preview(
         writes=[*((target.copy(manifest), size) for manifest in manifests), *(() if known else ((target.keys, None),))],
         memory=BUFFERS,
         notes=[
+            *filter(None, [published_as_they_are(layout, base.checkpoint.tensors)]),
             f"run {publication.run}, round {publication.round}; noise {publication.noise.kind}, symmetries "
-            f"{publication.symmetries}"
+            f"{publication.symmetries}",
         ],
     )
     show(preview, force=target.force, as_json=as_json)

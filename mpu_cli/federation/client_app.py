@@ -6,6 +6,7 @@ watch``, which runs apart from it. Requests may come twice: Flower does not deli
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,10 +67,15 @@ HANDLERS: dict[str, Callable[[Spool, str, Asked, list[bytes]], Answer]] = {
 
 
 def _handle(message: Message, context: Context) -> Message:
-    asked = about(message.content)
-    spool = Spool(Path(str(context.node_config["spool"])))
-    answered, data = HANDLERS[str(asked["kind"])](spool, str(asked["copy"]), asked, pieces(message.content))
-    return Message(packed(answered, data), reply_to=message)
+    try:
+        asked = about(message.content)
+        spool = Spool(Path(str(context.node_config["spool"])))
+        answered, data = HANDLERS[str(asked["kind"])](spool, str(asked["copy"]), asked, pieces(message.content))
+        return Message(packed(answered, data), reply_to=message)
+    except Exception as error:
+        # Its text may hold paths of this machine, and what a courier raises reaches the other party.
+        print(f"mpu: {type(error).__name__}: {str(error)[:500]!r}", file=sys.stderr, flush=True)
+    raise RuntimeError("the courier cannot answer this request; its own output says why")
 
 
 app.query()(_handle)

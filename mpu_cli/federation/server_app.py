@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,15 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from mpu_cli.errors import MpuError
-from mpu_cli.federation.exchange import Exchange, Job, Reply, Request
-from mpu_cli.federation.spool import COPY, DELTA, FILE, checked, digest_of, files_of
+from mpu_cli.federation.exchange import Exchange, Job, Request, shown, table, word
+from mpu_cli.federation.spool import COPY, DELTA, FILE, checked, digest_of, files_of, is_name
 
 PIECE = 32 << 20  # bytes of files in a message
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
 LARGEST = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
+MOST_FILES = 1_000  # of a delta: shards of 5 GB
+STATES = ("arriving", "waiting", "done", "failed")
 
 OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
@@ -162,9 +165,7 @@ class Round:
             if target.exists():
                 return
             yield from self._send(name, copy)
-            state = (yield Request("state", name)).values["state"]
-            while state == "waiting":
-                state = (yield Request("state", name, after=self.settings.poll)).values["state"]
+            state = yield from self._state_after_training(name)
             arrived = self.folder / owner / "arriving" / copy.name / target.name
             problem = "its owner could not unlearn on it"
             if state == "done":
@@ -185,15 +186,32 @@ class Round:
             say(f"{owner}, {copy.name}: {problem}; it is asked for again")
             yield Request("again", name)
 
+    def _state_after_training(self, name: str) -> Job[str]:
+        """Ask for the state until it is no longer "waiting". Raises MpuError after ``limit`` seconds of that."""
+        ends = time.monotonic() + self.settings.limit
+        reply = yield Request("state", name)
+        while word(reply, "state", STATES) == "waiting":
+            if time.monotonic() > ends:
+                raise MpuError(f"{name}: not unlearned within {self.settings.limit:g} s", "raise limit, and run again")
+            reply = yield Request("state", name, after=self.settings.poll)
+        return word(reply, "state", STATES)
+
     def _send(self, name: str, copy: Path) -> Job[None]:
         """Send what the owner does not hold, until the digests agree."""
-        if (yield Request("state", name)).values["state"] != "arriving":
+        if word((yield Request("state", name)), "state", STATES) != "arriving":
             return
         files = {path.name: path for path in files_of(copy)}
         digests = {file: digest_of(path) for file, path in files.items()}
         for _ in range(TRIES):
             reply = yield Request("held", name)
-            while missing := _missing(files, _sizes(reply)):
+            futile, most = 0, -1
+            while missing := _missing(files, table(reply, "sizes", int)):
+                held = sum(missing.values()) + sum(
+                    path.stat().st_size for path in files.values() if path not in missing
+                )
+                futile, most = (0, held) if held > most else (futile + 1, most)
+                if futile > TRIES:
+                    raise MpuError(f"{name}: its owner keeps nothing of what is sent")
                 names, offsets, data = _next_pieces(missing)
                 reply = yield Request("put", name, {"names": names, "offsets": offsets}, data)
             told = {"names": list(digests), "digests": list(digests.values())}
@@ -203,14 +221,15 @@ class Round:
 
     def _fetch(self, name: str, arrived: Path, copy: Path) -> Job[str]:
         """Fetch a delta's files; what is wrong with them, or nothing."""
-        told = (yield Request("made", name)).values
-        digests = dict(zip(told["names"], told["digests"], strict=True))
+        digests = table((yield Request("made", name)), "digests", str)
+        if len(digests) > MOST_FILES:
+            return f"sent {len(digests):,} files"
         room = HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy))
         shutil.rmtree(arrived.parent, ignore_errors=True)
         arrived.parent.mkdir(parents=True)
         for file, digest in digests.items():
-            if checked(file, FILE).split("/")[0] != arrived.name:
-                return f"sent a file of another name, {file}"
+            if not is_name(file, FILE) or file.split("/")[0] != arrived.name:
+                return f"sent a file of another name, {shown(file)}"
             path = arrived.parent / file
             path.parent.mkdir(exist_ok=True)
             with path.open("wb") as written:
@@ -218,10 +237,10 @@ class Round:
                 while data is None or len(data) == PIECE:
                     asked = {"name": file, "offset": written.tell(), "count": PIECE}
                     [data] = (yield Request("get", name, asked)).data
-                    written.write(data)
                     room -= len(data)
-                    if room < 0:
+                    if room < 0 or len(data) > PIECE:
                         return "is larger than any delta of its copy"
+                    written.write(data)
             if digest_of(path) != digest:
                 return f"{file} arrived damaged"
         return "" if arrived.exists() else "sent no delta"
@@ -249,10 +268,6 @@ def _own_seed(options: list[str], index: int) -> list[str]:
         at = joined.index("--seed") + 1
         joined[at] = str(int(joined[at]) + index)
     return joined
-
-
-def _sizes(reply: Reply) -> dict[str, int]:
-    return dict(zip(reply.values["names"], reply.values["sizes"], strict=True))
 
 
 def _missing(files: dict[str, Path], held: dict[str, int]) -> dict[Path, int]:

@@ -87,7 +87,9 @@ class ServerRate:
 class Aggregating(ServerRate, Stored):
     """What ``mpu aggregate`` takes besides the files."""
 
-    max_norm: float | None = option(None, "Refuse the round if a delta's norm is above this.", metavar="NORM", above=0)
+    max_norm: float | None = option(
+        None, "Refuse the round if the norm of a delta, or of the update, is above this.", metavar="NORM", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def aggregate_adapter(
         a, b = (left.T, right.T) if layout.family.transposed else (right, left)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    check_norms(gram, deltas, options.max_norm)
+    check_norms(gram, deltas, options.max_norm, weights * options.server_lr)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config = {

@@ -166,7 +166,11 @@ def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> l
     return outliers
 
 
-def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None) -> None:
+def check_norms(
+    gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None, rates: torch.Tensor | None = None
+) -> None:
+    """Raise MpuError if a delta's norm is above ``max_norm`` or, with the ``rates`` at which they are added, that of the
+    update: weights of opposite signs make it larger than any of its deltas."""
     for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
         if not math.isfinite(square):
             raise MpuError(f"{delta.path}: norm is not finite, so nothing from this round was applied")
@@ -175,6 +179,13 @@ def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | N
             raise MpuError(
                 f"{delta.path}: norm is {norm:.4g}, above --max-norm {max_norm:g}, "
                 "so nothing from this round was applied"
+            )
+    if rates is not None and max_norm is not None:
+        norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
+        if norm > max_norm:
+            raise MpuError(
+                f"the update's norm is {norm:.4g}, above --max-norm {max_norm:g}, so nothing from this round was applied",
+                "its deltas may disagree: see `mpu aggregate` without --max-norm, or lower --server-lr",
             )
 
 

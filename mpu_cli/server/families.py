@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,8 @@ import torch
 
 from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.checkpoint.header import TensorInfo
+from mpu_cli.checkpoint.reader import listed
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.randomness import Randomness, Stream
@@ -54,6 +56,21 @@ def unmoved(layout: Layout, symmetries: str) -> list[str]:
     """The tensors that no symmetry of the set moves."""
     transform = _transform(layout, symmetries, None, Randomness(bytes(32)))
     return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
+
+
+def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """One line about the weights that copies hold bit for bit, without noise and coordinates: parts that the client
+    does not train, such as a vision tower. None if there are none."""
+    stays = layout.family.stays
+    bare = [tensor.name for tensor in layout.tensors.values() if stays and tensor.name.startswith(stays)]
+    count = sum(tensors[name].elements for name in bare)
+    if not count:
+        return None
+    total = sum(info.elements for info in tensors.values())
+    return (
+        f"{count:,} of {total:,} weights ({count / total:.1%}) are in every copy as they are, without noise or secret "
+        f"coordinates: {listed(bare)}"
+    )
 
 
 def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:

@@ -99,7 +99,12 @@ def sealer(
         return lambda keys: seal(keys, own)
 
     def with_new_identity(keys: Keys) -> bytes:
-        recipient = make_identity(path)
+        try:
+            recipient = make_identity(path)
+        except MpuError:
+            if not path.exists():
+                raise
+            return seal(keys, [known.to_public() for known in read_identities(path)])  # another process was faster
         note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
         return seal(keys, parse_recipients([recipient]))
 

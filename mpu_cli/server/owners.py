@@ -95,7 +95,7 @@ def aggregate_owners(
         for i, owner in enumerate(owners):
             own = slice(first, first := first + len(owner.deltas))
             picked[i, own] = weights[own]
-            check_norms(gram[own, own], owner.deltas, options.max_norm)
+            check_norms(gram[own, own], owner.deltas, options.max_norm, weights[own] * options.server_lr)
             manifests = {delta.copy: delta.manifest for delta in owner.deltas}
             result = agreement(out, gram[own, own], owner.keys.noise, manifests)
             updates.append(replace(result, rounding=facts["rounding"]))

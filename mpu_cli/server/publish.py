@@ -179,6 +179,11 @@ def publish(
             write_private(keys_output, target.seal(keys))
         elif known and known.base.fingerprint != fingerprint:
             raise MpuError(f"{base.source}: is not the model whose copies {target.keys} belongs to")
+        elif known and (known.sigma, known.shared_sigma) != (keys.sigma, keys.shared_sigma):
+            raise MpuError(
+                f"{target.keys}: its noise has other scales, so the other copies were made with another reference",
+                "use the reference that they were made with",
+            )
     return Published(paths, target.keys, keys, reports)
 
 

@@ -189,7 +189,8 @@ def _finish(
     with Transaction(force=force) as transaction:
         target = transaction.add(out, directory=True)
         ones = torch.ones(1, dtype=torch.float64)
-        _, facts = write_model(base, summed, layout, ones, [keys], options, target, observer)
+        gram, facts = write_model(base, summed, layout, ones, [keys], options, target, observer)
+        check_norms(gram, summed.deltas, options.max_norm, ones * options.server_lr)
         result = replace(_agreement(running, keys, out), rounding=facts["rounding"])
         (target / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     shutil.rmtree(folder)
