@@ -13,6 +13,7 @@ import typer
 
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
+from mpu_cli.cli.audit_delta import audit_delta
 from mpu_cli.cli.check_family import check_family
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
@@ -56,6 +57,7 @@ EXPERIMENTS = "Experiments: both parties on one machine"
 app.command(rich_help_panel=SERVER)(publish)
 app.command(rich_help_panel=CLIENT)(unlearn)
 app.command(rich_help_panel=CLIENT)(watch)
+app.command("audit-delta", rich_help_panel=CLIENT)(audit_delta)
 app.command(rich_help_panel=SERVER)(invert)
 app.command(rich_help_panel=SERVER)(aggregate)
 app.command(rich_help_panel=SERVER)(verify)

@@ -523,12 +523,14 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
 
 def _names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: bool) -> Names:
     """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen; without
-    ``embeddings``, those of tokens and positions are, too.
+    ``embeddings``, those of tokens and positions and the output head are, too.
 
     Raises MpuError if the files lack one or hold it in another shape.
     """
     names = {}
-    frozen = set() if embeddings else {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings()
+    per_token = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
+    frozen = set() if embeddings else {id(parameter) for module in per_token for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         pieces = pieces_in_files(name, parameter.shape, set(checkpoint.tensors), model)
         if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):

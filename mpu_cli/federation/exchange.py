@@ -60,9 +60,8 @@ def table(reply: Reply, name: str, kind: type) -> dict[str, Any]:
     names, values = reply.values.get("names"), reply.values.get(name)
     # An empty list has no type in Flower, and may come back as nothing.
     names, values = list(names or ()), list(values or ())
-    if len(names) != len(values) or not all(
-        isinstance(n, str) and type(v) is kind for n, v in zip(names, values, strict=True)
-    ):
+    fits = all(isinstance(each, str) for each in names) and all(type(each) is kind for each in values)
+    if len(names) != len(values) or not fits:
         raise MpuError(f"a courier answered with {name} that do not belong to names")
     return dict(zip(names, values, strict=True))
 
@@ -169,9 +168,8 @@ class Exchange:
             return
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
             # What a courier answers is whatever its owner, or somebody who broke in there, wants.
-            self._give_up(
-                number, f"its reply cannot be used ({type(error).__name__}: {shown(error)})", running, failures, owner
-            )
+            why = f"its reply cannot be used ({type(error).__name__}: {shown(error)})"
+            self._give_up(number, why, running, failures, owner)
             return
         running[number] = _Running(job, owner, request, time.monotonic() + request.after)
 

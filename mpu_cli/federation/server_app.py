@@ -206,9 +206,7 @@ class Round:
             reply = yield Request("held", name)
             futile, most = 0, -1
             while missing := _missing(files, table(reply, "sizes", int)):
-                held = sum(missing.values()) + sum(
-                    path.stat().st_size for path in files.values() if path not in missing
-                )
+                held = sum(missing.get(path, path.stat().st_size) for path in files.values())
                 futile, most = (0, held) if held > most else (futile + 1, most)
                 if futile > TRIES:
                     raise MpuError(f"{name}: its owner keeps nothing of what is sent")

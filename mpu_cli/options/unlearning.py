@@ -188,8 +188,8 @@ class Unlearning:
     )
     train_embeddings: bool = option(
         False,
-        "Train embeddings of tokens and learned positions, too, as the paper does. The rows that then move in the "
-        "delta list the tokens of your records.",
+        "Train embeddings of tokens and learned positions and the output head, too, as the paper does. The rows that "
+        "then move in the delta tell the tokens of your records.",
     )
     records: Records = group(Records)
     prompts: Prompts = group(Prompts)

@@ -92,7 +92,7 @@ def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, 
     if delta.manifest.kind == "lora":
         expected = _factor_shapes(delta, layout, shapes)
     else:
-        # Clients do not train embeddings unless asked (--train-embeddings): their change is zero then.
+        # Clients train no embeddings and no output head unless asked (--train-embeddings): their change is zero then.
         expected = {t.name: shapes[t.name] for t in layout.parameters if t.name in held or t.axes[0] not in EMBEDDING}
     if missing := set(expected) - set(held):
         raise MpuError(f"{delta.path}: lacks {listed(missing)}", "ask the client for the complete delta")
@@ -169,8 +169,8 @@ def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> l
 def check_norms(
     gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None, rates: torch.Tensor | None = None
 ) -> None:
-    """Raise MpuError if a delta's norm is above ``max_norm`` or, with the ``rates`` at which they are added, that of the
-    update: weights of opposite signs make it larger than any of its deltas."""
+    """Raise MpuError if a norm is above ``max_norm``: of a delta or, with the ``rates`` at which they are added, of the
+    update, because weights of opposite signs make it larger than any of its deltas."""
     for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
         if not math.isfinite(square):
             raise MpuError(f"{delta.path}: norm is not finite, so nothing from this round was applied")
@@ -184,7 +184,8 @@ def check_norms(
         norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
         if norm > max_norm:
             raise MpuError(
-                f"the update's norm is {norm:.4g}, above --max-norm {max_norm:g}, so nothing from this round was applied",
+                f"the update's norm is {norm:.4g}, above --max-norm {max_norm:g}, "
+                "so nothing from this round was applied",
                 "its deltas may disagree: see `mpu aggregate` without --max-norm, or lower --server-lr",
             )
 

@@ -1,0 +1,56 @@
+"""``mpu audit-delta``: what a delta tells of the records, before it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpu_cli.cli import options
+from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.output import emit, note, table, terminal, warn
+from mpu_cli.options.unlearning import Prompts, Records
+
+
+@grouped
+def audit_delta(
+    copy: Annotated[str, typer.Argument(help="The copy that the delta was made from.", metavar="COPY")],
+    delta: Annotated[Path, typer.Argument(help="The delta, before it is sent.", metavar="DELTA")],
+    records: Records,
+    prompts: Prompts,
+    as_json: options.Json = False,
+) -> None:
+    """Show what a server reads off DELTA about the --forget and --retain records: tokens, longest record, experts.
+
+    Plays the best readings that are known, and says how well each does on your records. That none of them does well is
+    no proof that nothing can be read: only --dp-epsilon bounds that. Prints one line for each reading.
+    """
+    from mpu_cli.records.reading import parse_columns, read_records
+
+    columns = parse_columns(records.columns)
+    forget = read_records(records.forget, records.data_dir, columns)
+    retain = read_records(records.retain, records.data_dir, columns) if Path(records.retain).exists() else []
+    with terminal():
+        from mpu_cli.client.audit_delta import audit
+
+        found = audit(copy, delta, forget, retain, prompts)
+    rows = [
+        [each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…", each.rule, _share(each.told_apart),
+         _share(each.precision), _share(each.recall), each.fact or ""]
+        for each in found
+    ]  # fmt: skip
+    table("What a server reads off this delta", ["tensor", "rule", "forget vs keep", "precision", "recall", ""], rows)
+    if telling := [each for each in found if each.tells]:
+        warn(f"{len(telling)} of {len(found)} readings tell something about the records")
+        note("LoRA without --train-embeddings tells least; only --dp-epsilon gives a bound (docs: SECURITY.md)")
+    emit(
+        [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in found],
+        [{**asdict(each), "tells": each.tells} for each in found],
+        as_json,
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

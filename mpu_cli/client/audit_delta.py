@@ -1,0 +1,37 @@
+"""Reading a delta of one's own as its receiver would (``mpu audit-delta``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mpu_cli.client.leakage import Reading, readings
+from mpu_cli.errors import MpuError
+from mpu_cli.models.deltas import open_delta
+from mpu_cli.models.loading import load
+from mpu_cli.models.source import open_model
+from mpu_cli.options.unlearning import Prompts
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import Record
+
+
+def audit(
+    copy: str, delta: Path, forget: Sequence[Record], retain: Sequence[Record], prompts: Prompts
+) -> list[Reading]:
+    """What the rules of ``leakage`` read off ``delta``, made from ``copy`` with these records.
+
+    Raises MpuError if the delta is not the copy's, or nothing in it can be read by these rules.
+    """
+    model = open_model(copy, links=False)
+    held = open_delta(model, delta)
+    loaded, tokenizer = load(model, torch.float32, "cpu")
+    limit = getattr(loaded.config, "max_position_embeddings", None)
+    encoding = Encoding(
+        tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length
+    )
+    found = readings(loaded, model.checkpoint, held, encoding.encode(forget), encoding.encode(retain))
+    if not found:
+        raise MpuError(f"{delta}: changes nothing that these readings look at")
+    return found
