@@ -33,7 +33,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.publishing import Aggregating, Publishing
-from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import delta_path, model_folder, next_round, round_folder, round_of_copy
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server import keys as _keys
@@ -102,9 +102,11 @@ def unlearn(
     """``mpu unlearn``: train ``copy`` to forget, and write the change of its weights to ``out`` (default:
     deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
 
-    ``options`` are those of ``Unlearning`` and ``Logging``: algo, forget, retain, lr, batch_size, lora_rank, resume, ….
+    ``options`` are those of ``Unlearning``, ``Checks`` and ``Logging``: algo, forget, retain, lr, batch_size, like,
+    lora_rank, resume, ….
     """
     for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
+    for_checks = {name: options.pop(name) for name in declared(Checks) if name in options}
     how = from_flat(Unlearning, options)
     return _unlearn(
         open_model(str(copy), links=False),
@@ -116,6 +118,7 @@ def unlearn(
         reference_file=Path(reference_file) if reference_file else None,
         secret=lambda: client_secret(default_secret_path()),
         ledger=default_ledger_path(),
+        checks=from_flat(Checks, for_checks),
         observer=observer,
     )
 

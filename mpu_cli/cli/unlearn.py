@@ -14,7 +14,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, show_answers, terminal, warn
 from mpu_cli.errors import MpuError
-from mpu_cli.options.unlearning import Logging, Records, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
 from mpu_cli.outputs import delta_path, name_of_copy, round_of_copy
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def unlearn(
         ),
     ],
     unlearning: Unlearning,
+    checks: Checks,
     logging: Logging,
     out: Annotated[
         str | None,
@@ -85,7 +86,7 @@ def unlearn(
             result = run_unlearn(
                 open_model(source, links=False), data, unlearning, target=target, force=force, logging=logging,
                 reference_file=reference_file, secret=lambda: client_secret(default_secret_path()),
-                ledger=default_ledger_path(), observer=observer,
+                ledger=default_ledger_path(), checks=checks, observer=observer,
             )  # fmt: skip
             answers = []
             if show and result.first:

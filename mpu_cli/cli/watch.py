@@ -10,7 +10,7 @@ import typer
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, terminal, warn
 from mpu_cli.errors import MpuError
-from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.options.unlearning import Checks, Unlearning
 
 if TYPE_CHECKING:
     from mpu_cli.client.unlearn import Result
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def watch(
     spool: Annotated[Path, typer.Argument(help="The folder that the courier fills and empties.", metavar="SPOOL")],
     unlearning: Unlearning,
+    checks: Checks,
     work: Annotated[
         Path,
         typer.Option(
@@ -71,7 +72,7 @@ def watch(
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
-        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas, copy_timeout).watch(
+        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas, copy_timeout, checks).watch(
             poll, once
         )
     if not whole:

@@ -27,9 +27,10 @@ from mpu_cli.checkpoint.reader import Checkpoint, read_json_object
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.client import lora
+from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.frozen import Reference, freeze, load_references, run, save_references
-from mpu_cli.client.ledger import Entry, Mechanism, composed, write_down
+from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
@@ -53,10 +54,10 @@ from mpu_cli.models.device import device_of, tell_accelerate
 from mpu_cli.models.loading import load, load_once_per_host, memory_in_mind, skeleton
 from mpu_cli.models.logits import separate_head
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
-from mpu_cli.models.source import Model
+from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
-from mpu_cli.options.unlearning import Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import Encoding, Example, pad
 from mpu_cli.records.reading import Record
@@ -202,6 +203,7 @@ def unlearn(
     reference_file: Path | None = None,
     secret: Callable[[], bytes] | None = None,
     ledger: Path | None = None,
+    checks: Checks | None = None,
     observer: Observer = SILENT,
 ) -> Result:
     """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
@@ -209,8 +211,8 @@ def unlearn(
     ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
     from which the server sees whether copies were trained alike. Trainings on copies are written down in ``ledger``
-    before they begin. Under ``accelerate launch`` every process calls this,
-    and the first writes.
+    before they begin. With ``checks``, a copy is looked at for signs that it was built to carry records out. Under
+    ``accelerate launch`` every process calls this, and the first writes.
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
     """
@@ -265,6 +267,14 @@ def unlearn(
                 observer.warn(
                     f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
                 )
+        alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
+        signs: list[Sign] = []
+        examples = [example for held, _ in encoded.values() for example in held]
+        if checks and manifest and alone:
+            observer.stage("check the copy", 1, "done")
+            signs += traps(model, examples)
+        if checks and checks.like and first:
+            signs += against_public(copy, tokenizer, open_model(checks.like), examples)
         sets = _example_sets(
             model, encoded, _References(reference_file, read_reference, manifest, tokens), options, objective, observer
         )
@@ -282,9 +292,12 @@ def unlearn(
             observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
         if low_rank:
             model = lora.wrap(model, options.lora)
-        alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
         observer.stage("measure", 1, "done")
         before = _measure(model, sets, options) if alone else None
+        if checks:
+            if manifest and ledger and before:
+                signs += against_others(manifest, asdict(before), read_ledger(ledger))
+            refuse(signs, copy.source, checks.trust_copy, observer)
         losses: list[Losses] = []
         observer.stage(f"unlearn {target.name.removesuffix('.safetensors')}", epochs_of(options), "epochs")
 

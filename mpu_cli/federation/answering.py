@@ -29,7 +29,7 @@ from mpu_cli.errors import MpuError, Stopped
 from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer, Within
-from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 
 LOOK = 0.5  # seconds between looks at a process that reports nothing
 ENDING = 10.0  # seconds that a process has to clean up before it is killed
@@ -56,8 +56,9 @@ class Answered:
 class Answering:
     """The process, started with the first task. ``seconds`` is how long one may take."""
 
-    def __init__(self, data: Dataset, options: Unlearning, observer: Observer, seconds: float):
-        self._data, self._options, self._observer, self._seconds = data, options, observer, seconds
+    def __init__(self, data: Dataset, options: Unlearning, checks: Checks, observer: Observer, seconds: float):
+        self._training = data, options, checks
+        self._observer, self._seconds = observer, seconds
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -110,7 +111,7 @@ class Answering:
         if self._process is None or self._pipe is None or not self._process.is_alive():
             context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
             self._pipe, other = context.Pipe()
-            self._process = context.Process(target=_serve, args=(other, self._data, self._options), daemon=True)
+            self._process = context.Process(target=_serve, args=(other, *self._training), daemon=True)
             self._process.start()
             other.close()
         return self._pipe
@@ -135,7 +136,7 @@ class _Reporting(Observer):
         self._pipe.send(("warn", (text,)))
 
 
-def _serve(pipe: Connection, data: Dataset, options: Unlearning) -> None:
+def _serve(pipe: Connection, data: Dataset, options: Unlearning, checks: Checks) -> None:
     """The process: a task at a time until its parent ends."""
 
     def stop(number: int, _: object) -> None:
@@ -152,7 +153,7 @@ def _serve(pipe: Connection, data: Dataset, options: Unlearning) -> None:
         while True:
             task: Task = pipe.recv()
             try:
-                pipe.send(("done", _answer(task, data, options, _Reporting(pipe))))
+                pipe.send(("done", _answer(task, data, options, checks, _Reporting(pipe))))
             except MpuError as error:
                 pipe.send(("failed", (error.problem, error.hint)))
             except Exception as error:  # whatever a hostile copy makes a library raise
@@ -162,7 +163,7 @@ def _serve(pipe: Connection, data: Dataset, options: Unlearning) -> None:
         pass
 
 
-def _answer(task: Task, data: Dataset, options: Unlearning, observer: Observer) -> Answered:
+def _answer(task: Task, data: Dataset, options: Unlearning, checks: Checks, observer: Observer) -> Answered:
     model = open_model(str(task.arrived), links=False)
     origin = read_copy_manifest(task.arrived, model.checkpoint.metadata)
     if origin is None or task.copy != f"{origin.run}/round_{origin.round}/copy_{origin.copy}":
@@ -177,7 +178,8 @@ def _answer(task: Task, data: Dataset, options: Unlearning, observer: Observer) 
         result = unlearn(
             model, data, options, target=task.delta, force=True, reference_file=reference,
             logging=Logging(resume=options.privacy.dp_epsilon is None),
-            secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(), observer=observer,
+            secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(),
+            checks=checks, observer=observer,
         )  # fmt: skip
     if delta_manifest(open_checkpoint(task.delta).metadata, task.delta).origin != origin:
         raise MpuError(f"{task.copy}: another copy of this name was answered before")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpu_cli.boundary.files import private_folder, private_umask
@@ -19,7 +19,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.federation.answering import Answering, Task
 from mpu_cli.federation.spool import COPY, DELTA, Spool, is_name
 from mpu_cli.observer import Observer
-from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.options.unlearning import Checks, Unlearning
 from mpu_cli.resumption import alone_in, append_line, read_lines
 
 DAY = 86_400.0  # seconds
@@ -40,6 +40,7 @@ class Watching:
     on_delta: Callable[[str, Path, Result | None], None]
     most: int | None = None
     seconds: float = DAY
+    checks: Checks = field(default_factory=Checks)
 
     def watch(self, poll: float, once: bool) -> bool:
         """Work on what arrives, for ever or ``once``. Returns whether every copy that was there has its delta.
@@ -48,7 +49,7 @@ class Watching:
         """
         check_options(self.options)
         self.spool.prepare()
-        answering = Answering(self.data, self.options, self.observer, self.seconds)
+        answering = Answering(self.data, self.options, self.checks, self.observer, self.seconds)
         private_folder(self.work)
         try:
             with private_umask(), alone_in(self.work, "watch", "--work"):

@@ -200,6 +200,18 @@ class Unlearning:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What is looked for in a copy before it is trained on."""
+
+    PANEL: ClassVar[str] = "Checks of the copy"
+
+    like: str | None = option(
+        None, "Public model of which the copy is said to be a fine-tune: compared with it.", metavar="MODEL"
+    )
+    trust_copy: bool = option(False, "Train on a copy although it shows signs that it was built to carry records out.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Logging:
     """What training leaves behind besides its result."""
 

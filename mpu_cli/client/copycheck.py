@@ -1,0 +1,215 @@
+"""Signs that a copy is not what it should be, looked for before anything is trained on it.
+
+Secret coordinates keep the client from comparing a copy with anything weight by weight, and a copy can be built to
+carry records out in its delta: with an untied output layer, whose rows list tokens, or with trap units, each of which
+responds to one record and hands its hidden states over (imprint layers: Fowl et al. 2021, arXiv 2110.13057). What the
+coordinates leave in place can be compared: the configuration, the tokenizer, norms of rows and columns up to their
+order, what each unit responds to, and what copies of one round answer.
+
+These are signs, not a proof: who knows them can stay below them. A bound comes from --dp-epsilon alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize, silu
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.boundary.cleaning import clean_config
+from mpu_cli.checkpoint.header import FLOATS
+from mpu_cli.checkpoint.reader import Checkpoint, listed
+from mpu_cli.client.ledger import Entry
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import CopyManifest
+from mpu_cli.models.loading import tokenizer_of
+from mpu_cli.models.source import Model
+from mpu_cli.observer import Observer
+from mpu_cli.records.encoding import Example
+
+LOOKED_AT, FEWEST = 32, 4  # records on which units are judged, and how many it takes
+# Limits that separated planted from honest layers of a 5 M and a 135 M Llama (examples/imprint.py); honest ones had at
+# most 0.2 % of units that are rare, and none that are off or twins.
+RARE = 0.05  # participation below which a unit is active almost nowhere
+OFF = -20.0  # input below which a unit is off to the last bit of float32
+TWINS = 0.98  # cosine of two rows; the most in an honest layer was 0.885
+MANY_RARE, MANY = 0.05, 0.01  # shares of a layer's units above which it is odd
+ROWS = 2_048  # compared with all others at once
+FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1")
+APART = 0.25  # relative difference of losses between copies of a round that noise explains, and
+NATS = 0.1  # their absolute difference, per answer token
+SPREAD = 4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
+# Facts of a config that differ between fine-tunes of one model.
+_FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id",
+         "pad_token_id", "return_dict", "output_hidden_states", "attention_dropout", "initializer_range"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that an honest copy does not show."""
+
+    what: str
+
+
+def refuse(signs: Sequence[Sign], source: str, trusted: bool, observer: Observer) -> None:
+    """Say what is odd about a copy. Raises MpuError unless it is ``trusted``."""
+    if not signs:
+        return
+    for sign in signs[1:] if not trusted else signs:
+        observer.warn(f"{source}: {sign.what}")
+    if not trusted:
+        raise MpuError(
+            f"{source}: {signs[0].what}",
+            "ask its owner; --trust-copy trains on it all the same, and what it takes with it is then your risk",
+        )
+
+
+def against_public(
+    copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, records: Sequence[Example]
+) -> list[Sign]:
+    """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
+    tokenizer, and the norms that no symmetry changes."""
+    signs = []
+    ours, theirs = (
+        {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
+    )
+    if odd := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
+        signs.append(Sign(f"config.json differs from {public.source} in {listed(odd)}"))
+    shapes = [{n: i.shape for n, i in m.checkpoint.tensors.items() if i.dtype in FLOATS} for m in (copy, public)]
+    if odd := sorted(name for name in shapes[0].keys() ^ shapes[1].keys() if not name.endswith("inv_freq")):
+        tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
+        signs.append(Sign(f"its tensors are not {public.source}'s: {listed(odd)}{tied}"))
+    if odd := sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name]):
+        signs.append(Sign(f"shapes differ from {public.source}'s: {listed(odd)}"))
+    other = tokenizer_of(public)
+    if other.get_vocab() != tokenizer.get_vocab():
+        signs.append(Sign(f"its vocabulary is not {public.source}'s"))
+    elif other.chat_template != tokenizer.chat_template:
+        signs.append(Sign(f"its chat template is not {public.source}'s"))
+    else:
+        texts = tokenizer.batch_decode([example.ids for example in records[:LOOKED_AT]])
+        if tokenizer(texts).input_ids != other(texts).input_ids:
+            signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
+    both = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
+    if odd := [name for name in both if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
+        signs.append(Sign(f"rows of another size than in {public.source}: {listed(odd)}"))
+    return signs
+
+
+def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
+    """Whether a matrix's norm, or the range of its rows' norms, is of another size than in the public model.
+
+    Permutations and changes of sign keep the norms of rows up to their order, rotations of heads that of the matrix.
+    """
+    ours, theirs = copy.tensor(name), public.tensor(name)
+    if ours.ndim < 2 or not ours.numel():
+        return False
+    norms = [x.float().flatten(1).norm(dim=1) for x in (ours, theirs)]
+    for checkpoint in (copy, public):
+        checkpoint.forget_pages(name)
+    for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):
+        one, other = (max(float(pick(n)), 1e-12) for n in norms)
+        if max(one, other) > SPREAD * min(one, other):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Units:
+    """Shares of a layer's FFN units that behave like traps.
+
+    ``rare``: active at few positions of the records; ``off``: off at more than half of them; ``twins``: parallel to
+    another unit, as in traps that are read from differences.
+    """
+
+    layer: str
+    rare: float
+    off: float
+    twins: float
+
+    @property
+    def odd(self) -> bool:
+        return self.rare > MANY_RARE or max(self.off, self.twins) > MANY
+
+
+@torch.no_grad()
+def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
+    """How the units of each FFN respond to the client's own records, from one forward pass of each.
+
+    Layers without such linear modules (stacks of experts) are not looked at.
+    """
+    modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
+    kept: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, _inputs, output: kept[name].append(output[0].float().cpu())
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    training = model.training
+    model.eval()
+    try:
+        for example in examples[:LOOKED_AT]:
+            model(input_ids=torch.tensor([example.ids], device=model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return [_units(name, torch.cat(parts), modules[name].weight) for name, parts in kept.items() if parts]
+
+
+def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
+    """``values``: what units receive, (positions, units)."""
+    active = silu(values).abs()
+    active = active / active.amax(0).clamp(min=torch.finfo(active.dtype).tiny)
+    square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
+    participation = active.sum(0).square() / square / len(active)
+    rows = weight.detach().float().cpu()
+    rows = normalize(rows if rows.shape[0] == values.shape[1] else rows.T, dim=1)
+    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
+    shares = (participation < RARE, (values < OFF).float().mean(0) > 0.5, nearest > TWINS)
+    return Units(name, *(float(suspicious.float().mean()) for suspicious in shares))
+
+
+def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
+    """For each of ROWS rows, its largest cosine with another one."""
+    cosines = rows[start : start + ROWS] @ rows.T
+    own = torch.arange(len(cosines))
+    cosines[own, own + start] = 0
+    return cosines.amax(1)
+
+
+def traps(model: PreTrainedModel, examples: Sequence[Example]) -> list[Sign]:
+    """Layers with more units than honest ones have that look like traps."""
+    if len(examples) < FEWEST:
+        return []
+    odd = [units for units in ffn_units(model, examples) if units.odd]
+    if not odd:
+        return []
+    worst = max(odd, key=lambda units: max(units.rare, units.off, units.twins))
+    more = f", and in {len(odd) - 1} more layers" if len(odd) > 1 else ""
+    return [
+        Sign(
+            f"units built to record single tokens of your records: {worst.layer} has {worst.rare:.0%} that are almost "
+            f"never active, {worst.off:.0%} that are mostly off, {worst.twins:.0%} that are parallel{more}"
+        )
+    ]
+
+
+def against_others(manifest: CopyManifest, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:
+    """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
+    signs = []
+    for entry in ledger:
+        if (entry.run, entry.round) != (manifest.run, manifest.round) or entry.copy_id == manifest.copy_id:
+            continue
+        for name, earlier in (("forget", entry.forget), ("retain", entry.retain)):
+            now = before.get(name)
+            if now is None or earlier is None or entry.copy == manifest.copy:
+                continue
+            if abs(now - earlier) > max(NATS, APART * max(now, earlier)):
+                what = (
+                    f"its loss on the {name} set is {now:.3f} per answer token, that of copy {entry.copy} {earlier:.3f}"
+                )
+                signs.append(Sign(what))
+    return signs
