@@ -492,11 +492,13 @@ def test_options_by_variables(mpu, tmp_path, monkeypatch):
 def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
     from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
 
-    facts = delta_facts(DeltaManifest(None, "npo\nrun  FORGED\x1b[2J"))
-    save_file({"a\x1b[31m": torch.zeros(1)}, tmp_path / "d.safetensors", as_metadata(facts))
-    shown = mpu("inspect", tmp_path / "d.safetensors", "--tensors").out
-    assert "\x1b" not in shown
-    assert not any(line.startswith("run") for line in shown.splitlines())
+    for algorithm in ("npo", "npo\nrun  FORGED\x1b[2J"):
+        facts = delta_facts(DeltaManifest(None, algorithm))
+        save_file({"a\x1b[31m": torch.zeros(1)}, tmp_path / "d.safetensors", as_metadata(facts))
+        shown = mpu("inspect", tmp_path / "d.safetensors", "--tensors", check=False)
+        assert ("names no algorithm" in shown.err) == (algorithm != "npo")
+        assert "\x1b" not in shown.out + shown.err
+        assert not any(line.startswith("run") for line in shown.out.splitlines())
 
 
 def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):

@@ -515,7 +515,8 @@ class TestUnlearn:
     def test_delta_is_after_minus_before(self, mpu, tmp_path, base):
         """One SGD step of gradient ascent, compared with manual autograd."""
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
-                "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64")  # fmt: skip
+                "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64",
+                "--train-embeddings")  # fmt: skip
         model, tokenizer = load(base, torch.float64, "cpu")
         examples = Encoding(tokenizer, template="plain").encode(read_records(tmp_path / "forget.jsonl"))
         with as_wide_as(torch.float64):
@@ -565,8 +566,10 @@ class TestUnlearn:
         write_records(tmp_path / "forget.jsonl", 2, 1)
         held = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
         save_file(held, base / "model.safetensors", {"format": "pt"})
-        unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1)
+        unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, "--train-embeddings")
         assert load_file(tmp_path / "d.safetensors").keys() == held.keys()
+        unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, out="e.safetensors")
+        assert load_file(tmp_path / "e.safetensors").keys() == held.keys() - {"wte.weight", "wpe.weight"}
 
     def test_any_model_may_be_the_clean_baseline(self, mpu, tmp_path, base):
         unlearn(mpu, tmp_path, base, "--epochs", 1)

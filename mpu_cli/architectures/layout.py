@@ -106,6 +106,7 @@ class Layout:
         return symmetries_of_layer(name, self.structures[layer])
 
 
+EMBEDDING = (("vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
 HEAD = "lm_head.weight"  # the output layer's name in memory
 
 

@@ -295,7 +295,7 @@ def unlearn(
         observer.stage("measure", 1, "done")
         before = _measure(model, sets, options) if alone else None
         if checks:
-            if manifest and ledger and before:
+            if manifest and ledger and before and ledger.is_file():
                 signs += against_others(manifest, asdict(before), read_ledger(ledger))
             refuse(signs, copy.source, checks.trust_copy, observer)
         losses: list[Losses] = []
@@ -316,7 +316,12 @@ def unlearn(
             mechanism = planned.mechanism if planned else None
             entry = _entry(manifest, options, tokens, data, before, mechanism)
             privacy = options.privacy
-            earlier = write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
+            try:
+                earlier = write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
+            except OSError as error:
+                if privacy.dp_epsilon is not None:
+                    raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+                observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
         spent = None
         if planned:
             trained: torch.nn.Module = model

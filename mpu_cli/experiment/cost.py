@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpu_cli.architectures.layout import layout_of
+from mpu_cli.architectures.layout import EMBEDDING, layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model, open_model
@@ -94,10 +94,12 @@ def cost(
     """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
 
     Training takes 6 operations per token and weight: 2 forward, 4 backward. Memory does not count activations.
+    Embeddings and output head are not trained (``--train-embeddings``).
     """
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
     weights = sum(info.elements for info in parameters.values())
+    trained = sum(parameters[t.name].elements for t in layout.parameters if t.axes[0] not in EMBEDDING)
     attention = sum(
         parameters[tensor.name].elements
         for tensor in layout.parameters
@@ -114,9 +116,9 @@ def cost(
         head_size=layout.sizes["head_dim"],
         copies=copies,
         published=copies * stored,
-        returned=copies * weights * 4,  # float32
+        returned=copies * trained * 4,  # float32
         server_memory=BUFFERS,
-        client_memory=training_memory(weights, optimizer),
+        client_memory=4 * (weights - trained) + training_memory(trained, optimizer),
         moved=moved,
         operations=operations,
         intensity=operations / moved,

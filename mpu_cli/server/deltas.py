@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.architectures.layout import EMBEDDING, Layout, layout_of
 from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.checkpoint.fingerprint import fingerprint, hash_of
 from mpu_cli.checkpoint.header import FLOATS
@@ -24,7 +24,6 @@ from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.keys import Keys
 
-EMBEDDING = (("vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
 OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
 
 

@@ -1,0 +1,915 @@
+"""What one party sends, made to hurt the other: each attack on real files, through the command line.
+
+The table in SECURITY.md names these tests.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pyrage
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mpu_cli.boundary.archives import unpack_folder
+from mpu_cli.boundary.cleaning import clean_config
+from mpu_cli.boundary.folder import Folder
+from mpu_cli.checkpoint.header import MAX_HEADER
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned, restore
+from mpu_cli.client.leakage import moved_rows
+from mpu_cli.client.private import with_noise
+from mpu_cli.errors import MpuError
+from mpu_cli.federation.spool import Spool
+from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+from mpu_cli.randomness import Randomness
+from mpu_cli.records import chat
+from mpu_cli.sealing import make_identity
+from tests.models import Trained, load, random_model, save, write_records
+
+TRAINING = ["--epochs", 1, "--batch-size", 3, "--lr", "1e-3"]
+
+
+def published(mpu: Callable, place: Path, *options: object, base: str = "base") -> Path:
+    """The first of two copies of a model in ``place``."""
+    mpu("publish", base, "--copies", 2, "--seed", 1, "--force", *options, cwd=place)
+    return place / "copy_1"
+
+
+def unlearned(mpu: Callable, place: Path, copy: Path, out: str, *options: object, check: bool = True):
+    return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, check=check, cwd=place)
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+class TestACopyThatReadsTheClientsDisk:
+    @pytest.fixture
+    def private(self, place: Path) -> Path:
+        """Another model that the client can read, of the same shapes."""
+        return save(random_model("llama", seed=9), place / "private")
+
+    @pytest.mark.parametrize("absolute", [True, False])
+    def test_a_config_that_names_other_weights(self, mpu: Callable, place: Path, private: Path, absolute: bool) -> None:
+        copy = published(mpu, place)
+        unlearned(mpu, place, copy, "honest")
+        measured = ["--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--json"]
+        expected = mpu("eval", copy, *measured, "--out", "a.json", cwd=place).json["metrics"]
+        file = str(private / "model.safetensors") if absolute else "../private/model.safetensors"
+        index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(private / "model.safetensors"), file)}
+        (copy / "other.safetensors.index.json").write_text(json.dumps(index))
+        edit(copy / "config.json", transformers_weights="other.safetensors.index.json")
+        unlearned(mpu, place, copy, "attacked")
+        assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
+        assert mpu("eval", copy, *measured, "--out", "b.json", cwd=place).json["metrics"] == expected
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "mpu.json"])
+    def test_a_link_in_place_of_a_file(self, mpu: Callable, place: Path, private: Path, name: str) -> None:
+        copy = published(mpu, place)
+        target = private / name
+        if name == "mpu.json":
+            target.write_text((copy / name).read_text())
+        (copy / name).unlink()
+        (copy / name).symlink_to(target)
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert refused.status == 1
+        assert "is a link" in refused.err
+        assert refused.is_one_error
+        assert not (place / "d.safetensors").exists()
+
+    def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        cache = place / "models--owner--name"
+        (cache / "blobs").mkdir(parents=True)
+        (cache / "snapshots").mkdir()
+        snapshot = cache / "snapshots/0123abc"
+        snapshot.mkdir()
+        for number, path in enumerate(sorted(copy.iterdir())):
+            path.rename(cache / f"blobs/{number}")
+            (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+        unlearned(mpu, place, snapshot, "d")
+        (cache / "blobs/0").rename(place / "elsewhere")
+        (cache / "blobs/0").symlink_to(place / "elsewhere")
+        assert "is a link" in unlearned(mpu, place, snapshot, "d", check=False).err
+
+    def test_a_tokenizer_that_names_files(self, mpu: Callable, place: Path) -> None:
+        """Paths in tokenizer_config.json are not followed, code and unknown names are left out."""
+        copy = published(mpu, place)
+        unlearned(mpu, place, copy, "honest")
+        shutil.copy(copy / "tokenizer.json", place / "secret.json")
+        edit(copy / "tokenizer_config.json", tokenizer_file=str(place / "secret.json"),
+             vocab_file="/etc/passwd", auto_map={"AutoTokenizer": ["evil.py--Evil", None]})  # fmt: skip
+        (copy / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+        unlearned(mpu, place, copy, "attacked")
+        assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
+        assert not (place / "ran").exists()
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            {"transformers_weights": "x"}, {"auto_map": {"AutoModel": "x.y"}}, {"_name_or_path": "/home/a"},
+            {"attn_implementation": "owner/kernel"}, {"_attn_implementation": "x"}, {"experts_implementation": "x"},
+            {"quantization_config": {"quant_method": "bitsandbytes"}}, {"name_or_path": "../x"},
+            {"text_config": {"_name_or_path": "/x", "transformers_weights": "y"}}, {"hidden_act": "/etc/passwd"},
+            {"architectures": ["../../x"]}, {"hidden_act": "owner/repo"}, {"unheard_of": 1},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_nothing_of_a_config_that_libraries_would_obey(self, value: dict) -> None:
+        cleaned = clean_config({"model_type": "llama", **value})
+        assert json.dumps(cleaned) in (
+            '{"model_type": "llama"}', '{"model_type": "llama", "text_config": {}}',
+        )  # fmt: skip
+
+    def test_a_quantised_copy(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+        assert "quantis" in unlearned(mpu, place, copy, "d", check=False).err
+
+    def test_an_adapter_that_imports_a_module(self, mpu: Callable, place: Path, trained: Trained) -> None:
+        """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
+        records = ["--forget", trained.forget, "--retain", trained.retain]
+        mpu("publish", trained.model, "--copies", 2, cwd=place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *records, "--epochs", 1, "--lora-rank", 2, cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
+        (place / "evil_module.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+        edit(place / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
+        asked = [
+            "--base",
+            trained.model,
+            "--benchmark",
+            "qa",
+            "--forget",
+            trained.forget,
+            "--metrics",
+            "forget_Q_A_Prob",
+        ]
+        sys.path.insert(0, str(place))
+        try:
+            mpu("eval", "adapter", *asked, cwd=place)
+        finally:
+            sys.path.remove(str(place))
+        assert not (place / "ran").exists()
+        edit(place / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
+        refused = mpu("eval", "adapter", *asked, "--out", "b.json", check=False, cwd=place)
+        assert "not a LoRA adapter" in refused.err
+
+    def test_weights_that_change_between_check_and_use(
+        self, mpu: Callable, place: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another file under the name once its header was read: what was loaded is compared with what was opened."""
+        from mpu_cli.models import loading
+
+        copy, read = published(mpu, place), loading.AutoConfig.from_pretrained
+
+        def swap(*arguments: object, **options: object) -> object:
+            os.replace(private / "model.safetensors", copy / "model.safetensors")
+            monkeypatch.setattr(loading.AutoConfig, "from_pretrained", read)
+            return read(*arguments, **options)
+
+        opened = open_checkpoint(copy / "model.safetensors")
+        opened.tensor("model.norm.weight")  # mapped, as it is once its fingerprint was taken
+        monkeypatch.setattr("mpu_cli.cli.unlearn.open_model", lambda *_, **__: None, raising=False)
+        monkeypatch.setattr(loading.AutoConfig, "from_pretrained", swap)
+        from mpu_cli.models.source import Model, open_model
+
+        found = open_model(str(copy))
+        model = Model(found.source, opened, found.config, found.config_path, found.folder)
+        with pytest.raises(MpuError, match="differs from this file"):
+            loading.load(model, torch.float32, "cpu")
+
+
+class TestAChatTemplateThatNeverEnds:
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+            "{% endfor %}",
+            "{{ 'a' * 10**9 }}",
+            "{% set x = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
+            "{{ (10**9000000)|string|length }}{{ 10**(10**9) }}",
+        ],
+        ids=["loops", "text", "doubling", "number"],
+    )
+    def test_it_is_stopped(self, mpu: Callable, place: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chat, "SECONDS", 2.0)
+        copy = published(mpu, place)
+        (copy / "chat_template.jinja").write_text(template)
+        started = time.monotonic()
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert refused.status == 1
+        assert "chat template rejected a record" in refused.err
+        assert refused.is_one_error
+        assert time.monotonic() - started < 60
+
+    def test_rendering_is_transformers_own(self, trained: Trained) -> None:
+        _, tokenizer = load(trained.model, torch.float32, "cpu")
+        dialogues = [
+            [{"role": "user", "content": text}, {"role": "assistant", "content": "x\u2028</s>"}]
+            for text in ("w4", "ünïcode\n{{ 7*7 }}")
+        ]
+        for end in (dialogues, [dialogue[:1] for dialogue in dialogues]):
+            for prompt in (True, False):
+                texts = chat.render(tokenizer, end, generation_prompt=prompt)
+                assert texts == tokenizer.apply_chat_template(end, add_generation_prompt=prompt, tokenize=False)
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.USTAR_FORMAT) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=form) as out:
+        for member, content in members:
+            member.size = len(content)
+            out.addfile(member, io.BytesIO(content))
+    return made.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+FOLDER = (member("copy_1", tarfile.DIRTYPE), b"")
+
+
+class TestASealedCopyThatWritesElsewhere:
+    ATTACKS = {
+        "link and file through it": [FOLDER, (member("copy_1/x", tarfile.SYMTYPE, "../.."), b""),
+                                     (member("copy_1/x/escaped"), b"!")],
+        "link of the name of a file": [FOLDER, (member("copy_1/model", tarfile.SYMTYPE, "/tmp/escaped"), b""),
+                                       (member("copy_1/model"), b"!")],
+        "hard link": [FOLDER, (member("copy_1/x", tarfile.LNKTYPE, "/etc/passwd"), b"")],
+        "parent": [(member("../escaped"), b"!")],
+        "parent inside": [FOLDER, (member("copy_1/../escaped"), b"!")],
+        "absolute": [(member("/tmp/escaped"), b"!")],
+        "device": [FOLDER, (member("copy_1/x", tarfile.CHRTYPE), b"")],
+        "FIFO": [FOLDER, (member("copy_1/x", tarfile.FIFOTYPE), b"")],
+        "two folders": [FOLDER, (member("other", tarfile.DIRTYPE), b"")],
+        "a file only": [(member("copy_1"), b"!")],
+        "nested": [FOLDER, (member("copy_1/a", tarfile.DIRTYPE), b""), (member("copy_1/a/b"), b"!")],
+        "twice": [FOLDER, (member("copy_1/x"), b"1"), (member("copy_1/x"), b"2")],
+        "hidden": [FOLDER, (member("copy_1/.bashrc"), b"!")],
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("attack", ATTACKS)
+    def test_members(self, mpu: Callable, place: Path, attack: str) -> None:
+        make_identity(place / "id.txt")
+        identity = pyrage.x25519.Identity.from_str((place / "id.txt").read_text().split()[-1])
+        (place / "x.age").write_bytes(pyrage.encrypt(archive(*self.ATTACKS[attack]), [identity.to_public()]))
+        before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+        refused = mpu("unlearn", "x.age", "--identity", "id.txt", "--out", "d.safetensors", check=False, cwd=place)
+        assert refused.status == 1
+        assert "contains no copy of a model" in refused.err
+        assert refused.is_one_error
+        assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+        assert not Path("/tmp/escaped").exists()
+
+    @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+    def test_names_that_need_extended_headers(self, tmp_path: Path, form: int) -> None:
+        """Whose size tarfile would read into memory."""
+        made = archive(FOLDER, (member("copy_1/" + "a" * 300), b"!"), form=form)
+        with pytest.raises(MpuError, match="refused|is not a file"):
+            unpack_folder(io.BytesIO(made), tmp_path)
+
+    def test_sparse_and_truncated(self, tmp_path: Path) -> None:
+        made = bytearray(archive(FOLDER, (member("copy_1/x"), b"12345")))
+        with pytest.raises(MpuError, match="truncated"):
+            unpack_folder(io.BytesIO(bytes(made[: 2 * 512 + 3])), tmp_path)
+        sparse = member("copy_1/y", tarfile.GNUTYPE_SPARSE)
+        with pytest.raises(MpuError, match="is not a file"):
+            unpack_folder(
+                io.BytesIO(FOLDER[0].tobuf() + sparse.tobuf()), tmp_path / "b".join(["", ""]) / "s" or tmp_path
+            )
+
+    def test_what_a_killed_command_left_is_removed(self, tmp_path: Path) -> None:
+        """Plaintext of a sealed copy: a process that is killed cannot remove it, the next one does."""
+        program = (
+            "import sys, time\nfrom pathlib import Path\nfrom mpu_cli.checkpoint.transaction import Transaction\n"
+            f"with Transaction() as t:\n    f = t.scratch(Path({str(tmp_path)!r}))\n    (f / 'plain').write_text('x')\n"
+            "    print('ready', flush=True)\n    time.sleep(60)\n"
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        [left] = tmp_path.iterdir()
+        assert remove_abandoned(tmp_path) == []  # it is at work
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert remove_abandoned(tmp_path) == [left]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_noise_of_dp_sgd_does_not_hang_on_32_bits() -> None:
+    """Seeds that agree in all but one of 256 bits give unrelated noise; torch's generator keeps 32 of them."""
+    seed = bytes(range(32))
+    x = torch.zeros(20_000)
+    first = with_noise(x, 1.0, Randomness(seed).key("dp noise", 0, 0))
+    for bit in (0, 31, 32, 64, 200, 255):
+        other = bytearray(seed)
+        other[bit // 8] ^= 1 << bit % 8
+        second = with_noise(x, 1.0, Randomness(bytes(other)).key("dp noise", 0, 0))
+        assert abs(float(first @ second)) / len(x) < 5 / len(x) ** 0.5
+    old = [torch.randn(8, generator=torch.Generator().manual_seed(s)) for s in (7, 7 + 2**32)]
+    assert torch.equal(*old)  # what was wrong with torch's
+
+
+class TestADeltaThatListsTheWords:
+    def test_rows_of_embeddings(self, mpu: Callable, tmp_path: Path) -> None:
+        """Trained, the rows that moved are the records' tokens; as a default, nothing of them leaves."""
+        save(random_model("llama-biases", vocab_size=400), tmp_path / "base")  # untied, and most tokens in no record
+        write_records(tmp_path / "forget.jsonl", 6, 1)
+        write_records(tmp_path / "retain.jsonl", 6, 2)
+        for out, options in (("trained", ["--train-embeddings"]), ("default", [])):
+            mpu("unlearn", "base", *TRAINING, *options, "--out", f"{out}.safetensors", cwd=tmp_path)
+        name = "model.embed_tokens.weight"
+        base, delta = load_file(tmp_path / "base/model.safetensors"), load_file(tmp_path / "trained.safetensors")
+        rows = moved_rows(delta[name], base[name])
+        assert rows is not None
+        _, tokenizer = load(tmp_path / "base", torch.float32, "cpu")
+        text = (tmp_path / "forget.jsonl").read_text() + (tmp_path / "retain.jsonl").read_text()
+        words = {tokenizer.convert_tokens_to_ids(f"w{i}") for i in range(3, 96) if f"w{i} " in text or f'w{i}"' in text}
+        listed = set(rows.nonzero()[:, 0].tolist())
+        assert len(words & listed) >= 0.9 * len(words)
+        assert len(listed - words) <= 8  # the template's own
+        kept = load_file(tmp_path / "default.safetensors")
+        assert not {n for n in kept if "embed" in n or "lm_head" in n}
+        told = mpu("audit-delta", "base", "trained.safetensors", "--json", cwd=tmp_path).json
+        [reading] = [each for each in told if each["tensor"] == name]
+        assert reading["rule"] == "rows that moved"
+        assert reading["tells"]
+        assert min(reading["precision"], reading["recall"]) > 0.9
+
+    def test_positions_tell_the_longest_record(self, mpu: Callable, tmp_path: Path) -> None:
+        save(random_model("gpt2"), tmp_path / "base")
+        write_records(tmp_path / "forget.jsonl", 4, 1)
+        mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, "--train-embeddings", "--out", "d.safetensors",
+            cwd=tmp_path)  # fmt: skip
+        told = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
+        assert any("longest record has" in (each["fact"] or "") for each in told)
+
+    def test_a_round_without_embeddings_aggregates(self, mpu: Callable, place: Path) -> None:
+        """Their change is zero; a round in which one copy trained them and another did not is refused."""
+        published(mpu, place)
+        for k, options in ((1, []), (2, ["--train-embeddings"])):
+            mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=place)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=place)
+        assert "tensors differ" in refused.err
+        mpu("unlearn", "copy_2", *TRAINING, "--force", cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "after", cwd=place)
+        before, after = (load_file(place / name / "model.safetensors") for name in ("base", "after"))
+        assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+class TestTheSpool:
+    RUN = "r/round_1"
+
+    def arrive(self, mpu: Callable, place: Path) -> Spool:
+        """Two copies in a spool."""
+        mpu("publish", "base", "--copies", 2, "--run", "r", "--seed", 1, cwd=place)
+        spool = Spool(place / "spool")
+        spool.arrived(f"{self.RUN}/copy_1").parent.mkdir(parents=True)
+        for k in (1, 2):
+            shutil.move(place / f"copy_{k}", spool.arrived(f"{self.RUN}/copy_{k}"))
+        return spool
+
+    def watch(self, mpu: Callable, place: Path, *options: object):
+        return mpu("watch", "spool", *TRAINING, "--work", "work", "--once", *options, check=False, cwd=place)
+
+    def test_names_that_are_links(self, mpu: Callable, place: Path) -> None:
+        """In ``out``: of the delta, of hidden names, of the folder above, of the mark of a failure."""
+        spool = self.arrive(mpu, place)
+        records = (place / "forget.jsonl").read_bytes()
+        out = spool.root / "out/r/round_1"
+        out.mkdir(parents=True)
+        for name in ("copy_1.safetensors", ".copy_1.safetensors.partial", "copy_2.failed"):
+            (out / name).symlink_to(place / "forget.jsonl")
+        (out / "copy_2.safetensors").symlink_to(place / "made_elsewhere")
+        told = self.watch(mpu, place)
+        assert told.status == 0, told.err
+        assert (place / "forget.jsonl").read_bytes() == records
+        assert not (place / "made_elsewhere").exists()
+        for k in (1, 2):
+            delta = spool.delta(f"{self.RUN}/copy_{k}")
+            assert not delta.is_symlink()
+            assert open_checkpoint(delta).tensors
+
+    def test_a_folder_that_is_a_link(self, mpu: Callable, place: Path) -> None:
+        spool = self.arrive(mpu, place)
+        (place / "victim").mkdir()
+        (spool.root / "out").mkdir()
+        (spool.root / "out/r").symlink_to(place / "victim")
+        told = self.watch(mpu, place)
+        assert told.status == 1
+        assert "Traceback" not in told.err
+        assert list((place / "victim").iterdir()) == []
+
+    def test_a_copy_that_is_a_link(self, mpu: Callable, place: Path) -> None:
+        """A link in place of its weights, or of the whole folder."""
+        spool = self.arrive(mpu, place)
+        private = save(random_model("llama", seed=9), place / "private")
+        first, second = (spool.arrived(f"{self.RUN}/copy_{k}") for k in (1, 2))
+        (first / "model.safetensors").unlink()
+        (first / "model.safetensors").symlink_to(private / "model.safetensors")
+        second.rename(place / "moved")
+        second.symlink_to(place / "moved")
+        told = self.watch(mpu, place)
+        assert told.status == 1
+        assert "is a link" in told.err
+        assert not list(spool.root.rglob("*.safetensors") - {first / "model.safetensors"}
+                        if False else [p for p in (spool.root / "out").rglob("*.safetensors")])  # fmt: skip
+
+    @pytest.mark.slow
+    def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, place: Path) -> None:
+        """Odd names, FIFOs, endless files, too few rows of embeddings, templates that never end."""
+        spool = self.arrive(mpu, place)
+        good = spool.arrived(f"{self.RUN}/copy_2")
+        inbox = good.parent
+        for name in ("copy_²", "copy_a", "copy_1.x"):
+            (inbox / name).mkdir()
+        (spool.root / "in/a..b/round_1/copy_1").mkdir(parents=True)
+        (inbox / "copy_9").write_text("a file")
+
+        def bad(k: int) -> Path:
+            shutil.copytree(good, inbox / f"copy_{k}")
+            edit(inbox / f"copy_{k}/mpu.json", copy=k, copies=9)
+            return inbox / f"copy_{k}"
+
+        os.mkfifo(_without(bad(3) / "model.safetensors"))
+        (_without(bad(4) / "mpu.json")).symlink_to("/dev/zero")
+        rows = load_file(bad(5) / "model.safetensors")
+        rows["model.embed_tokens.weight"] = rows["model.embed_tokens.weight"][:4].clone()
+        facts = json.loads((inbox / "copy_5/mpu.json").read_text())
+        save_file(rows, inbox / "copy_5/model.safetensors", {"format": "pt", **as_metadata(facts)})
+        edit(inbox / "copy_5/config.json", vocab_size=4)
+        loop = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
+        (bad(6) / "chat_template.jinja").write_text(loop)
+        facts = json.loads((inbox / "copy_6/mpu.json").read_text())
+        save_file(load_file(good / "model.safetensors"), inbox / "copy_6/model.safetensors",
+                  {"format": "pt", **as_metadata(facts)})  # fmt: skip
+        told = self.watch(mpu, place)
+        assert told.status == 1
+        assert "Traceback" not in told.err
+        assert spool.state(f"{self.RUN}/copy_1") == spool.state(f"{self.RUN}/copy_2") == "done"
+        for k in (3, 4, 5, 6):
+            assert spool.state(f"{self.RUN}/copy_{k}") == "failed", k
+            assert f"copy_{k}: " in told.err
+        again = self.watch(mpu, place)
+        assert again.out == ""
+
+    def test_a_copy_that_takes_too_long(self, mpu: Callable, place: Path) -> None:
+        spool = self.arrive(mpu, place)
+        told = self.watch(mpu, place, "--copy-timeout", 1)
+        assert "not done after 1 s" in told.err
+        assert spool.state(f"{self.RUN}/copy_1") == "failed"
+
+    def test_what_is_taken_cannot_be_changed_any_more(self, place: Path) -> None:
+        """A file that shrinks while it is mapped ends a process; one in a private copy cannot."""
+        spool = Spool(place / "spool")
+        copy = spool.arrived("r/round_1/copy_1")
+        copy.mkdir(parents=True)
+        (copy / "model.safetensors").write_bytes(bytes(5000))
+        (copy / "unknown.bin").write_bytes(b"x")
+        taken = spool.take("r/round_1/copy_1", place / "work/taken")
+        os.truncate(copy / "model.safetensors", 10)
+        assert {path.name: path.stat().st_size for path in taken.iterdir()} == {"model.safetensors": 5000}
+        assert (taken / "model.safetensors").stat().st_mode & 0o777 == 0o600
+
+    def test_hostile_names_and_pieces_of_the_courier(self, tmp_path: Path) -> None:
+        spool = Spool(tmp_path / "spool")
+        for offset in (-1, 5, 2**62):
+            spool.put("r/round_1/copy_1", "w", offset, b"x")
+        assert spool.held("r/round_1/copy_1") == {}
+        for name in ("../w", "a/../../w", "", "a\0b", "/etc/x"):
+            with pytest.raises(ValueError, match="not a name"):
+                spool.put("r/round_1/copy_1", name, 0, b"x")
+
+    @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+    def test_what_is_inside_has_the_spools_mode(self, tmp_path: Path, mask: int) -> None:
+        """So that two users who share a group can work in it, whatever their umask."""
+        (tmp_path / "spool").mkdir()
+        (tmp_path / "spool").chmod(0o2770)
+        before = os.umask(mask)
+        try:
+            spool = Spool(tmp_path / "spool")
+            spool.put("r/round_1/copy_1", "w", 0, b"x")
+            with Folder(tmp_path / "spool").create("out/r/x") as file:
+                file.write(b"y")
+        finally:
+            os.umask(before)
+        for path in (tmp_path / "spool").rglob("*"):
+            assert path.stat().st_mode & 0o7777 == (0o2770 if path.is_dir() else 0o660), path
+
+
+def _without(path: Path) -> Path:
+    path.unlink()
+    return path
+
+
+@pytest.mark.slow
+def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, place: Path) -> None:
+    mpu("publish", "base", "--copies", 2, "--run", "r", cwd=place)
+    spool = place / "spool/in/r/round_1"
+    spool.mkdir(parents=True)
+    shutil.copytree(place / "copy_1", spool / "copy_1")
+    before = os.umask(0)
+    try:
+        mpu("unlearn", "copy_2", *TRAINING, "--resume", "--log", "log.jsonl", "--reference-file", "kept/ref.safetensors"
+            if (place / "kept").mkdir(0o700) else "ref.safetensors", cwd=place)  # fmt: skip
+        mpu("watch", "spool", *TRAINING, "--work", "work", "--once", cwd=place)
+    finally:
+        os.umask(before)
+    private = [place / "deltas", place / "log.jsonl", place / "ref.safetensors", place / "work",
+               Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"]  # fmt: skip
+    for top in private:
+        for path in (top, *top.rglob("*")):
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+class TestLostUpdates:
+    @pytest.mark.slow
+    def test_two_deltas_added_at_once(self, mpu: Callable, place: Path, shell: Callable) -> None:
+        published(mpu, place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
+        add = "mpu aggregate deltas/copy_{}.safetensors --keys keys.bin --running sum"
+        done = shell(f"({add.format(1)}) & a=$!; ({add.format(2)}) & b=$!; wait $a && wait $b; mpu inspect sum")
+        assert done.returncode == 0, done.stderr
+        mpu("aggregate", "--running", "sum", "--keys", "keys.bin", "--out", "model", cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "at_once", cwd=place)
+        one, other = (load_file(place / name / "model.safetensors") for name in ("model", "at_once"))
+        assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+    @pytest.mark.parametrize("directory", [True, False])
+    def test_there_is_always_something_under_the_name(self, tmp_path: Path, directory: bool) -> None:
+        """A reader that looks all the time never finds nothing while --force replaces."""
+        target = tmp_path / "target"
+        missing, ends = [], threading.Event()
+
+        def look() -> None:
+            while not ends.is_set():
+                missing.append(not os.path.lexists(target))
+
+        def write(force: bool) -> None:
+            with Transaction(force=force) as transaction:
+                made = transaction.add(target, directory=directory)
+                (made / "mpu.json" if directory else made).write_text("x")
+
+        write(force=False)
+        looking = threading.Thread(target=look)
+        looking.start()
+        for _ in range(100):
+            write(force=True)
+        ends.set()
+        looking.join()
+        assert len(missing) > 1000
+        assert not any(missing)
+        assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+    def test_an_exchange_in_two_steps_that_was_cut_off(self, tmp_path: Path) -> None:
+        """On systems that cannot exchange names, what lies beside is put back."""
+        kept = tmp_path / ".sum.abc.old"
+        (kept / "sum").mkdir(parents=True)
+        restore(tmp_path / "sum")
+        assert (tmp_path / "sum").is_dir()
+        assert not kept.exists()
+
+
+@contextmanager
+def server(reply: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[dict]]]:
+    """An HTTP server on this machine, and the headers of what it was asked."""
+    asked: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(dict(self.headers))
+            reply(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    served = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{served.server_port}/v1", asked
+    finally:
+        served.shutdown()
+        served.server_close()
+
+
+def answer(body: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return reply
+
+
+class TestAnEndpoint:
+    def evaluate(self, mpu: Callable, place: Path, url: str):
+        return mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--endpoint", url, check=False,
+                   cwd=place)  # fmt: skip
+
+    def test_its_key_goes_nowhere_else(self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not the key of another service, not over http to another machine, not on to where it redirects."""
+        monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+        with server(answer(b"{}")) as (other, seen), server(answer(b"", 302, Location=f"{other}/x")) as (url, asked):
+            told = self.evaluate(mpu, place, url)
+            assert told.is_one_error
+            assert "redirects to" in told.err
+            assert "Authorization" not in asked[0]
+            monkeypatch.setenv("MPU_ENDPOINT_KEY", "secret")
+            self.evaluate(mpu, place, url)
+            assert asked[-1]["Authorization"] == "Bearer secret"
+            assert seen == []
+        told = self.evaluate(mpu, place, "http://192.0.2.1/v1")
+        assert "is not sent over http" in told.err
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"[]", b"null", b'{"data": 1}', b'{"data": [{"id": "m"}], "choices": [{"index": "x"}]}', b"\xff\xfe",
+            b'{"data": [{"id": "m"}], "choices": 3}', b"[" * 100_000, b" " * (8 << 20),
+            b'{"data": [{"id": "m"}], "choices": [' + b",".join([b'{"logprobs": {"token_logprobs": {}}}'] * 6) + b"]}",
+            b'{"data": [{"id": "m"}], "choices": [' + b",".join([b'{"logprobs": []}'] * 6) + b"]}",
+            b'{"data": [{"id": "m"}], "choices": [' + b",".join([b"null"] * 6) + b"]}",
+        ],
+        ids=range(11),
+    )  # fmt: skip
+    def test_malformed_replies_are_one_error(self, mpu: Callable, place: Path, body: bytes) -> None:
+        with server(answer(body)) as (url, _):
+            told = self.evaluate(mpu, place, url)
+        assert told.status == 1
+        assert told.is_one_error, told.err
+        assert "unexpected" not in told.err
+
+
+class TestWhatLeavesTheServer:
+    def test_no_path_and_no_code(self, mpu: Callable, place: Path) -> None:
+        """Whatever JSON beside the weights says: paths, nested or not, repositories and code stay at home."""
+        secret = str(place)
+        base = place / "base"
+        edit(base / "config.json", _name_or_path=secret, auto_map={"AutoModel": f"{secret}/x.py--X"},
+             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "_name_or_path": secret},
+             internal_notes=f"trained in {secret}")  # fmt: skip
+        edit(base / "tokenizer_config.json", tokenizer_file=f"{secret}/t.json", special_tokens_map_file=f"{secret}/s",
+             name_or_path=secret, auto_map={"AutoTokenizer": [secret, None]})  # fmt: skip
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
+        (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
+        published(mpu, place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
+        for folder in ("copy_1", "model", "adapter"):
+            for path in (place / folder).iterdir():
+                content = path.read_bytes()
+                assert secret.encode() not in content, path
+                assert b"auto_map" not in content
+                assert b"internal_notes" not in content
+        assert json.loads((place / "copy_1/generation_config.json").read_text()) == {"eos_token_id": 1}
+        assert json.loads((place / "copy_1/preprocessor_config.json").read_text()) == {"size": {"height": 2}}
+        load(place / "copy_1", torch.float32, "cpu")
+
+    def test_what_is_published_as_it_is_is_said(self, mpu: Callable, tmp_path: Path) -> None:
+        """A vision tower has neither noise nor coordinates: its share stands in what publish and plan print."""
+        save(random_model("gemma3"), tmp_path / "base")
+        told = mpu("publish", "base", "--copies", 2, cwd=tmp_path)
+        bare = [n for n in load_file(tmp_path / "base/model.safetensors") if n.startswith(("vision", "model.vision"))]
+        base, copy = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "copy_1"))
+        same = sum(base[n].numel() for n in base if n in copy and torch.equal(base[n], copy[n]))
+        assert bare
+        assert f"{same:,} of" in told.err
+        assert "without noise or secret coordinates" in told.err
+        assert f"{same:,} of" in mpu("plan", "base", cwd=tmp_path).out
+        assert f"{same:,} of" in mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path).err
+
+
+@torch.no_grad()
+def plant_traps(folder: Path, sequences: list[list[int]], units: int) -> None:
+    """Make FFN units of every layer open at about one position each, without changing what the model computes.
+
+    Their ``up`` rows are zero, so they add nothing; the gradient of such a row is the FFN's input at the positions
+    where its gate is open (Fowl et al. 2021, arXiv 2110.13057). Gates are matched filters for positions of
+    ``sequences``, with a direction of constant product as their bias.
+    """
+    model, _ = load(folder, torch.float32, "cpu")
+    weights = load_file(folder / "model.safetensors")
+    for number, layer in enumerate(model.model.layers):
+        x = torch.cat(ffn_inputs(model, sequences, number))
+        gram = x.T @ x
+        bias = torch.linalg.solve(gram + 1e-3 * gram.trace() / len(gram) * torch.eye(len(gram)), x.sum(0))
+        low = torch.linalg.cholesky(x.T.cov() + 1e-3 * x.var() * torch.eye(x.shape[1]))
+        chosen = x[torch.linspace(0, len(x) - 1, units).long()] - x.mean(0)
+        filters = torch.cholesky_solve(chosen.T, low).T
+        values = x @ filters.T
+        least = (values / (x @ bias)[:, None]).topk(2, dim=0).values[1]
+        gates = filters - least[:, None] * bias
+        gates *= 300 / (x @ gates.T).std(0)[:, None]
+        prefix = f"model.layers.{number}.mlp"
+        weights[f"{prefix}.gate_proj.weight"][:units] = gates
+        weights[f"{prefix}.up_proj.weight"][:units] = 0
+        column = torch.randn(len(weights[f"{prefix}.down_proj.weight"]), generator=torch.Generator().manual_seed(0))
+        weights[f"{prefix}.down_proj.weight"][:, :units] = (1e-3 * column / column.norm())[:, None]
+        assert layer.mlp.gate_proj.weight.shape[0] > units
+    metadata = open_checkpoint(folder / "model.safetensors").metadata
+    save_file(weights, folder / "model.safetensors", metadata)
+
+
+@torch.no_grad()
+def ffn_inputs(model: torch.nn.Module, sequences: list[list[int]], layer: int) -> list[torch.Tensor]:
+    """The inputs of a layer's FFN, (length, width), for each sequence."""
+    found: list[torch.Tensor] = []
+    hook = model.model.layers[layer].mlp.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0].clone()))
+    for ids in sequences:
+        model(input_ids=torch.tensor([ids]))
+    hook.remove()
+    return found
+
+
+class TestACraftedCopy:
+    def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, place: Path) -> None:
+        """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
+        public = save(random_model("llama", seed=5), place / "public")
+        copy = published(mpu, place)
+        unlearned(mpu, place, copy, "honest", "--like", public)
+        weights = load_file(copy / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        edit(copy / "config.json", tie_word_embeddings=False)
+        refused = unlearned(mpu, place, copy, "d", "--like", public, check=False)
+        assert refused.status == 1
+        assert "tie_word_embeddings" in refused.err
+        assert "lm_head.weight" in refused.err
+        assert not (place / "d.safetensors").exists()
+        told = unlearned(mpu, place, copy, "d", "--like", public, "--trust-copy")
+        assert "tie_word_embeddings" in told.err
+        assert "lm_head.weight" not in load_file(place / "d.safetensors")  # not trained unless asked
+
+    @pytest.mark.parametrize("change", ["tokenizer", "template", "width"])
+    def test_what_else_a_public_model_shows(self, mpu: Callable, place: Path, change: str) -> None:
+        public = save(random_model("llama", seed=5), place / "public")
+        copy = published(mpu, place)
+        if change == "tokenizer":
+            text = (copy / "tokenizer.json").read_text().replace('"w9"', '"w9x"')
+            (copy / "tokenizer.json").write_text(text)
+        elif change == "template":
+            (copy / "chat_template.jinja").write_text((public / "chat_template.jinja").read_text() + " ")
+        else:
+            weights = load_file(copy / "model.safetensors")
+            weights["model.layers.0.mlp.up_proj.weight"][:9] *= 1e4
+            save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        refused = unlearned(mpu, place, copy, "d", "--like", public, check=False)
+        assert refused.status == 1
+        says = {"tokenizer": "vocabulary", "template": "chat template", "width": "rows of another size"}[change]
+        assert says in refused.err
+
+    def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, place: Path) -> None:
+        published(mpu, place)
+        unlearned(mpu, place, place / "copy_1", "d1")
+        weights = load_file(place / "copy_2/model.safetensors")
+        weights = {name: tensor * (4 if "embed" in name else 1) for name, tensor in weights.items()}
+        save_file(weights, place / "copy_2/model.safetensors",
+                  open_checkpoint(place / "copy_2/model.safetensors").metadata)  # fmt: skip
+        refused = unlearned(mpu, place, place / "copy_2", "d2", check=False)
+        assert refused.status == 1
+        assert "that of copy 1" in refused.err
+        unlearned(mpu, place, place / "copy_2", "d2", "--trust-copy")
+
+    @pytest.mark.slow
+    def test_trap_units(self, mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+        """They hand hidden states of single tokens over, exactly; the check sees them before anything is trained."""
+        from mpu_cli.records.encoding import Encoding
+        from mpu_cli.records.reading import read_records
+
+        records = ["--forget", trained.forget, "--retain", trained.retain]
+        training = [
+            *records,
+            "--epochs",
+            1,
+            "--optim",
+            "sgd",
+            "--lr",
+            "1e-3",
+            "--max-grad-norm",
+            1e9,
+            "--batch-size",
+            64,
+        ]
+        mpu("publish", trained.model, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
+        copy = tmp_path / "copy_1"
+        mpu("unlearn", copy, *training, "--out", "honest.safetensors", cwd=tmp_path)
+        model, tokenizer = load(copy, torch.float32, "cpu")
+        examples = Encoding(tokenizer).encode([*read_records(trained.forget), *read_records(trained.retain)])
+        plant_traps(copy, [example.ids for example in examples], units=100)
+        refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
+        assert refused.status == 1
+        assert "units built to record single tokens" in refused.err
+        mpu("unlearn", copy, *training, "--trust-copy", "--out", "d.safetensors", cwd=tmp_path)
+        # What the server would read, had the client not looked: rows that are hidden states of the records.
+        model, _ = load(copy, torch.float32, "cpu")
+        states = torch.nn.functional.normalize(torch.cat(ffn_inputs(model, [e.ids for e in examples], 1)), dim=1)
+
+        def found(delta: Path) -> int:
+            rows = load_file(delta)["model.layers.1.mlp.up_proj.weight"][:100]
+            rows = rows[rows.norm(dim=1) > 0]
+            cosines = torch.nn.functional.normalize(rows, dim=1) @ states.T
+            return int((cosines.abs().amax(1) > 0.999).sum())
+
+        assert found(tmp_path / "d.safetensors") >= 20
+        assert found(tmp_path / "honest.safetensors") == 0
+
+
+class TestSmallThings:
+    def test_a_header_that_fills_the_memory(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        path = copy / "model.safetensors"
+        path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little") + b"[" * (MAX_HEADER + 1))
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert "header is longer" in refused.err
+
+    def test_an_algorithm_that_is_markup(self, mpu: Callable, place: Path) -> None:
+        """The delta's word for it stands in the model card."""
+        published(mpu, place)
+        for k in (1, 2):
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
+        path = place / "deltas/copy_1.safetensors"
+        facts = json.loads(open_checkpoint(path).metadata["mpu"]) | {"algorithm": "npo |\n# Owned\n![](http://x)"}
+        save_file(load_file(path), path, as_metadata(facts))
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=place)
+        assert "names no algorithm" in refused.err
+
+    def test_facts_of_a_delta_are_plain(self, tmp_path: Path) -> None:
+        from mpu_cli.manifest import delta_manifest
+
+        good = delta_facts(DeltaManifest(None, "npo"))
+        for bad in (
+            {"privacy": {"epsilon": "<script>"}}, {"privacy": {"a b": 1}}, {"trained": {"key": "x" * 999}},
+            {"trained": {"key": 1}}, {"run": "r", "round": 1, "copy": 1, "copies": 2, "copy_id": "| x |"},
+            {"run": "r\n", "round": 1, "copy": 1, "copies": 2, "copy_id": "x"}, {"round": True, "run": "r"},
+        ):  # fmt: skip
+            with pytest.raises(MpuError):
+                delta_manifest(as_metadata(good | bad), tmp_path)
+
+    def test_two_first_publications_at_once(self, mpu: Callable, place: Path, shell: Callable) -> None:
+        """Both keys open with the one identity that was made."""
+        done = shell("for i in 1 2 3; do (mpu publish base --copies 2 --out p$i --keys p$i.bin) & done; wait")
+        assert done.returncode == 0, done.stderr
+        for i in (1, 2, 3):
+            assert "symmetries" in mpu("inspect", f"p{i}.bin", cwd=place).out
+
+    def test_another_reference_for_the_second_copy(self, mpu: Callable, place: Path) -> None:
+        """Its noise would have another scale than its keys say."""
+        save(random_model("llama", seed=5), place / "reference")
+        asked = ["--reference", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
+        mpu("publish", "base", *asked, "--only", 1, cwd=place)
+        save(random_model("llama", seed=6), place / "reference")
+        refused = mpu("publish", "base", *asked, "--only", 2, check=False, cwd=place)
+        assert refused.status == 1
+        assert "another reference" in refused.err
+        assert not (place / "copy_2").exists()
+
+    def test_max_norm_bounds_the_update(self, mpu: Callable, place: Path) -> None:
+        """Weights of three copies have opposite signs: deltas below the bound can add up to an update above it."""
+        mpu("publish", "base", "--copies", 3, "--seed", 1, "--kappa", 0.2, cwd=place)
+        for k in (1, 2, 3):
+            mpu("unlearn", f"copy_{k}", *TRAINING, "--trust-copy", cwd=place)
+        told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--json", "--dry-run", check=False, cwd=place)
+        assert told.status == 0
+        norms = [load_file(place / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
+        largest = max(float(sum(t.double().square().sum() for t in held.values()) ** 0.5) for held in norms)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", 3, "--max-norm", 1.5 * largest,
+                      check=False, cwd=place)  # fmt: skip
+        assert "the update's norm is" in refused.err
+
+    def test_a_config_with_more_layers_than_weights(self, mpu: Callable, place: Path) -> None:
+        """Libraries build them before they look."""
+        copy = published(mpu, place)
+        for name, value in (("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12)):
+            edit(copy / "config.json", **{name: value})
+            (copy / "mpu.json").unlink(missing_ok=True)  # as a model of the client's own would be
+            refused = mpu("eval", copy, "--benchmark", "qa", "--forget", "forget.jsonl", check=False, cwd=place)
+            assert refused.status == 1
+            assert refused.is_one_error
+            edit(copy / "config.json", **{name: 2 if name == "num_hidden_layers" else 256})
