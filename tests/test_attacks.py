@@ -185,7 +185,6 @@ class TestACopyThatReadsTheClientsDisk:
 
         opened = open_checkpoint(copy / "model.safetensors")
         opened.tensor("model.norm.weight")  # mapped, as it is once its fingerprint was taken
-        monkeypatch.setattr("mpu_cli.cli.unlearn.open_model", lambda *_, **__: None, raising=False)
         monkeypatch.setattr(loading.AutoConfig, "from_pretrained", swap)
         from mpu_cli.models.source import Model, open_model
 
@@ -202,7 +201,7 @@ class TestAChatTemplateThatNeverEnds:
             "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
             "{% endfor %}",
             "{{ 'a' * 10**9 }}",
-            "{% set x = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
+            "{% set x = namespace(s='aaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
             "{{ (10**9000000)|string|length }}{{ 10**(10**9) }}",
         ],
         ids=["loops", "text", "doubling", "number"],
@@ -248,30 +247,31 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 FOLDER = (member("copy_1", tarfile.DIRTYPE), b"")
 
 
-class TestASealedCopyThatWritesElsewhere:
-    ATTACKS = {
-        "link and file through it": [FOLDER, (member("copy_1/x", tarfile.SYMTYPE, "../.."), b""),
-                                     (member("copy_1/x/escaped"), b"!")],
-        "link of the name of a file": [FOLDER, (member("copy_1/model", tarfile.SYMTYPE, "/tmp/escaped"), b""),
-                                       (member("copy_1/model"), b"!")],
-        "hard link": [FOLDER, (member("copy_1/x", tarfile.LNKTYPE, "/etc/passwd"), b"")],
-        "parent": [(member("../escaped"), b"!")],
-        "parent inside": [FOLDER, (member("copy_1/../escaped"), b"!")],
-        "absolute": [(member("/tmp/escaped"), b"!")],
-        "device": [FOLDER, (member("copy_1/x", tarfile.CHRTYPE), b"")],
-        "FIFO": [FOLDER, (member("copy_1/x", tarfile.FIFOTYPE), b"")],
-        "two folders": [FOLDER, (member("other", tarfile.DIRTYPE), b"")],
-        "a file only": [(member("copy_1"), b"!")],
-        "nested": [FOLDER, (member("copy_1/a", tarfile.DIRTYPE), b""), (member("copy_1/a/b"), b"!")],
-        "twice": [FOLDER, (member("copy_1/x"), b"1"), (member("copy_1/x"), b"2")],
-        "hidden": [FOLDER, (member("copy_1/.bashrc"), b"!")],
-    }  # fmt: skip
+ARCHIVES = {
+    "link and file through it": [FOLDER, (member("copy_1/x", tarfile.SYMTYPE, "../.."), b""),
+                                 (member("copy_1/x/escaped"), b"!")],
+    "link of the name of a file": [FOLDER, (member("copy_1/model", tarfile.SYMTYPE, "/tmp/escaped"), b""),
+                                   (member("copy_1/model"), b"!")],
+    "hard link": [FOLDER, (member("copy_1/x", tarfile.LNKTYPE, "/etc/passwd"), b"")],
+    "parent": [(member("../escaped"), b"!")],
+    "parent inside": [FOLDER, (member("copy_1/../escaped"), b"!")],
+    "absolute": [(member("/tmp/escaped"), b"!")],
+    "device": [FOLDER, (member("copy_1/x", tarfile.CHRTYPE), b"")],
+    "FIFO": [FOLDER, (member("copy_1/x", tarfile.FIFOTYPE), b"")],
+    "two folders": [FOLDER, (member("other", tarfile.DIRTYPE), b"")],
+    "a file only": [(member("copy_1"), b"!")],
+    "nested": [FOLDER, (member("copy_1/a", tarfile.DIRTYPE), b""), (member("copy_1/a/b"), b"!")],
+    "twice": [FOLDER, (member("copy_1/x"), b"1"), (member("copy_1/x"), b"2")],
+    "hidden": [FOLDER, (member("copy_1/.bashrc"), b"!")],
+}  # fmt: skip
 
-    @pytest.mark.parametrize("attack", ATTACKS)
+
+class TestASealedCopyThatWritesElsewhere:
+    @pytest.mark.parametrize("attack", ARCHIVES)
     def test_members(self, mpu: Callable, place: Path, attack: str) -> None:
         make_identity(place / "id.txt")
         identity = pyrage.x25519.Identity.from_str((place / "id.txt").read_text().split()[-1])
-        (place / "x.age").write_bytes(pyrage.encrypt(archive(*self.ATTACKS[attack]), [identity.to_public()]))
+        (place / "x.age").write_bytes(pyrage.encrypt(archive(*ARCHIVES[attack]), [identity.to_public()]))
         before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
         refused = mpu("unlearn", "x.age", "--identity", "id.txt", "--out", "d.safetensors", check=False, cwd=place)
         assert refused.status == 1
@@ -284,7 +284,7 @@ class TestASealedCopyThatWritesElsewhere:
     def test_names_that_need_extended_headers(self, tmp_path: Path, form: int) -> None:
         """Whose size tarfile would read into memory."""
         made = archive(FOLDER, (member("copy_1/" + "a" * 300), b"!"), form=form)
-        with pytest.raises(MpuError, match="refused|is not a file"):
+        with pytest.raises(MpuError, match=r"refused|is not a file"):
             unpack_folder(io.BytesIO(made), tmp_path)
 
     def test_sparse_and_truncated(self, tmp_path: Path) -> None:
@@ -293,9 +293,7 @@ class TestASealedCopyThatWritesElsewhere:
             unpack_folder(io.BytesIO(bytes(made[: 2 * 512 + 3])), tmp_path)
         sparse = member("copy_1/y", tarfile.GNUTYPE_SPARSE)
         with pytest.raises(MpuError, match="is not a file"):
-            unpack_folder(
-                io.BytesIO(FOLDER[0].tobuf() + sparse.tobuf()), tmp_path / "b".join(["", ""]) / "s" or tmp_path
-            )
+            unpack_folder(io.BytesIO(archive(FOLDER)[:512] + sparse.tobuf()), _made(tmp_path / "sparse"))
 
     def test_what_a_killed_command_left_is_removed(self, tmp_path: Path) -> None:
         """Plaintext of a sealed copy: a process that is killed cannot remove it, the next one does."""
@@ -432,8 +430,7 @@ class TestTheSpool:
         told = self.watch(mpu, place)
         assert told.status == 1
         assert "is a link" in told.err
-        assert not list(spool.root.rglob("*.safetensors") - {first / "model.safetensors"}
-                        if False else [p for p in (spool.root / "out").rglob("*.safetensors")])  # fmt: skip
+        assert list((spool.root / "out").rglob("*.safetensors")) == []
 
     @pytest.mark.slow
     def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, place: Path) -> None:
@@ -522,6 +519,11 @@ def _without(path: Path) -> Path:
     return path
 
 
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.slow
 def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, place: Path) -> None:
     mpu("publish", "base", "--copies", 2, "--run", "r", cwd=place)
@@ -549,11 +551,10 @@ class TestLostUpdates:
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
         add = "mpu aggregate deltas/copy_{}.safetensors --keys keys.bin --running sum"
-        done = shell(f"({add.format(1)}) & a=$!; ({add.format(2)}) & b=$!; wait $a && wait $b; mpu inspect sum")
+        done = shell(f"({add.format(1)}) & a=$!; ({add.format(2)}) & b=$!; wait $a && wait $b")
         assert done.returncode == 0, done.stderr
-        mpu("aggregate", "--running", "sum", "--keys", "keys.bin", "--out", "model", cwd=place)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "at_once", cwd=place)
-        one, other = (load_file(place / name / "model.safetensors") for name in ("model", "at_once"))
+        one, other = (load_file(place / name / "model.safetensors") for name in ("unlearned", "at_once"))
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
 
     @pytest.mark.parametrize("directory", [True, False])
@@ -606,7 +607,11 @@ def server(reply: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[st
         def log_message(self, *_: object) -> None:
             pass
 
-    served = HTTPServer(("127.0.0.1", 0), Handler)
+    class Quiet(HTTPServer):
+        def handle_error(self, *_: object) -> None:
+            pass  # a client that has read enough hangs up
+
+    served = Quiet(("127.0.0.1", 0), Handler)
     threading.Thread(target=served.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{served.server_port}/v1", asked
@@ -703,7 +708,7 @@ class TestWhatLeavesTheServer:
         assert f"{same:,} of" in told.err
         assert "without noise or secret coordinates" in told.err
         assert f"{same:,} of" in mpu("plan", "base", cwd=tmp_path).out
-        assert f"{same:,} of" in mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path).err
+        assert f"{same:,} of" in mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path).out
 
 
 @torch.no_grad()
