@@ -5,6 +5,7 @@ The table in SECURITY.md names these tests.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -711,46 +712,15 @@ class TestWhatLeavesTheServer:
         assert f"{same:,} of" in mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path).out
 
 
-@torch.no_grad()
-def plant_traps(folder: Path, sequences: list[list[int]], units: int) -> None:
-    """Make FFN units of every layer open at about one position each, without changing what the model computes.
-
-    Their ``up`` rows are zero, so they add nothing; the gradient of such a row is the FFN's input at the positions
-    where its gate is open (Fowl et al. 2021, arXiv 2110.13057). Gates are matched filters for positions of
-    ``sequences``, with a direction of constant product as their bias.
-    """
-    model, _ = load(folder, torch.float32, "cpu")
-    weights = load_file(folder / "model.safetensors")
-    for number, layer in enumerate(model.model.layers):
-        x = torch.cat(ffn_inputs(model, sequences, number))
-        gram = x.T @ x
-        bias = torch.linalg.solve(gram + 1e-3 * gram.trace() / len(gram) * torch.eye(len(gram)), x.sum(0))
-        low = torch.linalg.cholesky(x.T.cov() + 1e-3 * x.var() * torch.eye(x.shape[1]))
-        chosen = x[torch.linspace(0, len(x) - 1, units).long()] - x.mean(0)
-        filters = torch.cholesky_solve(chosen.T, low).T
-        values = x @ filters.T
-        least = (values / (x @ bias)[:, None]).topk(2, dim=0).values[1]
-        gates = filters - least[:, None] * bias
-        gates *= 300 / (x @ gates.T).std(0)[:, None]
-        prefix = f"model.layers.{number}.mlp"
-        weights[f"{prefix}.gate_proj.weight"][:units] = gates
-        weights[f"{prefix}.up_proj.weight"][:units] = 0
-        column = torch.randn(len(weights[f"{prefix}.down_proj.weight"]), generator=torch.Generator().manual_seed(0))
-        weights[f"{prefix}.down_proj.weight"][:, :units] = (1e-3 * column / column.norm())[:, None]
-        assert layer.mlp.gate_proj.weight.shape[0] > units
-    metadata = open_checkpoint(folder / "model.safetensors").metadata
-    save_file(weights, folder / "model.safetensors", metadata)
-
-
-@torch.no_grad()
-def ffn_inputs(model: torch.nn.Module, sequences: list[list[int]], layer: int) -> list[torch.Tensor]:
-    """The inputs of a layer's FFN, (length, width), for each sequence."""
-    found: list[torch.Tensor] = []
-    hook = model.model.layers[layer].mlp.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0].clone()))
-    for ids in sequences:
-        model(input_ids=torch.tensor([ids]))
-    hook.remove()
-    return found
+def imprint():
+    """examples/imprint.py, which plants the traps."""
+    path = Path(__file__).parents[1] / "examples/imprint.py"
+    spec = importlib.util.spec_from_file_location("imprint", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class TestACraftedCopy:
@@ -827,14 +797,16 @@ class TestACraftedCopy:
         mpu("unlearn", copy, *training, "--out", "honest.safetensors", cwd=tmp_path)
         model, tokenizer = load(copy, torch.float32, "cpu")
         examples = Encoding(tokenizer).encode([*read_records(trained.forget), *read_records(trained.retain)])
-        plant_traps(copy, [example.ids for example in examples], units=100)
+        imprint().plant_traps(copy, [example.ids for example in examples], units=100)
         refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
         assert refused.status == 1
         assert "units built to record single tokens" in refused.err
         mpu("unlearn", copy, *training, "--trust-copy", "--out", "d.safetensors", cwd=tmp_path)
         # What the server would read, had the client not looked: rows that are hidden states of the records.
         model, _ = load(copy, torch.float32, "cpu")
-        states = torch.nn.functional.normalize(torch.cat(ffn_inputs(model, [e.ids for e in examples], 1)), dim=1)
+        states = torch.nn.functional.normalize(
+            torch.cat(imprint().ffn_inputs(model, [e.ids for e in examples], 1)), dim=1
+        )
 
         def found(delta: Path) -> int:
             rows = load_file(delta)["model.layers.1.mlp.up_proj.weight"][:100]

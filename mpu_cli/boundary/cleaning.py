@@ -41,7 +41,10 @@ def clean_processor(config: Mapping[str, object]) -> dict[str, object]:
 
 def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer_config.json. Its tokens and chat templates may be any text."""
-    cleaned = _table({k: v for k, v in config.items() if k not in TOKENIZER_TEXTS}, TOKENIZER)
+    plain = {k: v for k, v in config.items() if not isinstance(v, list | dict) or k == "model_input_names"}
+    cleaned = _table({k: v for k, v in plain.items() if k not in TOKENIZER_TEXTS}, TOKENIZER)
+    if not isinstance(cleaned.get("model_max_length"), int | float) or isinstance(cleaned["model_max_length"], bool):
+        cleaned.pop("model_max_length", None)
     for name in TOKENIZER_TEXTS:
         limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
         value = _texts(config.get(name, _MISSING), limit)

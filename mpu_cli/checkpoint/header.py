@@ -89,7 +89,7 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
     for begin, end, name, dtype, shape in spans:
         if begin != position:
             what = "overlaps the previous one" if begin < position else "has a gap before it"
-            raise MpuError(f"{path}: damaged safetensors header (tensor {_short(name)} {what})", "get it again")
+            raise MpuError(f"{path}: damaged safetensors header (tensor {short(name)} {what})", "get it again")
         tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
         position = end
     if 8 + length + position != size:
@@ -102,21 +102,21 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
 
 def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
     def bad(what: str) -> MpuError:
-        return MpuError(f"{path}: damaged safetensors header (tensor {_short(name)}: {what})", "get it again")
+        return MpuError(f"{path}: damaged safetensors header (tensor {short(name)}: {what})", "get it again")
 
     if not isinstance(entry, dict):
         raise bad("entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
         raise MpuError(
-            f"{path}: tensor {_short(name)} has unsupported dtype {_short(dtype)} (supported: {', '.join(ITEM_SIZE)})"
+            f"{path}: tensor {short(name)} has unsupported dtype {short(dtype)} (supported: {', '.join(ITEM_SIZE)})"
         )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
-        raise bad(f"shape {_short(shape)}")
+        raise bad(f"shape {short(shape)}")
     if math.prod(max(n, 1) for n in shape) > MAX_SIZE:
-        raise bad(f"shape {_short(shape)}")
+        raise bad(f"shape {short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise bad(f"offsets {_short(offsets)}")
+        raise bad(f"offsets {short(offsets)}")
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
         raise bad(f"{end - begin:,} bytes for shape {shape} of {dtype}")
@@ -127,7 +127,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """``value`` shortened to fit in a message."""
     if isinstance(value, str | list):
         value = value[:80] if isinstance(value, str) else value[:8]

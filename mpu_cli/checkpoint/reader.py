@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.boundary.files import SMALL, open_regular, read_bounded
-from mpu_cli.checkpoint.header import MAX_HEADER, TensorInfo, read_header
+from mpu_cli.checkpoint.header import MAX_HEADER, TensorInfo, read_header, short
 from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     for shard in sorted(set(weight_map.values())):
-        if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise MpuError(f"{index}: refused to read shard {shard!r}, which is outside the index's directory")
+        if shard in ("", "..") or len(shard) > 255 or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise MpuError(f"{index}: refused to read shard {short(shard)}, which is outside the index's directory")
         if not os.path.lexists(index.parent / shard):
             raise MpuError(f"{index}: shard {shard} is missing", "download it")
         held, own = read_header(index.parent / shard, links=links)
@@ -163,12 +163,12 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
         for name in held:
             if weight_map.get(name) != shard:
                 where = weight_map.get(name, "no file")
-                raise MpuError(f"{index}: {shard} holds tensor {name!r}, but the index maps it to {where}")
+                raise MpuError(f"{index}: {shard} holds tensor {short(name)}, but the index maps it to {short(where)}")
         tensors |= held
         if len(tensors) > MOST_TENSORS:
             raise MpuError(f"{index}: more than {MOST_TENSORS:,} tensors")
     if lost := sorted(set(weight_map) - set(tensors)):
-        raise MpuError(f"{index}: tensor {lost[0]!r} is not in {weight_map[lost[0]]}, to which the index maps it")
+        raise MpuError(f"{index}: tensor {short(lost[0])} is not in {weight_map[lost[0]]}, to which the index maps it")
     return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata, links=links)
 
 
@@ -187,5 +187,5 @@ def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True) -> d
 def listed(names: Iterable[str], limit: int = 3) -> str:
     """A few of ``names`` for an error message: ``'a', 'b', 'c' and 4 more``."""
     names = sorted(names)
-    text = ", ".join(map(repr, names[:limit]))
+    text = ", ".join(map(short, names[:limit]))
     return text + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -63,7 +63,7 @@ class Endpoint:
             # One token is generated because some servers refuse to generate none.
             settings = {"echo": True, "logprobs": 1, "max_tokens": 1}
             for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], settings), strict=True):
-                found[item.ids, item.start] = self._scores(item, choice)
+                found[item.ids, item.start] = self.scores_of(item, choice)
             advance(len(batch))
         return [found[item.ids, item.start] for item in asked]
 
@@ -92,16 +92,11 @@ class Endpoint:
 
     def _complete(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[dict[str, Any]]:
         body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **asked}
-        try:
-            reply = _ask(self.url, "completions", self.key, body, REPLY_EACH * (1 + len(prompts)))
-            choices = sorted(reply["choices"], key=lambda choice: int(choice.get("index", 0)))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise MpuError(f"{self.url}: the reply is not a completion", "check --endpoint") from error
-        if len(choices) != len(prompts):
-            raise MpuError(f"{self.url}: {len(choices)} replies to {len(prompts)} prompts")
-        return choices
+        reply = _ask(self.url, "completions", self.key, body, REPLY_EACH * (1 + len(prompts)))
+        return choices_of(reply, len(prompts), self.url)
 
-    def _scores(self, item: Item, choice: dict[str, Any]) -> TokenScores:
+    def scores_of(self, item: Item, choice: dict[str, Any]) -> TokenScores:
+        """The scores of an item's tokens in one choice of a reply. Raises MpuError if it does not hold them."""
         told = choice.get("logprobs")
         values, tops = map(told.get, ("token_logprobs", "top_logprobs")) if isinstance(told, dict) else (None, None)
         if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
@@ -113,12 +108,23 @@ class Endpoint:
         try:
             log_probs = torch.tensor([float(values[i]) for i in labelled], dtype=torch.float64)
             best = torch.tensor([max(map(float, tops[i].values())) for i in labelled], dtype=torch.float64)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MpuError(f"{item.place}: the server's log-probabilities cannot be read") from error
         if not all(map(math.isfinite, log_probs.tolist())):
             raise MpuError(f"{item.place}: the server's log-probabilities are NaN or infinite")
         likeliest = torch.where(log_probs >= best, torch.tensor(item.labels), NO_TOKEN)
         return TokenScores(-log_probs, log_probs, likeliest)
+
+
+def choices_of(reply: Any, prompts: int, url: str) -> list[dict[str, Any]]:
+    """The choices of a completion, in the order of its prompts. Raises MpuError if it is not one for each."""
+    try:
+        choices = sorted(reply["choices"], key=lambda choice: int(choice.get("index", 0)))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise MpuError(f"{url}: the reply is not a completion", "check --endpoint") from error
+    if len(choices) != prompts:
+        raise MpuError(f"{url}: {len(choices)} replies to {prompts} prompts")
+    return choices
 
 
 def endpoint_at(url: str, name: str | None, key: str | None) -> Endpoint:
@@ -177,6 +183,11 @@ def _ask(url: str, what: str, key: str | None, body: object = None, most: int = 
         ) from error
     if len(text) > most:
         raise MpuError(f"{address}: the reply is longer than {most:,} bytes")
+    return document_of(text, address)
+
+
+def document_of(text: bytes, address: str) -> Any:
+    """The JSON document in a reply. Raises MpuError if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
