@@ -84,7 +84,7 @@ def main() -> None:
             dtype = "float32" if optimizer in FLOAT32 else "float64"
             training = [
                 *records, "--algo", "graddiff", "--batch-size", 4, "--epochs", 3, "--precision", dtype,
-                "--optim", optimizer, "--lr", RATES[optimizer],
+                "--train-embeddings", "--optim", optimizer, "--lr", RATES[optimizer],
             ]  # fmt: skip
             folder = work / optimizer
             mpu("unlearn", base, "--out", folder / "clean.safetensors", *training)

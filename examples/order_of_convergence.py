@@ -99,7 +99,7 @@ def main() -> None:
         reference = ["--reference", options.reference] if options.reference else []
         measured = {}
         for optimizer, rate in OPTIMIZERS.items():
-            chosen = [*training, "--optim", optimizer, "--lr", rate]
+            chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", rate]
             measured[optimizer] = measure(options.base, reference, chosen, kappas, Path(scratch) / optimizer)
     draw(kappas, measured, options.out)
     print(options.out)

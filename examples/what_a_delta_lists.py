@@ -83,10 +83,8 @@ def main() -> None:
                 numbers = [f"{name} {each[key]:.3f}" for name, key in
                            (("AUC", "told_apart"), ("precision", "precision"), ("recall", "recall"))
                            if each[key] is not None]  # fmt: skip
-                print(
-                    f"    {each['tensor'][:50]:<52}{each['rule']:<24}{', '.join(numbers)}{each['fact'] or ''}",
-                    flush=True,
-                )
+                found = ", ".join(numbers) + (each["fact"] or "")
+                print(f"    {each['tensor'][:50]:<52}{each['rule']:<24}{found}", flush=True)
 
 
 if __name__ == "__main__":
