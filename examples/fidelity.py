@@ -113,7 +113,8 @@ def main() -> None:
     for algorithm in options.algo.split(","):
         for optimizer in options.optim.split(","):
             training = [
-                "--train-embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr, "--epochs", options.epochs,
+                "--train-embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr,
+                "--epochs", options.epochs,
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
                 "--dtype", "float32", *(["--reference", options.reference] if options.reference else []),
                 *(["--layer", options.layer] if algorithm == "rmu" else []),
