@@ -138,7 +138,8 @@ def readings(
 ) -> list[Reading]:
     """What the rules read off ``delta``, a full one or LoRA's, of the model in ``before``, loaded as ``model``.
 
-    One reading of each tensor by its best rule, chosen with the truth, as a server can with a delta of its own.
+    Of each embedding, the rows that moved if some did not, and the best of RULES, chosen with the truth, as a server can
+    with a delta of its own.
     """
     places = in_memory(model, before.tensors)
     by_pointer = {view.data_ptr(): name for name, view in places.items()}
@@ -153,9 +154,8 @@ def readings(
             pair = changes[name], before.tensor(name).float()
             rows = moved_rows(*pair)
             if label == "input" and rows is not None:
-                found.append(Reading(name, "rows that moved", tokens.told_apart(norm(*pair)), *tokens.listed(rows)))
-            else:
-                found.append(_best(name, pair, tokens))
+                found.append(Reading(name, "rows that moved", None, *tokens.listed(rows)))
+            found.append(_best(name, pair, tokens))
     found += _first_layer(model, places, changes, tokens)
     for name, change in changes.items():
         found += _positions_and_experts(name, change, before, model, inputs, head)
