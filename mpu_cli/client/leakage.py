@@ -138,7 +138,7 @@ def readings(
 ) -> list[Reading]:
     """What the rules read off ``delta``, a full one or LoRA's, of the model in ``before``, loaded as ``model``.
 
-    Of each embedding, the rows that moved if some did not, and the best of RULES, chosen with the truth, as a server can
+    Of each embedding: the rows that moved if some did not, and the best of RULES, chosen with the truth as a server can
     with a delta of its own.
     """
     places = in_memory(model, before.tensors)
