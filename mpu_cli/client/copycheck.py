@@ -144,7 +144,7 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: kept[name].append(output[0].float().cpu())
+        return lambda _module, _inputs, output: kept[name].append(output.flatten(0, -2).float().cpu())
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     training = model.training
