@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool, digest_of
 from tests.federation import BUNDLE, Network, network, wait_for
 from tests.models import random_model, save, write_records
@@ -20,6 +23,8 @@ from tests.protocol import tensors
 
 TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
 COPY = "run/round_1/copy_1"
+
+EMPTY = hashlib.sha256().hexdigest()
 
 
 @pytest.fixture
@@ -339,3 +344,68 @@ def main(grid, context):
     settings = settings_of(dict(context.run_config))
     play(Recorded(grid, settings.state / "wire"), settings)
 '''
+
+
+class TestAnswersOfACourier:
+    """Whatever a courier answers: its owner is given up, nothing is written elsewhere, other owners go on."""
+
+    HOSTILE: ClassVar[dict[str, dict[str, dict]]] = {
+        "a state that is none": {"state": {"state": "x" * 999}},
+        "a state that is a number": {"state": {"state": 7}},
+        "no state": {"state": {}},
+        "names without digests": {"made": {"names": ["copy_1.safetensors"], "digests": []}},
+        "digests that are numbers": {"made": {"names": ["copy_1.safetensors"], "digests": [1]}},
+        "names that are numbers": {"made": {"names": [1], "digests": ["x"]}},
+        "a name that leads elsewhere": {"made": {"names": ["../x"], "digests": ["x"]}},
+        "a name inside one that leads elsewhere": {"made": {"names": ["copy_1.safetensors/../../x"], "digests": ["x"]}},
+        "a file and a folder of one name": {
+            "made": {"names": ["copy_1.safetensors", "copy_1.safetensors/x"], "digests": [EMPTY, EMPTY]}
+        },
+        "too many files": {
+            "made": {"names": [f"copy_1.safetensors/{i}" for i in range(2000)], "digests": [EMPTY] * 2000}
+        },
+        "no piece": {"get": {}},
+        "sizes that are words": {"held": {"names": ["config.json"], "sizes": ["1"]}},
+        "keeps nothing": {"held": {"names": [], "sizes": []}},
+    }
+
+    @pytest.mark.parametrize("attack", HOSTILE)
+    def test_are_one_owners_failure(self, mpu: Callable, place: Path, attack: str) -> None:
+        pytest.importorskip("flwr")
+        from mpu_cli.federation.exchange import Exchange, Reply, Request
+        from mpu_cli.federation.server_app import Round, settings_of
+
+        state = place / "state"
+        (state / "round_1/a").mkdir(parents=True)
+        mpu("keygen", "--out", state / "identity.txt")
+        mpu("publish", place / "base", "--copies", 2, "--run", "r", "--identity", state / "identity.txt", "--out",
+            state / "round_1/a/copies", "--keys", state / "round_1/a/keys.bin")  # fmt: skip
+        (state / "round_1/a/run").write_text("r\n")
+        config = {"base": str(place / "base"), "state": str(state), "owners": "a", "rounds": 1, "publish": "",
+                  "aggregate": "", "poll": 0.01, "patience": 9, "limit": 99}  # fmt: skip
+        said: list[str] = []
+        exchange = Exchange(None, 9, 99, said.append)  # nothing is sent: answers are given here
+        game = Round(settings_of(config), exchange, 1, place / "base")
+        answers = {"state": {"state": "done"}, "held": {"names": [], "sizes": []}, "put": {}, "complete": {"wrong": []},
+                   "made": {"names": ["copy_1.safetensors"], "digests": ["x"]}, "get": {}, "again": {}}  # fmt: skip
+        answers |= self.HOSTILE[attack]
+        if attack in ("sizes that are words", "keeps nothing"):
+            answers |= {"state": {"state": "arriving"}, "put": answers["held"]}
+        before = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
+        running: dict = {}
+        results: dict = {}
+        failures: list[MpuError] = []
+        job = game._deliver("a", game.copies("a")[0])
+        exchange._advance(0, job, "a", None, running, results, failures)
+        for _ in range(40):
+            if 0 not in running:
+                break
+            request: Request = running[0].request
+            data = [b""] if request.kind == "get" and attack != "no piece" else []
+            exchange._advance(0, job, "a", Reply(answers[request.kind], data), running, results, failures)
+        assert results == {}
+        [failure] = failures
+        assert "\n" not in failure.problem
+        assert str(place) not in failure.problem or "rejected" in failure.problem
+        after = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
+        assert {path for path in after - before if path.name not in ("arriving", "rejected")} == set()

@@ -222,6 +222,8 @@ class Round:
         digests = table((yield Request("made", name)), "digests", str)
         if len(digests) > MOST_FILES:
             return f"sent {len(digests):,} files"
+        if len({"/" in file for file in digests}) > 1:
+            return "sent a file and a folder of one name"
         room = HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy))
         shutil.rmtree(arrived.parent, ignore_errors=True)
         arrived.parent.mkdir(parents=True)
