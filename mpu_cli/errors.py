@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LONGEST = 2_000  # characters of a message
+
 
 class MpuError(Exception):
     """Something the user can act on. The command line prints both parts, and exits with ``exit_status``.
@@ -14,6 +16,8 @@ class MpuError(Exception):
     exit_status = 1
 
     def __init__(self, problem: str, hint: str | None = None):
+        if len(problem) > LONGEST:  # names in a hostile file can be of any length
+            problem = f"{problem[: LONGEST - 500]} … {problem[-400:]}"
         super().__init__(problem, hint)
         self.problem, self.hint = problem, hint
 

@@ -14,6 +14,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from mpu_cli.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.models.loading import skeleton, tokenizer_of
 from mpu_cli.models.source import open_model
 from mpu_cli.models.staging import staged
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import question
 
 SECONDS, BYTES = 10.0, 1 << 30  # that an input may take
 JUNK: tuple[object, ...] = (
@@ -63,7 +66,9 @@ def mutated_bytes(content: bytes, draw: random.Random) -> bytes:
         elif kind == 3:
             made[at:at] = made[at : at + draw.randint(1, 2000)]
         elif kind == 4:
-            made[:8] = draw.choice((0, 1, 2**24, 2**24 + 1, 2**63, len(made), len(made) - 8)).to_bytes(8, "little")
+            made[:8] = draw.choice((0, 1, 2**24, 2**24 + 1, 2**63, len(made), max(0, len(made) - 8))).to_bytes(
+                8, "little"
+            )
         else:
             text = draw.choice((b"{", b"[", b"9" * 400, b'"', b"null", b"-", b"1e999", b"\\u0000", b"]" * 50))
             made[at : at + draw.randint(0, 3)] = text * draw.choice((1, 1, 1, 3000))
@@ -82,18 +87,18 @@ def mutated_json(document: Any, draw: random.Random) -> Any:
             places += [(each, key) for key in keys]
             waiting += [each[key] for key in keys if isinstance(each[key], dict | list) and each[key]]
         if not places:
-            return draw.choice(JUNK)
+            return deepcopy(draw.choice(JUNK))
         holder, key = draw.choice(places)
         kind = draw.random()
         if kind < 0.6:
-            holder[key] = draw.choice(JUNK)
+            holder[key] = deepcopy(draw.choice(JUNK))
         elif kind < 0.75 and isinstance(holder, dict):
             holder[str(draw.choice(JUNK))[:80]] = holder.pop(key)
         elif kind < 0.9:
             del holder[key]
         elif isinstance(holder, dict):
             names = ("transformers_weights", "auto_map", "_name_or_path", "tokenizer_file", "chat_template")
-            holder[draw.choice(names)] = draw.choice(JUNK)
+            holder[draw.choice(names)] = deepcopy(draw.choice(JUNK))
     return made
 
 
@@ -132,7 +137,8 @@ def _config(folder: Path) -> None:
 
 
 def _tokenizer(folder: Path) -> None:
-    tokenizer_of(open_model(str(folder), links=False))("w4 w5")
+    encoding = Encoding(tokenizer_of(open_model(str(folder), links=False)), "plain")
+    encoding.encode([question("w4 w5", "w6", "record 1")])
 
 
 def _delta(folder: Path) -> None:

@@ -72,6 +72,14 @@ class Encoder:
 
     def questions(self, asked: Sequence[Asked]) -> list[Item]:
         """Items of questions, tokenized together; answers to the same question share the tokens of their prompt."""
+        try:
+            return self._questions(asked)
+        except Exception as error:
+            if type(error) is not Exception:  # which the tokenizers library raises
+                raise
+            raise MpuError(f"{asked[0].place}: the model's tokenizer cannot encode it ({error})") from error
+
+    def _questions(self, asked: Sequence[Asked]) -> list[Item]:
         encode = self._chat if self.template == "chat" else self._plain
         fresh = {each.prompt: each for each in asked if each.prompt not in self._prompts}
         self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))

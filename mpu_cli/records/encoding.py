@@ -54,7 +54,15 @@ class Encoding:
 
         Raises MpuError if the tokenizer has no chat template or a record is too long for the model.
         """
-        return [example for record in records for example in self._examples(record)]
+        found = []
+        for record in records:
+            try:
+                found += self._examples(record)
+            except Exception as error:
+                if type(error) is not Exception:  # which the tokenizers library raises
+                    raise
+                raise MpuError(f"{record.place}: the model's tokenizer cannot encode it ({error})") from error
+        return found
 
     def _examples(self, record: Record) -> list[Example]:
         if not record.turns:
