@@ -27,6 +27,7 @@ from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import Result, check_options, refers_back, unlearn
 from mpu_cli.errors import MpuError, Stopped
 from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
+from mpu_cli.models.device import device_of
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer, Within
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
@@ -146,7 +147,7 @@ def _serve(pipe: Connection, data: Dataset, options: Unlearning, checks: Checks)
         signal.signal(number, stop)
     os.umask(0o077)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if options.training.device == "cpu":  # drivers of accelerators reserve more than there is
+    if device_of(options.training.device).type == "cpu":  # drivers of accelerators reserve more than there is
         _limit_memory()
     sys.stdout = sys.stderr  # results are the parent's to print
     try:
