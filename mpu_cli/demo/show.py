@@ -43,7 +43,7 @@ NOISE, KAPPA, ROUNDS = default_scheme(), Disguise().kappa, 1
 UNLEARNING = Unlearning(
     algo="undial",
     epochs=40,
-    loss=Loss(beta=10.0, alpha=10.0),
+    loss=Loss(beta=10.0, alpha=3.0),
     training=Training(optim="adamw-blockwise", lr=5e-4, batch_size=10),
 )
 METRICS = (
