@@ -44,7 +44,7 @@ UNLEARNING = Unlearning(
     algo="undial",
     epochs=40,
     loss=Loss(beta=10.0, alpha=3.0),
-    training=Training(optim="adamw-blockwise", lr=5e-4, batch_size=10),
+    training=Training(optim="adamw-blockwise", lr=8e-4, batch_size=10),
 )
 METRICS = (
     "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
