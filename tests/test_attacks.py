@@ -107,6 +107,17 @@ class TestACopyThatReadsTheClientsDisk:
         (cache / "blobs/0").rename(place / "elsewhere")
         (cache / "blobs/0").symlink_to(place / "elsewhere")
         assert "is a link" in unlearned(mpu, place, snapshot, "d", check=False).err
+        (cache / "blobs/0").unlink()
+        (place / "elsewhere").rename(cache / "blobs/0")
+        (cache / "blobs").rename(place / "private_folder")
+        (cache / "blobs").symlink_to(place / "private_folder")
+        assert "is a link" in unlearned(mpu, place, snapshot, "d", check=False).err
+
+    def test_a_template_of_any_length(self, mpu: Callable, place: Path) -> None:
+        """It would be sent to the process that renders with each record."""
+        copy = published(mpu, place)
+        (copy / "chat_template.jinja").write_text("x" * 300_000)
+        assert "larger than" in unlearned(mpu, place, copy, "d", check=False).err
 
     def test_a_tokenizer_that_names_files(self, mpu: Callable, place: Path) -> None:
         """Paths in tokenizer_config.json are not followed, code and unknown names are left out."""

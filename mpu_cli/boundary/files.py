@@ -73,8 +73,11 @@ def _blob(path: Path) -> Path | None:
     snapshots = next((parent for parent in parents if parent.name == "snapshots"), None)
     if snapshots is None or not path.is_symlink():
         return None
+    blobs = snapshots.parent / "blobs"
+    if blobs.is_symlink() or snapshots.is_symlink():
+        return None  # the cache makes neither a link: somebody else did
     blob = path.resolve()
-    return blob if blob.parent == (snapshots.parent / "blobs").resolve() else None
+    return blob if blob.parent == blobs.resolve() else None
 
 
 def read_bounded(path: Path, limit: int = SMALL, *, links: bool = True) -> bytes:

@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
 SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
-LARGEST_TOKENIZER = 256 << 20  # bytes of one that tokenizers parses
+LARGEST_TOKENIZER = 64 << 20  # bytes of one that tokenizers parses
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")

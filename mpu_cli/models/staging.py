@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.boundary.cleaning import JSON_FILES, clean_config
+from mpu_cli.boundary.cleaning import JSON_FILES, LONGEST_TEMPLATE, clean_config
 from mpu_cli.boundary.files import copy_bounded, open_regular, private_scratch
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
@@ -74,8 +74,9 @@ def stage_tokenizer(model: Model, folder: Path) -> None:
         if clean := JSON_FILES.get(path.name):
             _write(folder / path.name, clean(read_json_object(path, LARGEST_JSON, links=model.links)))
             continue
+        limit = LONGEST_TEMPLATE if path.suffix == ".jinja" else LARGEST_TOKENIZER
         with open_regular(path, links=model.links) as file:
-            copy_bounded(file, folder / path.name, LARGEST_TOKENIZER)
+            copy_bounded(file, folder / path.name, limit)
 
 
 @contextmanager
