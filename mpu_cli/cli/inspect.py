@@ -206,7 +206,8 @@ def _folder(path: Path) -> dict[str, object] | None:
         parts: Any = facts.get("parts")
         return {
             "kind": "running sum of a round's deltas", "run": facts.get("run"), "round": facts.get("round"),
-            "copies in it": sorted(part["copy"] for part in parts), "norm": facts.get("norm"),
+            "copies in it": [part.get("copy") for part in parts or () if isinstance(part, dict)],
+            "norm": facts.get("norm"),
         }  # fmt: skip
     if (path / "mpu-resume.json").is_file():
         return {
