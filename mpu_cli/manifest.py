@@ -134,7 +134,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     origin = _copy_manifest(facts, path) if "run" in facts else None
     kind, inverted = facts.get("kind"), facts.get("inverted")
     if kind not in KINDS or not isinstance(inverted, bool):
-        raise MpuError(f"{path}: delta of unknown kind {kind!r}", "update mpu")
+        raise MpuError(f"{path}: delta of unknown kind {str(kind)[:80]!r}", "update mpu")
     algorithm = facts.get("algorithm")
     if not isinstance(algorithm, str) or not _WORD.fullmatch(algorithm):
         raise MpuError(f"{path}: names no algorithm", "get it again")
@@ -159,7 +159,7 @@ def _is_table(value: object, of: Any) -> bool:
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
     if facts.get("version") not in READABLE:
         raise MpuError(
-            f"{path}: format version {facts.get('version')!r} is not supported (this mpu reads 1 to {VERSION})",
+            f"{path}: format version {str(facts.get('version'))[:80]} is not supported (this mpu reads 1 to {VERSION})",
             "update mpu",
         )
 

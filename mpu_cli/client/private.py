@@ -145,6 +145,7 @@ def train_privately(
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
             _loss(wrapped, [place for unit in part for place in unit.places], sets, objective, sums).backward()
+            _check_rows(trained, sum(len(unit.places) for unit in part) or 1)
             _add_within_units(trained, part)
             optimizer.step()
             optimizer.zero_grad()
@@ -220,6 +221,18 @@ def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
         parts[-1].append(unit)
         held += len(unit.places)
     return parts
+
+
+def _check_rows(trained: Sequence[torch.nn.Parameter], examples: int) -> None:
+    """Raises UsageError unless every gradient has a row for each example: layers that see positions as rows (OPT, some
+    mixtures) give one for each token, and clipping those would protect tokens, not records."""
+    for parameter in trained:
+        rows: Any = getattr(parameter, "grad_sample", None)
+        if not isinstance(rows, torch.Tensor) or len(rows) != examples:
+            raise UsageError(
+                "--dp-epsilon: a layer of this model has no gradients for each record",
+                "use --lora-targets that leave it out, such as q_proj,v_proj",
+            )
 
 
 def _add_within_units(trained: Sequence[torch.nn.Parameter], units: Sequence[Unit]) -> None:

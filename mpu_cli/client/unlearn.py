@@ -232,6 +232,8 @@ def unlearn(
     if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
         raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    if manifest is None and options.privacy.dp_budget is not None:
+        raise UsageError("--dp-budget counts trainings on copies, and this is not one (mpu.json is missing)")
     if manifest:  # a different order of the records in each round, the same for every copy of one
         seed = (options.training.seed + manifest.round - 1) % 2**32
         options = replace(options, training=replace(options.training, seed=seed))

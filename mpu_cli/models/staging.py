@@ -86,6 +86,8 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
     config = read_json_object(path, links=False)
     if config.get("peft_type") != "LORA":
         raise MpuError(f"{path}: not a LoRA adapter (peft_type is {str(config.get('peft_type'))[:80]!r})")
+    with open_regular(folder / ADAPTER_WEIGHTS, links=False):
+        pass  # not a link: open_checkpoint takes what it is given for the user's own words
     weights = open_checkpoint(folder / ADAPTER_WEIGHTS, links=False)  # peft would fall back to a pickle
     with private_scratch() as scratch:
         _write(scratch / ADAPTER_CONFIG, {name: value for name, value in config.items() if name in _LORA})
