@@ -17,11 +17,8 @@ MOST_ITEMS = 100_000  # of a list or table
 LONGEST_TOKEN = 1_000  # characters
 LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that are known have 30,000
 LARGEST_NUMBER = 2**53
-LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
 _MISSING = object()
-
-Cleaner = Callable[[object], object]
 
 
 def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> dict[str, object]:
