@@ -174,10 +174,10 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
         return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS, shown)
 
     def verbatim(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
-        return [encoder.completion(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in rows]
+        return encoder.completions([(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in rows])
 
     def text(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
-        return [encoder.text(text_of(row, "text"), row[0]) for row in rows]
+        return encoder.texts([(text_of(row, "text"), row[0]) for row in rows])
 
     listed = [
         Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mpu_cli.boundary.limited import LimitError
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
-from mpu_cli.records import chat
+from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
 
 if TYPE_CHECKING:
@@ -71,15 +72,10 @@ class Encoder:
     _prompts: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
     def questions(self, asked: Sequence[Asked]) -> list[Item]:
-        """Items of questions, tokenized together; answers to the same question share the tokens of their prompt."""
-        try:
-            return self._questions(asked)
-        except Exception as error:
-            if type(error) is not Exception:  # which the tokenizers library raises
-                raise
-            raise MpuError(f"{asked[0].place}: the model's tokenizer cannot encode it ({error})") from error
+        """Items of questions, tokenized together; answers to the same question share the tokens of their prompt.
 
-    def _questions(self, asked: Sequence[Asked]) -> list[Item]:
+        Raises MpuError if the template or the tokenizer rejects one or takes too much.
+        """
         encode = self._chat if self.template == "chat" else self._plain
         fresh = {each.prompt: each for each in asked if each.prompt not in self._prompts}
         self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))
@@ -87,18 +83,35 @@ class Encoder:
         items = []
         for each, ids in zip(asked, encode(asked, answered=True), strict=True):
             prompt = self._prompts[each.prompt]
-            more = [] if end is None or ids[-1] == end else [end]
+            more = [] if end is None or ids[-1:] == [end] else [end]
             items.append(self._item([*ids, *more], len(prompt), prompt, each.place))
         return items
 
-    def completion(self, prompt: str, continuation: str, place: str) -> Item:
-        """A prompt and its continuation, of which at most LONGEST_TEXT tokens are kept and scored."""
-        ids = self.tokenizer(f"{prompt} {continuation}").input_ids
-        return self._text(ids, self.tokenizer(prompt).input_ids, place)
+    def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
+        """Items of (prompt, continuation, place); of a continuation, LONGEST_TEXT tokens at most are kept and scored.
 
-    def text(self, text: str, place: str) -> Item:
-        """A text, scored from its second token on."""
-        return self._text(self.tokenizer(text).input_ids, self.tokenizer("").input_ids, place)
+        Raises MpuError as ``questions`` does.
+        """
+        places = [place for _, _, place in rows]
+        whole = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
+        prompts = self._tokens([prompt for prompt, _, _ in rows], places)
+        return [self._text(*each) for each in zip(whole, prompts, places, strict=True)]
+
+    def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
+        """Items of (text, place), scored from the second token on. Raises MpuError as ``questions`` does."""
+        places = [place for _, place in rows]
+        [before] = self._tokens([""], places[:1] or [""])
+        return [
+            self._text(ids, before, place)
+            for ids, place in zip(self._tokens([text for text, _ in rows], places), places, strict=True)
+        ]
+
+    def _tokens(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        try:
+            outcomes = tokens.of_texts(self.tokenizer, texts)
+        except LimitError as error:
+            raise MpuError(f"the model's tokenizer cannot be used: {error}") from error
+        return _all(outcomes, places)
 
     def _text(self, ids: list[int], prompt: list[int], place: str) -> Item:
         return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, place)
@@ -116,15 +129,10 @@ class Encoder:
         dialogues = [self._turns(each) if answered else self._turns(each)[:-1] for each in asked]
         try:
             day = template_date(self.tokenizer, self.date)
-            return chat.tokens(self.tokenizer, dialogues, generation_prompt=not answered, **day)
-        except chat.TemplateError as error:
-            if len(asked) > 1:  # which one?
-                for each in asked:
-                    self._chat([each], answered=answered)
-            raise MpuError(
-                f"{asked[0].place}: the tokenizer's chat template rejected it ({error})",
-                "if the template has no system role, use --system-prompt '', or use --template plain",
-            ) from error
+            outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **day)
+        except (chat.TemplateError, LimitError) as error:
+            raise chat.rejection(error) from error
+        return _all(outcomes, [each.place for each in asked])
 
     def _turns(self, asked: Asked) -> list[dict[str, str]]:
         turns = [
@@ -141,4 +149,16 @@ class Encoder:
         for each in asked:
             earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in each.few_shot)
             texts.append(f"{earlier}Question: {each.question}\nAnswer: {each.answer if answered else ''}")
-        return self.tokenizer(texts).input_ids
+        return self._tokens(texts, [each.place for each in asked])
+
+
+def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
+    """What every text became. Raises MpuError for the first that became nothing."""
+    found = []
+    for outcome, place in zip(outcomes, places, strict=True):
+        if isinstance(outcome, chat.TemplateError):
+            raise chat.rejection(outcome, place)
+        if isinstance(outcome, ValueError):
+            raise MpuError(f"{place}: the model's tokenizer cannot encode it ({outcome})")
+        found.append(outcome)
+    return found

@@ -24,15 +24,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mpu_cli.boundary.limited import PROCESS, LimitError
 from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, Checkpoint, listed, read_json_object
 from mpu_cli.errors import MpuError
 from mpu_cli.models.device import device_of
 from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model
 from mpu_cli.models.staging import staged, staged_adapter
-from mpu_cli.records import chat
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
+LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -64,17 +65,33 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
     with staged(model) as folder:
-        try:
+        with _blaming(f"{model.source}: transformers cannot load its tokenizer"):
             return _tokenizer_in(folder)
-        except Exception as error:  # untrusted files may raise anything
-            raise MpuError(f"{model.source}: transformers cannot load its tokenizer ({_first_line(error)})") from error
 
 
 def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    if tokenizer.chat_template:
-        chat.prepare()
-    return tokenizer
+    """The tokenizer of a staged folder, which is first read in a process with limits. Raises LimitError there."""
+    if (file := folder / "tokenizer.json").exists():
+        worked, problem = PROCESS.load(file.read_text(encoding="utf-8"))
+        if not worked:
+            raise LimitError(f"tokenizer.json: {problem}")
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Turn whatever a library raises while it reads ``what``, which is another party's, into an MpuError."""
+    try:
+        yield
+    except MpuError:
+        raise
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"  # of the tokenizers library; not an Exception
+        if not isinstance(error, Exception) and not panicked:
+            raise
+        if isinstance(error, Exception) and _out_of_memory(error):
+            raise
+        raise MpuError(f"{what} ({_first_line(error)})") from error
 
 
 @contextmanager
@@ -100,10 +117,8 @@ def skeleton(model: Model) -> PreTrainedModel:
     does not know it."""
     transformers.logging.set_verbosity_error()
     with staged(model) as folder:
-        try:
+        with _blaming(f"{model.source}: transformers cannot load it"):
             return _skeleton(folder)
-        except Exception as error:  # an untrusted config may raise anything
-            raise MpuError(f"{model.source}: transformers cannot load it ({_first_line(error)})") from error
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:
@@ -125,7 +140,7 @@ def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
     return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -171,12 +186,10 @@ def load(
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
     with staged(source) as folder:
-        try:
+        PROCESS.start()
+        with _blaming(f"{source.source}: transformers cannot load it"):
+            check_size(_skeleton(folder), source)
             model, tokenizer, info = _load(folder, dtype, attention)
-        except Exception as error:  # untrusted files may raise anything
-            if _out_of_memory(error):
-                raise
-            raise MpuError(f"{source.source}: transformers cannot load it ({_first_line(error)})") from error
         if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
             raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
         if has_weights():
@@ -213,6 +226,19 @@ def _load(
         model = AutoModelForCausalLM.from_config(config, **ways)
     model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
     return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
+
+
+def check_size(skeleton: PreTrainedModel, source: Model) -> None:
+    """Raises MpuError if ``config.json`` describes more than the files hold, before memory is taken for it."""
+    described = sum(parameter.numel() for parameter in skeleton.parameters())
+    held = sum(info.elements for info in source.checkpoint.tensors.values())
+    tables = sum(buffer.numel() * buffer.element_size() for buffer in skeleton.buffers())
+    if described > held or tables > LARGEST_TABLES:
+        what = f"{described:,} weights" if described > held else f"tables of {tables:,} bytes"
+        raise MpuError(
+            f"{source.config_path}: describes a model of {what}, but the files hold {held:,} weights",
+            "the weights do not match config.json: get both again",
+        )
 
 
 def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.unlearning import DATE
+from mpu_cli.records.chat import template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMATS = ("%d %b %Y", "%Y-%m-%d")
-_CALL = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?([\"'])(.*?)\1\s*\)")
+_CALL = re.compile(r"strftime_now\(\s{0,9}(?:format\s{0,9}=\s{0,9})?([\"'])([^\"']{0,100})\1\s{0,9}\)")
 # Replaces transformers' function, which reads the clock and cannot be overridden.
 _MACRO = (
     "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
@@ -37,10 +38,13 @@ def parse_date(text: str) -> date:
 
 
 def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:
-    """Arguments for ``apply_chat_template`` that make the tokenizer's chat template see the day ``text``."""
+    """Arguments for ``apply_chat_template`` that make the tokenizer's chat template see the day ``text``.
+
+    Raises TemplateError if it has no template to use.
+    """
     day = parse_date(text)
     arguments: dict[str, object] = {"date_string": day.strftime(_FORMATS[0])}
-    template = tokenizer.get_chat_template()
+    template = template_of(tokenizer)
     if formats := {form for _, form in _CALL.findall(template)}:
         arguments["mpu_date"] = {form: day.strftime(form) for form in formats}
     if "strftime_now" in template:

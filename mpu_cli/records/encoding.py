@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpu_cli.boundary.limited import LimitError
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
-from mpu_cli.records import chat
+from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
 from mpu_cli.records.reading import Record, Turn
 
@@ -52,79 +53,134 @@ class Encoding:
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
 
-        Raises MpuError if the tokenizer has no chat template or a record is too long for the model.
+        Raises MpuError if the tokenizer has no chat template, rejects a record or takes too much, or if a record is too
+        long for the model.
         """
         found = []
-        for record in records:
-            try:
-                found += self._examples(record)
-            except Exception as error:
-                if type(error) is not Exception:  # which the tokenizers library raises
-                    raise
-                raise MpuError(f"{record.place}: the model's tokenizer cannot encode it ({error})") from error
+        for examples in self.encode_each(records):
+            if isinstance(examples, MpuError):
+                raise examples
+            found += examples
         return found
 
-    def _examples(self, record: Record) -> list[Example]:
-        if not record.turns:
-            ids = self.tokenizer(record.answer).input_ids
-            step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
-            pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
-            return [Example(piece, piece) for piece in pieces if len(piece) > 1]
-        turns = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
-        turns += record.turns
+    def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        """The examples of each record, or what is wrong with it. Raises MpuError for what concerns all of them."""
+        texts = [record for record in records if not record.turns]
+        asked = [record for record in records if record.turns]
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
-        prompt, ids = self._chat(turns, record) if templated else self._plain(turns, record)
+        encoded = {
+            id(record): outcome
+            for record, outcome in (
+                *zip(texts, self._texts(texts), strict=True),
+                *zip(asked, self._chat(asked) if templated else self._plain(asked), strict=True),
+            )
+        }
+        return [encoded[id(record)] for record in records]
+
+    def _tokens(self, texts: Sequence[str], *, special: bool = True) -> list[list[int] | ValueError]:
+        try:
+            return tokens.of_texts(self.tokenizer, texts, special=special)
+        except LimitError as error:
+            raise MpuError(f"the model's tokenizer cannot be used: {error}") from error
+
+    def _texts(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
+        outcomes: list[list[Example] | MpuError] = []
+        for record, ids in zip(records, self._tokens([record.answer for record in records]), strict=True):
+            if isinstance(ids, ValueError):
+                outcomes.append(_rejected(record, ids))
+                continue
+            pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
+            outcomes.append([Example(piece, piece) for piece in pieces if len(piece) > 1])
+        return outcomes
+
+    def _turns(self, record: Record) -> list[Turn]:
+        shots = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
+        return [*shots, *record.turns]
+
+    def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        if not records:
+            return []
+        if not self.tokenizer.chat_template:
+            raise MpuError(
+                "the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja"
+            )
+        prompts = []
+        for record in records:
+            messages = [{"role": role, "content": content} for role, content in self._turns(record)]
+            if self.system_prompt and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            prompts.append(messages)
+        answered = [
+            [*messages, {"role": "assistant", "content": record.answer}]
+            for messages, record in zip(prompts, records, strict=True)
+        ]
+        try:
+            day = template_date(self.tokenizer, self.date)
+            asked = tokens.of_dialogues(self.tokenizer, prompts, generation_prompt=True, **day)
+            whole = tokens.of_dialogues(self.tokenizer, answered, generation_prompt=False, **day)
+        except (chat.TemplateError, LimitError) as error:
+            raise chat.rejection(error) from error
+        return [self._example(*each) for each in zip(records, asked, whole, strict=True)]
+
+    def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        prompts = [
+            "".join(
+                f"Answer: {text}\n\n" if role == "assistant" else f"Question: {text}\n"
+                for role, text in self._turns(record)
+            )
+            + "Answer:"
+            for record in records
+        ]
+        asked = self._tokens(prompts)
+        answers = self._tokens([f" {record.answer}" for record in records], special=False)
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        outcomes = []
+        for record, prompt, answer in zip(records, asked, answers, strict=True):
+            if isinstance(prompt, ValueError) or isinstance(answer, ValueError):
+                outcomes.append(self._example(record, prompt, answer))
+            else:
+                outcomes.append(self._example(record, prompt, [*prompt, *answer, *end]))
+        return outcomes
+
+    def _example(
+        self, record: Record, prompt: list[int] | ValueError, ids: list[int] | ValueError
+    ) -> list[Example] | MpuError:
+        """The example of a record whose tokens are ``ids``, of which the first are those of ``prompt``."""
+        if isinstance(prompt, ValueError):
+            return _rejected(record, prompt)
+        if isinstance(ids, ValueError):
+            return _rejected(record, ids)
+        if ids[: len(prompt)] != prompt:
+            return MpuError(
+                "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
+                "separated from it",
+                "use --template plain",
+            )
         labels = self._labels(ids, len(prompt))
         if self.truncate_to is not None and len(ids) > self.truncate_to:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
             self.truncated.append(record.place)
             if all(label == IGNORED for label in labels):
-                raise MpuError(f"{record.place}: the prompt alone is longer than --max-length {self.truncate_to}")
+                return MpuError(f"{record.place}: the prompt alone is longer than --max-length {self.truncate_to}")
         if self.max_length is not None and len(ids) > self.max_length:
-            raise MpuError(
+            return MpuError(
                 f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}",
                 f"shorten it, or truncate records with --max-length {self.max_length}",
             )
         return [Example(ids, labels)]
-
-    def _chat(self, turns: Sequence[Turn], record: Record) -> tuple[list[int], list[int]]:
-        if not self.tokenizer.chat_template:
-            raise MpuError(
-                "the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja"
-            )
-        messages = [{"role": role, "content": content} for role, content in turns]
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        answered = [*messages, {"role": "assistant", "content": record.answer}]
-        try:
-            day = template_date(self.tokenizer, self.date)
-            [prompt] = chat.tokens(self.tokenizer, [messages], generation_prompt=True, **day)
-            [ids] = chat.tokens(self.tokenizer, [answered], generation_prompt=False, **day)
-        except chat.TemplateError as error:
-            raise MpuError(
-                f"the tokenizer's chat template rejected a record ({error})",
-                "if it does not support system turns, use --system-prompt ''",
-            ) from error
-        if ids[: len(prompt)] != prompt:
-            raise MpuError(
-                "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
-                "separated from it",
-                "use --template plain",
-            )
-        return prompt, ids
-
-    def _plain(self, turns: Sequence[Turn], record: Record) -> tuple[list[int], list[int]]:
-        lines = [f"Answer: {text}\n\n" if role == "assistant" else f"Question: {text}\n" for role, text in turns]
-        prompt = self.tokenizer("".join(lines) + "Answer:").input_ids
-        ids = prompt + self.tokenizer(f" {record.answer}", add_special_tokens=False).input_ids
-        end = self.tokenizer.eos_token_id
-        return prompt, ids if end is None else [*ids, end]
 
     def _labels(self, ids: list[int], prompt_length: int) -> list[int]:
         """Labels for the answer up to its end of turn, the last special token: a line break may follow it."""
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         end = next((i + 1 for i in range(len(ids) - 1, prompt_length, -1) if ids[i] in special), len(ids))
         return [IGNORED] * prompt_length + ids[prompt_length:end] + [IGNORED] * (len(ids) - end)
+
+
+def _rejected(record: Record, error: ValueError) -> MpuError:
+    if isinstance(error, chat.TemplateError):
+        return chat.rejection(error, record.place)
+    return MpuError(f"{record.place}: the model's tokenizer cannot encode it ({error})")
 
 
 def answer_tokens(example: Example) -> int:

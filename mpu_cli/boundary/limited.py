@@ -1,0 +1,200 @@
+"""A process of its own, with limits of time and memory, for what another party wrote and a library computes with.
+
+Chat templates are programs, and the rules of a tokenizer.json can grow a word to gigabytes or take for ever. Neither can
+be interrupted inside a process. So templates are rendered there, and every text is tokenized there before it is
+tokenized here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpu_cli.errors import MpuError
+
+SECONDS = 10.0  # for one request
+SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers take a thousandth of that
+MEMORY = 2 << 30  # bytes of the process; a tokenizer of 262,144 tokens takes a quarter of that
+STARTING = 60.0  # seconds for importing what it needs
+SHOWN = 500  # characters of an error
+
+Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was wrong
+
+
+class LimitError(ValueError):
+    """The process took too long, needed too much memory, wrote too much or ended."""
+
+
+class Process:
+    """The other process, started on first use and again after it was stopped."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._tokenizer: int | None = None  # hash of the one that it has
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Have it import its libraries while this process does something else."""
+        if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            quiet = {
+                "TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1",
+            }  # fmt: skip
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from mpu_cli.boundary.limited import serve; serve()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | quiet,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends it
+            )  # fmt: skip
+            self._owner, self._tokenizer = os.getpid(), None
+        return self._process
+
+    def render(self, request: Mapping[str, object], dialogues: Sequence[object], longest: int) -> list[Outcome]:
+        """Each dialogue as a template prints it; ``longest`` bytes may come back. Raises LimitError."""
+        with self._lock:
+            return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
+
+    def load(self, text: str) -> Outcome:
+        """Whether the tokenizers library reads a tokenizer.json of this content. Raises LimitError."""
+        with self._lock:
+            return self._load(text)
+
+    def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
+        """Whether the tokenizer of this JSON can encode each text. Raises LimitError."""
+        with self._lock:
+            if self._tokenizer != hash(tokenizer) or self._process is None or self._process.poll() is not None:
+                worked, problem = self._load(tokenizer)
+                if not worked:
+                    raise LimitError(str(problem))
+            seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
+            return self._ask("tokenize", {"texts": texts, "special": special}, seconds, SHOWN * 8 * len(texts) + 100)
+
+    def _load(self, text: str) -> Outcome:
+        [outcome] = self._ask("load", {"json": text}, SECONDS + len(text) / 1e6, SHOWN * 8)
+        self._tokenizer = hash(text) if outcome[0] else None
+        return outcome
+
+    def _ask(self, what: str, values: Mapping[str, object], seconds: float, longest: int) -> list[Outcome]:
+        process = self.start()
+        try:
+            _exchange(process, b'["ready", {}]\n', STARTING, 100)
+            reply = _exchange(process, json.dumps([what, values]).encode() + b"\n", seconds, longest)
+        except LimitError:
+            self.stop()
+            raise
+        except BrokenPipeError as error:
+            self.stop()
+            raise LimitError("its process ended") from error
+        return [(bool(worked), value) for worked, value in json.loads(reply)]
+
+    def stop(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._process = None
+
+
+PROCESS = Process()
+atexit.register(PROCESS.stop)
+
+
+def _seconds(items: Sequence[object]) -> float:
+    return SECONDS + SECONDS_EACH * len(items)
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float, longest: int) -> bytes:
+    """Send a line, and the line that comes back. Raises LimitError after ``seconds`` or ``longest`` bytes."""
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise MpuError("the process for templates and tokenizers has no pipes")
+    writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)  # both pipes could be full
+    writer.start()
+    ends = time.monotonic() + seconds
+    reply = bytearray()
+    with selectors.DefaultSelector() as ready:
+        ready.register(stdout, selectors.EVENT_READ)
+        while not reply.endswith(b"\n"):
+            if not ready.select(max(0.0, ends - time.monotonic())):
+                raise LimitError(f"it took longer than {seconds:.0f} s")
+            piece = os.read(stdout.fileno(), 1 << 16)
+            if not piece:
+                raise LimitError(f"it needed more than {MEMORY >> 30} GiB of memory, or its process was stopped")
+            reply += piece
+            if len(reply) > longest:
+                raise LimitError("it prints far more than it was given")
+    writer.join()
+    return bytes(reply)
+
+
+def _write(pipe: Any, line: bytes) -> None:
+    try:
+        pipe.write(line)
+        pipe.flush()
+    except (OSError, ValueError):
+        pass  # the process was stopped; the reader says why
+
+
+def serve() -> None:
+    """The other process: a request a line on standard input, a list of outcomes a line on standard output."""
+    import resource
+
+    from tokenizers import Tokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # Not the address space: libraries reserve much of it that they never use.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    held: list[Any] = []
+
+    def render(values: dict[str, Any]) -> list[Outcome]:
+        dialogues = values.pop("dialogues")
+        return [_outcome(lambda d=d: _text(render_jinja_template([d], **values)[0][0])) for d in dialogues]
+
+    def load(values: dict[str, Any]) -> list[Outcome]:
+        def read() -> None:
+            held[:] = [Tokenizer.from_str(values["json"])]
+
+        return [_outcome(read)]
+
+    def tokenize(values: dict[str, Any]) -> list[Outcome]:
+        def encode(text: str) -> int:
+            return len(held[0].encode(text, add_special_tokens=values["special"]).ids)
+
+        return [_outcome(lambda t=t: encode(t)) for t in values["texts"]]
+
+    work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
+        "ready": lambda _: [], "render": render, "load": load, "tokenize": tokenize,
+    }  # fmt: skip
+    for line in sys.stdin.buffer:
+        what, values = json.loads(line)
+        sys.stdout.buffer.write(json.dumps(work[what](values)).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("it does not print text")
+    value.encode()  # halves of characters are no text
+    return value
+
+
+def _outcome(work: Callable[[], object]) -> Outcome:
+    """What ``work`` returns, or the first line of what it raised: tokenizers' panics are not Exceptions."""
+    try:
+        return True, work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return False, ((str(error).strip().splitlines() or [type(error).__name__])[0])[:SHOWN]

@@ -1,0 +1,44 @@
+"""Tokens of texts and dialogues. The rules of a tokenizer.json are another party's: each text goes through them in a
+process with limits before this one tokenizes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpu_cli.boundary.limited import PROCESS
+from mpu_cli.records import chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = list[int]
+
+
+def of_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True
+) -> list[Tokens | ValueError]:
+    """The tokens of each text, or why it has none. ``special``: with those that the tokenizer adds to a text.
+
+    Raises LimitError if that takes too much.
+    """
+    failed: dict[int, ValueError] = {}
+    if texts and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        outcomes = PROCESS.tokenize(backend.to_str(), texts, special)
+        failed = {i: ValueError(problem) for i, (worked, problem) in enumerate(outcomes) if not worked}
+    possible = [text for i, text in enumerate(texts) if i not in failed]
+    ids = iter(tokenizer(possible, add_special_tokens=special).input_ids if possible else ())
+    return [failed[i] if i in failed else next(ids) for i in range(len(texts))]
+
+
+def of_dialogues(
+    tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[chat.Dialogue], *, generation_prompt: bool,
+    **variables: object,
+) -> list[Tokens | ValueError]:  # fmt: skip
+    """The tokens of each dialogue, without special tokens beyond the template's, or why it has none.
+
+    Raises LimitError if that takes too much, TemplateError if there is no template to use.
+    """
+    texts = chat.render(tokenizer, dialogues, generation_prompt=generation_prompt, **variables)
+    ids = iter(of_texts(tokenizer, [text for text in texts if isinstance(text, str)], special=False))
+    return [next(ids) if isinstance(text, str) else text for text in texts]
