@@ -23,11 +23,12 @@ from mpu_cli.client.ledger import default_ledger_path
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import Result
 from mpu_cli.client.unlearn import unlearn as _unlearn
+from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.benchmarks import benchmark_of
 from mpu_cli.evaluation.evaluate import Result as Evaluation
 from mpu_cli.evaluation.evaluate import evaluate as _evaluate
 from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.models.loading import adapter_base
+from mpu_cli.models.loading import adapter_base, is_adapter
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
@@ -183,25 +184,29 @@ def evaluate(
     records: PathLike | None = None,
     *,
     out: PathLike = "eval.json",
+    base: PathLike | None = None,
     delta: PathLike | None = None,
     lm_eval: Sequence[str] = (),
     force: bool = False,
     observer: Observer = SILENT,
     **options: Any,
 ) -> Evaluation:
-    """``mpu eval``: forgetting, utility and privacy of ``model``, or of the peft adapter in that folder.
+    """``mpu eval``: forgetting, utility and privacy of ``model``, or of the peft adapter in that folder on ``base``.
 
     ``records`` is one file for ``benchmark="qa"``. ``options`` are those of ``Measuring``: benchmark, metrics,
     retain_log, forget_split, batch_size, ….
     """
     how = from_flat(Measuring, options)
     log = read_retain_log(how.retain_log) if how.retain_log else None
-    base = adapter_base(Path(model)) if Path(model).is_dir() else None
+    adapted = is_adapter(Path(model))
+    of = (str(base) if base else adapter_base(Path(model))) if adapted else str(model)
+    if base and not adapted:
+        raise UsageError("base: only an adapter has one")
     return _evaluate(
-        open_model(base or str(model), links=False),
+        open_model(of, links=False),
         benchmark_of(how, log, Path(records) if records else None),
         how,
-        adapter=Path(model) if base else None,
+        adapter=Path(model) if adapted else None,
         delta=Path(delta) if delta else None,
         lm_eval=lm_eval,
         out=Path(out),

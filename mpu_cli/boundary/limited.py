@@ -1,7 +1,7 @@
 """A process of its own, with limits of time and memory, for what another party wrote and a library computes with.
 
-Chat templates are programs, and the rules of a tokenizer.json can grow a word to gigabytes or take for ever. Neither can
-be interrupted inside a process. So templates are rendered there, and every text is tokenized there before it is
+Chat templates are programs, and the rules of a tokenizer.json can grow a word to gigabytes or take for ever. Neither
+can be interrupted inside a process. So templates are rendered there, and every text is tokenized there before it is
 tokenized here.
 """
 
@@ -160,19 +160,23 @@ def serve() -> None:
 
     def render(values: dict[str, Any]) -> list[Outcome]:
         dialogues = values.pop("dialogues")
-        return [_outcome(lambda d=d: _text(render_jinja_template([d], **values)[0][0])) for d in dialogues]
+
+        def one(dialogue: object) -> str:
+            return _text(render_jinja_template([dialogue], **values)[0][0])
+
+        return [_outcome(one, dialogue) for dialogue in dialogues]
 
     def load(values: dict[str, Any]) -> list[Outcome]:
-        def read() -> None:
-            held[:] = [Tokenizer.from_str(values["json"])]
+        def read(text: str) -> None:
+            held[:] = [Tokenizer.from_str(text)]
 
-        return [_outcome(read)]
+        return [_outcome(read, values["json"])]
 
     def tokenize(values: dict[str, Any]) -> list[Outcome]:
         def encode(text: str) -> int:
             return len(held[0].encode(text, add_special_tokens=values["special"]).ids)
 
-        return [_outcome(lambda t=t: encode(t)) for t in values["texts"]]
+        return [_outcome(encode, text) for text in values["texts"]]
 
     work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
         "ready": lambda _: [], "render": render, "load": load, "tokenize": tokenize,
@@ -190,10 +194,10 @@ def _text(value: object) -> str:
     return value
 
 
-def _outcome(work: Callable[[], object]) -> Outcome:
-    """What ``work`` returns, or the first line of what it raised: tokenizers' panics are not Exceptions."""
+def _outcome(work: Callable[[Any], object], given: object) -> Outcome:
+    """What ``work`` makes of ``given``, or the first line of what it raised: tokenizers' panics are not Exceptions."""
     try:
-        return True, work()
+        return True, work(given)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:

@@ -33,7 +33,9 @@ def eval_(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="For an adapter: its base (default: what its config names).", metavar="BASE"),
+        typer.Option(
+            help="For an adapter: its base (default: the folder beside it that its config names).", metavar="BASE"
+        ),
     ] = None,
     delta: Annotated[
         Path | None,
@@ -111,7 +113,7 @@ def eval_(
 
     from mpu_cli.evaluation.endpoint import KEY, endpoint_at
     from mpu_cli.evaluation.evaluate import choose, evaluate
-    from mpu_cli.models.loading import adapter_base
+    from mpu_cli.models.loading import adapter_base, is_adapter
     from mpu_cli.models.source import open_model
 
     if plot:
@@ -121,17 +123,17 @@ def eval_(
         check_target(plot, force)
         check_drawable(choose(chosen, measuring.metrics, bool(measuring.reference_model), bool(endpoint)), plot)
     earlier = read_retain_log(before) if before else None
-    named = adapter_base(Path(model)) if Path(model).is_dir() else None
-    if base and not named:
+    adapted = is_adapter(Path(model))
+    if base and not adapted:
         raise UsageError("--base: only an adapter has one")
-    base = base or named
+    of = (base or adapter_base(Path(model))) if adapted else model
     served = endpoint_at(endpoint, endpoint_model, os.environ.get(KEY)) if endpoint else None
     with terminal() as observer:
         result = evaluate(
-            open_model(base or model, links=False),
+            open_model(of, links=False),
             chosen,
             measuring,
-            adapter=Path(model) if base else None,
+            adapter=Path(model) if adapted else None,
             delta=delta,
             show=show,
             lm_eval=names_in(lm_eval),

@@ -25,48 +25,68 @@ from transformers import (
 )
 
 from mpu_cli.boundary.limited import PROCESS, LimitError
-from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, Checkpoint, listed, read_json_object
+from mpu_cli.checkpoint.header import short
+from mpu_cli.checkpoint.reader import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Checkpoint,
+    listed,
+    open_checkpoint,
+    read_json_object,
+)
 from mpu_cli.errors import MpuError
 from mpu_cli.models.device import device_of
 from mpu_cli.models.memory import in_memory
-from mpu_cli.models.source import Model
+from mpu_cli.models.source import Model, is_cached
 from mpu_cli.models.staging import staged, staged_adapter
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
 LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
 
 
-def adapter_base(folder: Path) -> str | None:
-    """The base model of the peft adapter in ``folder``; None if there is no adapter.
+def is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` holds a peft adapter and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
-    A plain name may be a folder beside it. Raises MpuError if it names no base.
+
+def adapter_base(folder: Path) -> str:
+    """The base model of the peft adapter in ``folder``.
+
+    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: no other file is
+    opened and nothing is asked for because it says so. Raises MpuError for anything else.
     """
     path = folder / ADAPTER_CONFIG
-    if not path.is_file() or (folder / "config.json").exists():
-        return None
     base = read_json_object(path, links=False).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise MpuError(f"{path}: base_model_name_or_path does not name the adapter's base model")
     beside = folder.resolve().parent / Path(base).name
-    return str(beside) if base == beside.name and beside.is_dir() else base
+    if base == beside.name and beside.is_dir():
+        return str(beside)
+    if is_cached(base):
+        return base
+    raise MpuError(f"{path}: its base is said to be {short(base)}, which is not beside it", "name it with --base")
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """``model`` with the adapter in ``folder`` added to its weights. Raises MpuError if peft cannot read it."""
+    """``model`` with the adapter in ``folder`` added to its weights.
+
+    Raises MpuError if peft cannot read it, or if a tensor of it has no place in the model.
+    """
     from peft import PeftModel
 
-    with staged_adapter(folder) as ours:
-        try:
-            return PeftModel.from_pretrained(model, ours, local_files_only=True).merge_and_unload()
-        except Exception as error:  # an untrusted folder may raise anything
-            raise MpuError(f"{folder}: peft cannot apply this adapter to the model ({_first_line(error)})") from error
+    with staged_adapter(folder) as ours, _blaming(f"{folder}: peft cannot apply this adapter to the model"):
+        held = open_checkpoint(ours / ADAPTER_WEIGHTS).tensors
+        adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
+        there = {name.replace(".default", "") for name in adapted.state_dict()}
+        if unused := held.keys() - there:
+            raise MpuError(f"{folder}: the model has no place for this adapter's {listed(unused)}")
+        return adapted.merge_and_unload()
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
-    with staged(model) as folder:
-        with _blaming(f"{model.source}: transformers cannot load its tokenizer"):
-            return _tokenizer_in(folder)
+    with staged(model) as folder, _blaming(f"{model.source}: transformers cannot load its tokenizer"):
+        return _tokenizer_in(folder)
 
 
 def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
@@ -116,9 +136,8 @@ def skeleton(model: Model) -> PreTrainedModel:
     """``model`` as its config describes it, with tensors that have shapes but no data. Raises MpuError if transformers
     does not know it."""
     transformers.logging.set_verbosity_error()
-    with staged(model) as folder:
-        with _blaming(f"{model.source}: transformers cannot load it"):
-            return _skeleton(folder)
+    with staged(model) as folder, _blaming(f"{model.source}: transformers cannot load it"):
+        return _skeleton(folder)
 
 
 def _skeleton(folder: Path) -> PreTrainedModel:

@@ -53,6 +53,20 @@ class Model:
         return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
 
 
+def is_cached(source: str) -> bool:
+    """Whether ``source`` is a Hub id whose files are in the cache, so that nothing need be asked for."""
+    if not _HUB_ID.fullmatch(source):
+        return False
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(source, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return False
+    return True
+
+
 def locate(source: str) -> Path:
     """The local path of ``source``; a Hub id is downloaded (safetensors and small files only)."""
     path = Path(source)

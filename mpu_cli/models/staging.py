@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,11 @@ _LAYERS = (
 )  # fmt: skip
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
-_LORA = (
-    "peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "fan_in_fan_out", "target_modules",
-    "target_parameters", "exclude_modules", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
-    "layers_to_transform", "layers_pattern", "modules_to_save", "inference_mode",
-)  # fmt: skip
+_LORA = ("peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora")
+_MODULE = r"(?:base_model\.model\.)?(?P<module>[\w.]+)"
+_FACTOR = re.compile(_MODULE + r"\.lora_(?P<which>A|B|embedding_A|embedding_B)(\.weight)?")
+_SAVED = re.compile(_MODULE + r"\.(weight|bias)")
+_WORDS = re.compile(r"[\w.]{1,200}")
 
 
 @contextmanager
@@ -81,7 +82,11 @@ def stage_tokenizer(model: Model, folder: Path) -> None:
 
 @contextmanager
 def staged_adapter(folder: Path) -> Iterator[Path]:
-    """A private folder from which peft loads the LoRA adapter in ``folder``. Raises MpuError for any other kind."""
+    """A private folder from which peft loads the LoRA adapter in ``folder``. Raises MpuError for any other kind.
+
+    Which modules it changes, and with which rank, is read from its tensors: in its config both can be expressions that
+    never end or ask for any amount of memory.
+    """
     path = folder / ADAPTER_CONFIG
     config = read_json_object(path, links=False)
     if config.get("peft_type") != "LORA":
@@ -90,9 +95,33 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
         pass  # not a link: open_checkpoint takes what it is given for the user's own words
     weights = open_checkpoint(folder / ADAPTER_WEIGHTS, links=False)  # peft would fall back to a pickle
     with private_scratch() as scratch:
-        _write(scratch / ADAPTER_CONFIG, {name: value for name, value in config.items() if name in _LORA})
+        _write(scratch / ADAPTER_CONFIG, _lora_config(config, weights, path))
         (scratch / ADAPTER_WEIGHTS).symlink_to(weights.path.resolve())
         yield scratch
+
+
+def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
+    ranks: dict[str, int] = {}
+    saved = set()
+    for name, info in weights.tensors.items():
+        if (factor := _FACTOR.fullmatch(name)) and factor["which"].endswith("A"):
+            ranks[factor["module"]] = info.shape[0]
+        elif not factor and "lora_" not in name and (found := _SAVED.fullmatch(name)):
+            saved.add(found["module"])
+    if not ranks:
+        raise MpuError(f"{weights.path}: holds no factors of LoRA")
+    rank = max(ranks.values())
+    scales = config.get("alpha_pattern") or {}
+    if not isinstance(scales, dict) or not all(
+        isinstance(alpha, int | float) and _WORDS.fullmatch(name) for name, alpha in scales.items()
+    ):
+        raise MpuError(f"{path}: alpha_pattern is not a table of modules and numbers")
+    kept = {name: value for name, value in config.items() if name in _LORA and not isinstance(value, list | dict)}
+    return kept | {
+        "r": rank, "target_modules": sorted(ranks), "modules_to_save": sorted(saved) or None,
+        "rank_pattern": {module: own for module, own in ranks.items() if own != rank}, "alpha_pattern": scales,
+        "inference_mode": True, "lora_dropout": 0.0,
+    }  # fmt: skip
 
 
 def _link_weights(checkpoint: Checkpoint, folder: Path) -> None:
