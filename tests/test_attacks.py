@@ -26,9 +26,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mpu_cli.boundary import limited
 from mpu_cli.boundary.archives import unpack_folder
 from mpu_cli.boundary.cleaning import clean_config
-from mpu_cli.boundary import limited
 from mpu_cli.boundary.folder import Folder
 from mpu_cli.checkpoint.header import MAX_HEADER
 from mpu_cli.checkpoint.reader import open_checkpoint
@@ -812,6 +812,11 @@ class TestACraftedCopy:
         refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
         assert refused.status == 1
         assert "units built to record single tokens" in refused.err
+        shutil.copytree(copy, tmp_path / "nameless", ignore=shutil.ignore_patterns("mpu.json"))
+        weights = load_file(tmp_path / "nameless/model.safetensors")
+        save_file(weights, tmp_path / "nameless/model.safetensors", {"format": "pt"})
+        refused = mpu("unlearn", "nameless", *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
+        assert "units built to record single tokens" in refused.err
         mpu("unlearn", copy, *training, "--trust-copy", "--out", "d.safetensors", cwd=tmp_path)
         # What the server would read, had the client not looked: rows that are hidden states of the records.
         model, _ = load(copy, torch.float32, "cpu")
@@ -829,7 +834,141 @@ class TestACraftedCopy:
         assert found(tmp_path / "honest.safetensors") == 0
 
 
+class TestACopyThatFailsOnAWord:
+    """Whether it failed would tell the server what the records say."""
+
+    @pytest.fixture
+    def word(self, place: Path) -> str:
+        """One that a single record has."""
+        lines = (place / "forget.jsonl").read_text().splitlines()
+        words = [set(json.loads(line)["answer"].split()) for line in lines]
+        return next(word for word in sorted(words[0]) if not any(word in other for other in words[1:]))
+
+    def test_a_row_that_is_not_a_number(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        weights = load_file(copy / "model.safetensors")
+        weights["model.embed_tokens.weight"][7] = float("nan")
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
+        assert refused.is_one_error
+
+    def test_a_template_that_raises(self, mpu: Callable, place: Path, word: str) -> None:
+        copy = published(mpu, place)
+        template = (copy / "chat_template.jinja").read_text()
+        trap = "{% for m in messages %}{% if 'WORD' in m.content.split() %}{{ raise_exception('x') }}{% endif %}"
+        trap = trap.replace("WORD", word) + "{% endfor %}"
+        (copy / "chat_template.jinja").write_text(trap + template)
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert "forget.jsonl, line 1: the tokenizer's chat template rejected it (x)" in refused.err
+        ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+        assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
+        told = unlearned(mpu, place, copy, "d", "--dp-epsilon", 8)
+        assert "1 of 6 records of the forget set are left out" in told.err
+        assert (place / "d.safetensors").exists()
+
+    def test_a_layer_that_overflows_under_dp(self, mpu: Callable, place: Path, word: str) -> None:
+        copy = published(mpu, place, "--symmetries", "none")
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        weights = load_file(copy / "model.safetensors")
+        weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        assert "diverged" in unlearned(mpu, place, copy, "d", "--trust-copy", check=False).err
+        unlearned(mpu, place, copy, "d", "--dp-epsilon", 8, "--trust-copy")
+        assert all(tensor.isfinite().all() for tensor in load_file(place / "d.safetensors").values())
+
+
+class TestATokenizerThatNeverEnds:
+    def test_rules_that_grow_a_word(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert "the tokenizer" in refused.err
+        assert "GiB of memory" in refused.err or "longer than" in refused.err
+        assert refused.is_one_error
+
+    def test_one_that_panics(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert refused.status == 1
+        assert "tokenizer" in refused.err
+        assert refused.is_one_error
+
+    @pytest.mark.parametrize("template", [{"a": "x"}, {"default": "\ud800"}])
+    def test_templates_that_are_none(self, mpu: Callable, place: Path, template: dict) -> None:
+        copy = published(mpu, place)
+        (copy / "chat_template.jinja").unlink()
+        listed = [{"name": name, "template": text} for name, text in template.items()]
+        edit(copy / "tokenizer_config.json", chat_template=listed)
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert refused.status == 1
+        assert "template" in refused.err
+        assert refused.is_one_error
+
+
+class TestAnAdapter:
+    @pytest.fixture
+    def adapter(self, mpu: Callable, place: Path) -> Path:
+        published(mpu, place)
+        for k in (1, 2):
+            unlearned(mpu, place, place / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
+        return place / "adapter"
+
+    ASKED = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--force", "--json")
+
+    def measured(self, mpu: Callable, place: Path, *options: object, check: bool = True):
+        return mpu("eval", "adapter", *self.ASKED, *options, check=check, cwd=place)
+
+    def test_its_base_is_not_looked_for(self, mpu: Callable, place: Path, adapter: Path) -> None:
+        honest = self.measured(mpu, place).json["metrics"]  # beside it
+        for base in (str(place / "base"), "somebody/tracking", "../place/base"):
+            edit(adapter / "adapter_config.json", base_model_name_or_path=base)
+            refused = self.measured(mpu, place, check=False)
+            assert "name it with --base" in refused.err
+            assert refused.is_one_error
+        assert self.measured(mpu, place, "--base", "base").json["metrics"] == honest
+
+    def test_expressions_and_sizes_in_its_config(self, mpu: Callable, place: Path, adapter: Path) -> None:
+        honest = self.measured(mpu, place).json["metrics"]
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        edit(adapter / "adapter_config.json", target_modules="(([a-z_.0-9])*)*X", r=10**6, layers_pattern="(a*)*b",
+             rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
+        assert self.measured(mpu, place).json["metrics"] == honest
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(a*)*b": 1}}))
+        assert "alpha_pattern is not" in self.measured(mpu, place, check=False).err
+
+    def test_tensors_without_a_place(self, mpu: Callable, place: Path, adapter: Path) -> None:
+        weights = load_file(adapter / "adapter_model.safetensors")
+        save_file({name.replace("layers.1.", "layers.9."): t for name, t in weights.items()},
+                  adapter / "adapter_model.safetensors")  # fmt: skip
+        refused = self.measured(mpu, place, check=False)
+        assert refused.status == 1
+        assert "layers.9" in refused.err
+
+    def test_weights_that_are_a_link(self, mpu: Callable, place: Path, adapter: Path) -> None:
+        (adapter / "adapter_model.safetensors").rename(place / "elsewhere")
+        (adapter / "adapter_model.safetensors").symlink_to(place / "elsewhere")
+        refused = self.measured(mpu, place, check=False)
+        assert "is a link" in refused.err
+
+
 class TestSmallThings:
+    def test_a_config_larger_than_the_weights(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        edit(copy / "config.json", vocab_size=30_000_000)
+        started = time.monotonic()
+        refused = unlearned(mpu, place, copy, "d", check=False)
+        assert "describes a model of" in refused.err
+        assert refused.is_one_error
+        assert time.monotonic() - started < 20
+
     def test_a_header_that_fills_the_memory(self, mpu: Callable, place: Path) -> None:
         copy = published(mpu, place)
         path = copy / "model.safetensors"

@@ -145,7 +145,7 @@ class TestWatch:
         assert "its round is over" in mpu(*watch, check=False).err
         spool.forget(copy)
         shutil.move(place / "p1/copy_2", spool.arrived("r/round_1/copy_2"))
-        assert "which --max-deltas allows" in mpu(*watch, check=False).err
+        assert "--max-deltas allows no more" in mpu(*watch, check=False).err
         assert not list((spool.root / "out").rglob("*.safetensors"))
 
     def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, place: Path) -> None:

@@ -13,6 +13,7 @@ from scipy import optimize, stats
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.frozen import Reference, freeze, run
+from mpu_cli.client.ledger import read_ledger
 from mpu_cli.client.losses import ALGORITHMS, Objective, Part
 from mpu_cli.client.private import Unit, plan, train_privately
 from mpu_cli.client.training import ExampleSet
@@ -39,9 +40,8 @@ def train(model, sets, algorithm, norm, **kwargs):
     chosen = ALGORITHMS[algorithm]
     how = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
     privacy = Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm)
-    planned = plan(
-        sets, kwargs.pop("names", {}), how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None)
-    )
+    names = kwargs.pop("names", {name: [None] * len(held.examples) for name, held in sets.items()})
+    planned = plan(names, how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None))
     return train_privately(
         model, sets, Objective(chosen, chosen.constants, "nll"), how, privacy, planned, on_step=lambda *_: None,
         **kwargs,
@@ -103,11 +103,10 @@ def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
 
 
-def test_a_unit_is_sampled_whole_and_as_often_as_planned(tmp_path):
-    _, sets = prepare(tmp_path, "llama")
+def test_a_unit_is_sampled_whole_and_as_often_as_planned():
     names = {"forget": ["a", "a", "a", "b"], "retain": ["c"] * 4}
     how = Training(batch_size=1)
-    planned = plan(sets, names, how, Privacy(dp_epsilon=1.0), epochs=3)
+    planned = plan(names, how, Privacy(dp_epsilon=1.0), epochs=3)
     assert planned.mechanism.steps == 6  # two people to forget, one a step, three times
     assert planned.mechanism.sample_rate == 1  # of c, who is alone in what is kept
     assert Unit((("forget", 0), ("forget", 1), ("forget", 2)), 0.5) in planned.units
@@ -157,12 +156,51 @@ def test_the_ledger_composes_and_refuses(mpu, tmp_path):
     assert not (tmp_path / "3.safetensors").exists()
     ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
     assert ledger.stat().st_mode & 0o777 == 0o600
-    assert [json.loads(line)["run"] for line in ledger.read_text().splitlines()] == ["first", "second"]
+    assert [entry.run for entry in read_ledger(ledger)] == ["first", "second"]
+    assert all(entry.forget and entry.retain for entry in read_ledger(ledger))
     assert "2" in mpu("inspect", ledger).out
     mpu("unlearn", "first/copy_2", "--epochs", 1, "--lora-rank", 2, "--out", "4.safetensors", cwd=tmp_path)
     refused = mpu("unlearn", "second/copy_2", *options, "--dp-budget", 100, "--out", "3.safetensors", check=False,
                   cwd=tmp_path)  # fmt: skip
     assert "some had no --dp-epsilon" in refused.err
+
+
+def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
+    """So that nothing of a training, not even its rate, depends on what a tokenizer rejected."""
+    model, sets = prepare(tmp_path, "llama")
+    how, privacy = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4), Privacy(dp_max_grad_norm=1e9)
+    whole = plan({"forget": [None] * 4, "retain": ["a", None, "a", None]}, how, privacy, epochs=1, noise_multiplier=0.0)
+    kept = {"forget": [0, 2, 3], "retain": [0, 1]}
+    fewer = {n: ExampleSet([sets[n].examples[i] for i in kept[n]], sets[n].reference) for n in kept}
+    left = whole.of_examples(kept)
+    assert left.mechanism == whole.mechanism
+    assert sorted(unit.places for unit in left.units) == [
+        (), (), (("forget", 0),), (("forget", 1),), (("forget", 2),), (("retain", 0),), (("retain", 1),),
+    ]  # fmt: skip
+    objective = Objective(ALGORITHMS["graddiff"], ALGORITHMS["graddiff"].constants, "nll")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train_privately(model, fewer, objective, how, privacy, left, on_step=lambda *_: None)
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    model.load_state_dict(before, strict=False)
+    by_hand = {name: torch.zeros_like(p) for name, p in before.items()}
+    for name, held in fewer.items():
+        for example in held.examples:
+            model.zero_grad()
+            loss = model(**pad([example])).loss * (-1 if name == "forget" else 1)
+            loss.backward()
+            for key, parameter in model.named_parameters():
+                by_hand[key] -= parameter.grad / 4
+    assert all(torch.allclose(moved[name], by_hand[name], atol=1e-9) for name in moved)
+
+
+def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
+    base = save(random_model("opt"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    asked = ["--dp-epsilon", 8, "--lora-rank", 2, "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2]
+    refused = mpu("unlearn", base, *asked, check=False, cwd=tmp_path)
+    assert "has no gradients for each record" in refused.err
+    assert refused.is_one_error
 
 
 @pytest.mark.slow
@@ -178,6 +216,9 @@ def test_through_the_command_line(mpu, tmp_path):
     # Neither rate nor steps nor the exact ε, which would leak the number of records.
     assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}
     assert "epsilon" in mpu("inspect", tmp_path / "a.safetensors").out
+    ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+    assert len(read_ledger(ledger)) == 1  # of a model without mpu.json, which could as well be a copy
+    ledger.unlink()
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
     one = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
     spent = one.json["privacy"]

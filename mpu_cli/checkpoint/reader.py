@@ -21,7 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MOST_TENSORS = 200_000  # over all shards
+MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
 
 
 class Checkpoint:
@@ -149,6 +149,7 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
         raise MpuError(f"{index}: no valid weight_map from tensors to files")
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
+    headers = 0
     for shard in sorted(set(weight_map.values())):
         if shard in ("", "..") or len(shard) > 255 or Path(shard).name != shard or "\\" in shard or "\0" in shard:
             raise MpuError(f"{index}: refused to read shard {short(shard)}, which is outside the index's directory")
@@ -165,6 +166,9 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
                 where = weight_map.get(name, "no file")
                 raise MpuError(f"{index}: {shard} holds tensor {short(name)}, but the index maps it to {short(where)}")
         tensors |= held
+        headers += min((info.start for info in held.values()), default=0)
+        if headers > MOST_HEADERS:
+            raise MpuError(f"{index}: headers of more than {MOST_HEADERS:,} bytes")
         if len(tensors) > MOST_TENSORS:
             raise MpuError(f"{index}: more than {MOST_TENSORS:,} tensors")
     if lost := sorted(set(weight_map) - set(tensors)):

@@ -158,7 +158,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """What a JSON file of mpu's says of itself; None for anything else."""
     from mpu_cli.checkpoint.reader import read_json_object
-    from mpu_cli.client.ledger import read_ledger, summary
+    from mpu_cli.client.ledger import LOSSES_OF, read_ledger, summary
     from mpu_cli.evaluation.retain import LARGEST_RESULT
     from mpu_cli.resumption import read_lines
 
@@ -171,7 +171,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         return None
     if path.suffix == ".jsonl":
         lines = read_lines(path, "remove it")
-        if lines and all({"identity", "copy_id", "mechanism"} <= line.keys() for line in lines):
+        if lines and all("identity" in line or LOSSES_OF in line for line in lines):
             return {"kind": "ledger of your trainings on copies: keep it", **summary(read_ledger(path))}
         steps = Counter(str(line["step"]) for line in lines if "step" in line)
         if all("digest" in line and "metrics" in line for line in lines):

@@ -141,7 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail("out of memory", debug)
     except (Stopped, KeyboardInterrupt, typer.Abort) as error:
         status = getattr(error, "status", INTERRUPTED)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # panics of libraries in Rust are not Exceptions
         status = 1
         _fail(f"unexpected {type(error).__name__}: {error}", debug, "please report it with the output of --debug")
     if status > SIGNALLED:

@@ -33,7 +33,8 @@ def watch(
     max_deltas: Annotated[
         int | None,
         typer.Option(
-            help="How many deltas may leave in all; what they tell of the records grows with each (default: any).",
+            help="How many trainings may begin in all; what deltas and failures tell of the records grows with each "
+            "(default: any).",
             metavar="N",
             min=1,
         ),

@@ -27,6 +27,7 @@ from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.loading import tokenizer_of
 from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
+from mpu_cli.records import tokens
 from mpu_cli.records.encoding import Example
 
 LOOKED_AT, FEWEST = 32, 4  # records on which units are judged, and how many it takes
@@ -90,7 +91,7 @@ def against_public(
         signs.append(Sign(f"its chat template is not {public.source}'s"))
     else:
         texts = tokenizer.batch_decode([example.ids for example in records[:LOOKED_AT]])
-        if tokenizer(texts).input_ids != other(texts).input_ids:
+        if tokens.of_texts(tokenizer, texts) != tokens.of_texts(other, texts):
             signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
     both = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
     if odd := [name for name in both if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
@@ -180,11 +181,15 @@ def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
     return cosines.amax(1)
 
 
-def traps(model: PreTrainedModel, examples: Sequence[Example]) -> list[Sign]:
-    """Layers with more units than honest ones have that look like traps."""
+def traps(model: PreTrainedModel, examples: Sequence[Example], observer: Observer) -> list[Sign]:
+    """Layers with more units than honest ones have that look like traps. Says if there was nothing to judge by."""
     if len(examples) < FEWEST:
+        observer.note(f"units were not looked at for traps: that takes {FEWEST} records")
         return []
-    odd = [units for units in ffn_units(model, examples) if units.odd]
+    looked_at = ffn_units(model, examples)
+    if not looked_at:
+        observer.note("units were not looked at for traps: no feed-forward layer here, or experts only")
+    odd = [units for units in looked_at if units.odd]
     if not odd:
         return []
     worst = max(odd, key=lambda units: max(units.rare, units.off, units.twins))
@@ -201,11 +206,11 @@ def against_others(manifest: CopyManifest, before: Mapping[str, float | None], l
     """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
     signs = []
     for entry in ledger:
-        if (entry.run, entry.round) != (manifest.run, manifest.round) or entry.copy_id == manifest.copy_id:
+        if (entry.run, entry.round) != (manifest.run, manifest.round) or entry.copy == manifest.copy:
             continue
         for name, earlier in (("forget", entry.forget), ("retain", entry.retain)):
             now = before.get(name)
-            if now is None or earlier is None or entry.copy == manifest.copy:
+            if now is None or earlier is None:
                 continue
             if abs(now - earlier) > max(NATS, APART * max(now, earlier)):
                 what = (

@@ -3,7 +3,7 @@
     CONFIG/mpu/ledger.jsonl    a line for each training, mode 0600
 
 What a server says of its copies and rounds bounds nothing: it can publish as often as it likes. So budgets are composed
-over what this file holds, and a training is written down before it begins.
+over what this file holds, and a training is written down before any record meets the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from mpu_cli.resumption import append_line, read_lines
 from mpu_cli.sealing import default_identity_path
 
 ACCOUNTANT = "rdp"
+LOSSES_OF = "losses_of"  # a line that adds to an earlier one
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,15 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Entry:
-    """One training. ``identity`` is the same for one that was interrupted and resumed; ``forget`` and ``retain`` are
-    the copy's losses per answer token before it."""
+    """One training. ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
+    of what was trained, which its owner cannot choose as it can the names of a copy; ``forget`` and ``retain`` are its
+    losses per answer token before."""
 
     identity: str
     run: str
     round: int
     copy: int
-    copy_id: str
+    weights: str
     algorithm: str
     records: int
     forget: float | None = None
@@ -70,15 +72,26 @@ def composed(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
 def read_ledger(path: Path) -> list[Entry]:
     """The trainings so far. Raises MpuError if the file is damaged."""
     hint = "what it lost cannot be counted: put a backup in its place"
-    entries = []
+    entries: list[Entry] = []
     for line in read_lines(path, hint):
         values = {name: value for name, value in line.items() if name != "time"}
+        if LOSSES_OF in values:
+            of = values.pop(LOSSES_OF)
+            entries = [replace(each, **values) if each.identity == of else each for each in entries]
+            continue
+        values.setdefault("weights", values.pop("copy_id", None))  # its earlier name
         mechanism = values.pop("mechanism", None)
         try:
             entries.append(Entry(**values, mechanism=Mechanism(**mechanism) if mechanism else None))
         except TypeError as error:
             raise MpuError(f"{path}: damaged ({error})", hint) from error
     return entries
+
+
+def write_losses(path: Path, identity: str, forget: float, retain: float | None) -> None:
+    """Add the losses before a training, once they are known, to what the ledger says of it."""
+    with _alone(path):
+        append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
 def write_down(path: Path, entry: Entry, *, delta: float, budget: float | None) -> Sequence[Entry]:
@@ -121,5 +134,5 @@ def summary(entries: Sequence[Entry]) -> Mapping[str, object]:
     private = sum(each.mechanism is not None for each in entries)
     return {
         "trainings": len(entries), "with --dp-epsilon": private, "without": len(entries) - private,
-        "runs": len({each.run for each in entries}), "copies": len({each.copy_id for each in entries}),
+        "runs": len({each.run for each in entries if each.run}), "models": len({each.weights for each in entries}),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,23 +57,28 @@ class Plan:
     units: Sequence[Unit]
     mechanism: Mechanism
 
+    def of_examples(self, kept: Mapping[str, Sequence[int]]) -> Plan:
+        """The plan for sets that hold the records of these numbers only: the others are drawn and add nothing."""
+        there = {(name, record): (name, i) for name, records in kept.items() for i, record in enumerate(records)}
+        units = [replace(unit, places=tuple(there[p] for p in unit.places if p in there)) for unit in self.units]
+        return replace(self, units=units)
+
 
 def plan(
-    sets: Mapping[str, ExampleSet], names: Mapping[str, Sequence[str | None]], training: Training, privacy: Privacy, *,
+    names: Mapping[str, Sequence[str | None]], training: Training, privacy: Privacy, *,
     epochs: int, noise_multiplier: float | None = None,
 ) -> Plan:  # fmt: skip
     """How often each unit is read, and the noise that meets ``privacy``.
 
-    ``names`` gives for each set the unit of each example, None for one of its own. Units with something to forget are
+    ``names`` gives for each set the unit of each record, None for one of its own. Units with something to forget are
     read ``epochs`` times on average. ``noise_multiplier`` overrides the one that is computed. Raises UsageError if no
     noise is enough.
     """
     from opacus.accountants.utils import get_noise_multiplier
 
     members: dict[object, list[Place]] = {}
-    for name, data in sets.items():
-        for number in range(len(data.examples)):
-            unit = names[name][number] if name in names else None
+    for name, units_of in names.items():
+        for number, unit in enumerate(units_of):
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
     forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
     others = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
@@ -147,6 +152,7 @@ def train_privately(
             _loss(wrapped, [place for unit in part for place in unit.places], sets, objective, sums).backward()
             _check_rows(trained, sum(len(unit.places) for unit in part) or 1)
             _add_within_units(trained, part)
+            _drop_non_finite(trained)
             optimizer.step()
             optimizer.zero_grad()
         means = {name: sum(values) / max(1, len(values)) for name, values in sums.items()}
@@ -206,8 +212,9 @@ def with_noise(x: torch.Tensor, std: float, key: bytes) -> torch.Tensor:
 
 
 def _sampled(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
-    """Each unit with its own probability, independently."""
-    return [unit for unit, draw in zip(units, sampler.uniform(len(units)).tolist(), strict=True) if draw < unit.rate]
+    """Each unit with its own probability, independently; those without examples add nothing."""
+    draws = sampler.uniform(len(units)).tolist()
+    return [unit for unit, draw in zip(units, draws, strict=True) if draw < unit.rate and unit.places]
 
 
 def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
@@ -244,6 +251,15 @@ def _add_within_units(trained: Sequence[torch.nn.Parameter], units: Sequence[Uni
         rows: Any = parameter.grad_sample  # type: ignore[attr-defined]
         numbers = torch.repeat_interleave(torch.arange(len(units)), sizes).to(rows.device)
         parameter.grad_sample = rows.new_zeros(len(units), *rows.shape[1:]).index_add_(0, numbers, rows)  # type: ignore[attr-defined]
+
+
+def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
+    """Units whose gradients overflow add nothing: a model could be made so that one word spoils a sum."""
+    rows: list[Any] = [parameter.grad_sample for parameter in trained]  # type: ignore[attr-defined]
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
+    if not (finite := norms.isfinite()).all():
+        for each in rows:
+            each[~finite] = 0.0
 
 
 def _loss(

@@ -30,7 +30,7 @@ from mpu_cli.client import lora
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.frozen import Reference, freeze, load_references, run, save_references
-from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down
+from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down, write_losses
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
@@ -210,9 +210,9 @@ def unlearn(
 
     ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
-    from which the server sees whether copies were trained alike. Trainings on copies are written down in ``ledger``
-    before they begin. With ``checks``, a copy is looked at for signs that it was built to carry records out. Under
-    ``accelerate launch`` every process calls this, and the first writes.
+    from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
+    record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
+    Under ``accelerate launch`` every process calls this, and the first writes.
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
     """
@@ -232,8 +232,6 @@ def unlearn(
     if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
         raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    if manifest is None and options.privacy.dp_budget is not None:
-        raise UsageError("--dp-budget counts trainings on copies, and this is not one (mpu.json is missing)")
     if manifest:  # a different order of the records in each round, the same for every copy of one
         seed = (options.training.seed + manifest.round - 1) % 2**32
         options = replace(options, training=replace(options.training, seed=seed))
@@ -259,7 +257,20 @@ def unlearn(
         if first:
             output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
 
-        encoded = _encoded(model, tokenizer, data, options, objective, observer)
+        alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
+        if alone:
+            _check_finite(model, copy)
+        planned = None
+        if options.privacy.dp_epsilon is not None:
+            check_private(model)
+            units = {name: [record.unit for record in held] for name, held in _read(data, objective).items()}
+            planned = plan(units, options.training, options.privacy, epochs=epochs_of(options))
+        earlier: Sequence[Entry] = ()
+        entry = None
+        if first and ledger:  # before any record meets the model: what fails on one tells about it, too
+            entry = _entry(copy, manifest, options, data, planned.mechanism if planned else None)
+            earlier = _write_down(ledger, entry, options.privacy, observer)
+        encoded, kept = _encoded(model, tokenizer, data, options, objective, observer)
         tokens = _tokens_digest(encoded)
         tag = None
         if first and secret and manifest:
@@ -269,12 +280,11 @@ def unlearn(
                 observer.warn(
                     f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
                 )
-        alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
         signs: list[Sign] = []
         examples = [example for held, _ in encoded.values() for example in held]
-        if checks and manifest and alone:
+        if checks and alone:
             observer.stage("check the copy", 1, "done")
-            signs += traps(model, examples)
+            signs += traps(model, examples, observer)
         if checks and checks.like and first:
             signs += against_public(copy, tokenizer, open_model(checks.like), examples)
         sets = _example_sets(
@@ -296,6 +306,8 @@ def unlearn(
             model = lora.wrap(model, options.lora)
         observer.stage("measure", 1, "done")
         before = _measure(model, sets, options) if alone else None
+        if ledger and entry and before and ledger.is_file():
+            write_losses(ledger, entry.identity, before.forget, before.retain)
         if checks:
             if manifest and ledger and before and ledger.is_file():
                 signs += against_others(manifest, asdict(before), read_ledger(ledger))
@@ -308,25 +320,10 @@ def unlearn(
             kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
             observer.advance(epochs_of(options) / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
 
-        planned = None
-        if options.privacy.dp_epsilon is not None:
-            check_private(model)
-            units = {"forget": [r.unit for r in data.forget], "retain": [r.unit for r in data.retain]}
-            planned = plan(sets, units, options.training, options.privacy, epochs=epochs_of(options))
-        earlier: Sequence[Entry] = ()
-        if ledger and manifest and first:
-            mechanism = planned.mechanism if planned else None
-            entry = _entry(manifest, options, tokens, data, before, mechanism)
-            privacy = options.privacy
-            try:
-                earlier = write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
-            except OSError as error:
-                if privacy.dp_epsilon is not None:
-                    raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
-                observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
         spent = None
         if planned:
             trained: torch.nn.Module = model
+            planned = planned.of_examples(kept)
             spent = train_privately(model, sets, objective, options.training, options.privacy, planned, on_step=record)
             together = [*(each.mechanism for each in earlier), planned.mechanism]
             spent["epsilon_of_ledger"] = composed(together, options.privacy.dp_delta)
@@ -386,6 +383,16 @@ def _bound(privacy: Privacy) -> dict[str, float] | None:
 _Encoded = dict[str, tuple[list[Example], str | None]]
 
 
+def _read(data: Dataset, objective: Objective) -> dict[str, Sequence[Record]]:
+    """The sets that the algorithm reads."""
+    sets: dict[str, Sequence[Record]] = {"forget": data.forget}
+    if objective.constants.alpha:
+        sets["retain"] = data.retain
+    if objective.algorithm.alternate:
+        sets["alternate"] = alternates(data.forget, data.alternates)
+    return sets
+
+
 def _encoded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -393,8 +400,12 @@ def _encoded(
     options: Unlearning,
     objective: Objective,
     observer: Observer,
-) -> _Encoded:
-    """The sets that the algorithm reads, as tokens."""
+) -> tuple[_Encoded, dict[str, list[int]]]:
+    """The sets that the algorithm reads, as tokens, and the numbers of the records that have some.
+
+    Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
+    because a failure would tell the model's owner that it is there.
+    """
     algorithm, constants = objective.algorithm, objective.constants
     depth = model.config.get_text_config().num_hidden_layers
     if (algorithm.hidden or objective.retain_asks == "hidden") and constants.layer >= depth - 1:
@@ -403,31 +414,41 @@ def _encoded(
             "only available after the final norm",
             "choose a lower one",
         )
-    records: dict[str, tuple[Sequence[Record], str | None]] = {"forget": (data.forget, algorithm.asks)}
-    if constants.alpha:
-        records["retain"] = (data.retain, objective.retain_asks)
-    if algorithm.alternate:
-        if texts := [record.place for record in data.forget if not record.turns]:
-            raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
-        records["alternate"] = (alternates(data.forget, data.alternates), algorithm.asks)
+    if algorithm.alternate and (texts := [record.place for record in data.forget if not record.turns]):
+        raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
     limit = getattr(model.config, "max_position_embeddings", None)
     prompts = options.prompts
     encoding = Encoding(
         tokenizer, prompts.template, prompts.system_prompt, limit, data.few_shot, prompts.date, prompts.max_length
     )
+    private = options.privacy.dp_epsilon is not None
     encoded: _Encoded = {}
-    for name, (held, asks) in records.items():
-        of_each = [encoding.encode([record]) for record in held]
-        examples = [example for own in of_each for example in own]
-        if not examples:
+    kept: dict[str, list[int]] = {}
+    records = _read(data, objective)
+    for name, held in records.items():
+        of_each: list[list[Example]] = []
+        kept[name] = []
+        problems = []
+        for number, examples in enumerate(encoding.encode_each(held)):
+            if not isinstance(examples, MpuError):
+                of_each.append(examples)
+                kept[name].append(number)
+            elif private:
+                problems.append(examples.problem)
+            else:
+                raise examples
+        if problems:
+            observer.warn(f"{len(problems)} of {len(held)} records of the {name} set are left out: {problems[0]}")
+        if not (together := [example for own in of_each for example in own]):
             raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
-        if options.privacy.dp_epsilon is not None and any(len(own) != 1 for own in of_each):
+        if private and any(len(own) != 1 for own in of_each):
             raise UsageError("--dp-epsilon protects records that are one example each, but texts are split into pieces")
-        encoded[name] = examples, asks
+        asks = objective.retain_asks if name == "retain" else algorithm.asks
+        encoded[name] = together, asks
     if cut := len(set(encoding.truncated)):
-        total = sum(len(held) for held, _ in records.values())
+        total = sum(map(len, records.values()))
         observer.note(f"{cut} of {total} records were truncated to {prompts.max_length} tokens")
-    return encoded
+    return encoded, kept
 
 
 def _tokens_digest(encoded: _Encoded) -> str:
@@ -509,16 +530,46 @@ def deciding(options: Unlearning) -> dict[str, object]:
 
 
 def _entry(
-    manifest: CopyManifest, options: Unlearning, tokens: str, data: Dataset, before: Measured | None,
-    mechanism: Mechanism | None,
-) -> Entry:  # fmt: skip
-    """What the ledger keeps of a training."""
-    facts = json.dumps([manifest.copy_id, tokens, deciding(options)], sort_keys=True, default=str)
+    copy: Model, manifest: CopyManifest | None, options: Unlearning, data: Dataset, mechanism: Mechanism | None
+) -> Entry:
+    """What the ledger keeps of a training on ``copy``."""
+    weights = _weights_of(copy)
+    small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
+    facts = [weights, copy.config, small, _contents(data), deciding(options)]
+    of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
     return Entry(
-        hashlib.sha256(facts.encode()).hexdigest(), manifest.run, manifest.round, manifest.copy, manifest.copy_id,
-        options.algo, len(data.forget) + len(data.retain), before.forget if before else None,
-        before.retain if before else None, mechanism,
+        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
+        options.algo, len(data.forget) + len(data.retain), mechanism=mechanism,
     )  # fmt: skip
+
+
+def _write_down(ledger: Path, entry: Entry, privacy: Privacy, observer: Observer) -> Sequence[Entry]:
+    """Add a training to the ledger; returns those before it. Raises MpuError if a budget forbids it, or cannot hold."""
+    try:
+        return write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
+    except OSError as error:
+        if privacy.dp_epsilon is not None:
+            raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+        observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
+        return ()
+
+
+def _weights_of(copy: Model) -> str:
+    with worker_pool() as pool:
+        return fingerprint(copy.checkpoint, pool)
+
+
+def _contents(data: Dataset) -> list[dict[str, object]]:
+    """The records, wherever they were read from."""
+    return [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain, *data.few_shot)]
+
+
+def _check_finite(model: PreTrainedModel, copy: Model) -> None:
+    """Raises MpuError for weights that are NaN or infinite: in the row of one token, they would tell whether a record
+    has it."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+            raise MpuError(f"{copy.source}: {name!r} holds NaN or Inf", "ask its owner for a whole copy")
 
 
 def _tag(
@@ -620,12 +671,9 @@ def _same_training(
     folder: Path, copy: Model, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
 ) -> None:
     """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
-    with worker_pool() as pool:
-        weights = fingerprint(copy.checkpoint, pool)
-    records = [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain)]
     decided = deciding(options) | {"reference_file": with_reference_file}
     decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    facts = [decided, weights, copy.checkpoint.metadata, records, tokens]
+    facts = [decided, _weights_of(copy), copy.checkpoint.metadata, _contents(data), tokens]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"

@@ -23,13 +23,15 @@ from mpu_cli.options.unlearning import Checks, Unlearning
 from mpu_cli.resumption import alone_in, append_line, read_lines
 
 DAY = 86_400.0  # seconds
+BEGUN, ANSWERED, FAILED = "begun", "answered", "failed"  # what becomes of a copy, in the worker's own file
 
 
 @dataclass(frozen=True)
 class Watching:
     """What is unlearned, and where: ``work`` is private, only finished deltas go to the spool.
 
-    ``seconds`` is how long a copy may take; ``most``, how many deltas may leave in all.
+    ``seconds`` is how long a copy may take; ``most``, how many trainings may begin in all: one that fails tells the
+    other party something, too.
     """
 
     spool: Spool
@@ -74,9 +76,10 @@ class Watching:
             self._check_allowed(copy)
             shutil.rmtree(self.work / "arrived", ignore_errors=True)  # of a copy during which this was stopped
             self.spool.take(copy, arrived)
+            if not delta.exists():
+                self._note(copy, BEGUN)
             answered = answering.answer(Task(copy, arrived, delta, self.work / "references"))
-            if copy not in self._answered():
-                append_line(self._ledger, {"copy": copy, "copy_id": answered.origin.copy_id})
+            self._note(copy, ANSWERED)
             out = self.spool.hand_over(copy, delta)
             self.on_delta(copy, out, answered.result)
         except (MpuError, OSError, ValueError) as error:
@@ -84,6 +87,8 @@ class Watching:
             hint = error.hint if isinstance(error, MpuError) else None
             self.observer.warn(f"{copy}: {problem.removeprefix(f'{copy}: ')}" + (f"; {hint}" if hint else ""))
             self.spool.fail(copy)
+            if self._states().get(copy, [None])[-1] == BEGUN:
+                self._note(copy, FAILED)
         finally:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)
 
@@ -91,25 +96,37 @@ class Watching:
         """Raises MpuError if no further delta may leave for ``copy``."""
         if self._delta(copy).exists():
             return  # it may leave again
-        answered = self._answered()
-        if copy in answered:
+        states = self._states()
+        if ANSWERED in states.get(copy, ()):
             raise MpuError(f"{copy}: was answered before, and its round is over")
-        if self.most is not None and len(answered) >= self.most:
-            raise MpuError(f"{copy}: {len(answered)} deltas have left, which --max-deltas allows")
+        begun = sum(each.count(BEGUN) for each in states.values())
+        again = states.get(copy, [None])[-1] == BEGUN  # stopped on the way
+        if self.most is not None and not again and begun >= self.most:
+            raise MpuError(f"{copy}: {begun} trainings were begun, and --max-deltas allows no more")
 
     @property
     def _ledger(self) -> Path:
         return self.work / "answered.jsonl"
 
-    def _answered(self) -> list[str]:
-        lines = read_lines(self._ledger, "choose another --work")
-        return [line["copy"] for line in lines if is_name(line.get("copy"), COPY)]
+    def _note(self, copy: str, state: str) -> None:
+        if self._states().get(copy, [None])[-1] != state:
+            append_line(self._ledger, {"copy": copy, "state": state})
+
+    def _states(self) -> dict[str, list[str]]:
+        """What was done about each copy so far, in order."""
+        states: dict[str, list[str]] = {}
+        for line in read_lines(self._ledger, "choose another --work"):
+            copy = str(line.get("copy"))
+            if is_name(copy, COPY):
+                # Lines had no state when only deltas that left were noted.
+                states.setdefault(copy, []).extend([line["state"]] if "state" in line else [BEGUN, ANSWERED])
+        return states
 
     def _delta(self, copy: str) -> Path:
         return self.work / "deltas" / (copy + DELTA)
 
     def _clear(self, there: list[str]) -> None:
         """Remove kept deltas of copies that the other party no longer has here."""
-        for copy in set(self._answered()).difference(there):
+        for copy in self._states().keys() - set(there):
             delta = self._delta(copy)
             shutil.rmtree(delta) if delta.is_dir() else delta.unlink(missing_ok=True)
