@@ -73,7 +73,7 @@ def publish(
     ``options`` are those of ``Publishing``: kappa, copies, symmetries, noise, epsilon, dtype, ….
     """
     how = from_flat(Publishing, options)
-    how.check_scale(options)
+    how = how.scaled(options, with_reference=reference is not None)
     model = open_model(str(base))
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round

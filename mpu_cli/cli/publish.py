@@ -91,7 +91,8 @@ def publish(
 
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    publishing.check_scale([name for name in ("kappa", "shared_noise") if _given(context, name)])
+    scales = [name for name in ("kappa", "shared_noise") if _given(context, name)]
+    publishing = publishing.scaled(scales, with_reference=reference is not None)
 
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.cli.secrets import open_keys, recipients_of_copies, sealer

@@ -74,6 +74,7 @@ def handout(experiment: Experiment) -> Handout:
     """What the server publishes with."""
     disguise = experiment.disguise
     noise = scheme_of(disguise)
+    disguise.check_cancels()
     if experiment.mode in ("clean", "clean-rounds"):
         return Handout(Scheme(ZERO_SUM, (1.0,)), 0.0, 0.0, "none")
     if experiment.mode == "noised":

@@ -198,6 +198,7 @@ def sweep(
     for cell in cells:
         check_options(cell.experiment.unlearning)
         scheme_of(cell.experiment.disguise)
+        cell.experiment.disguise.check_cancels()
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
@@ -13,6 +13,10 @@ NoiseKind = Literal["extrapolate", "zero-sum"]
 Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 KAPPA = 0.01  # the paper's
+# What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
+# costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
+HIDING_KAPPA, HIDING_SHARED = 1.0, 3.0
+MOST_OF_WEIGHTS = 0.03  # of the RMS of a block's weights: larger noise begins to cost what the model knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,10 @@ class Copies:
     PANEL: ClassVar[str] = "Noise and symmetries"
 
     copies: int | None = option(
-        None, "Number of copies, m ≥ 2 (default: 3, or as many as --nodes or --alphas name).", metavar="M"
+        None,
+        "Number of copies, m (default: 3, or as many as --nodes or --alphas name). With 1, nothing cancels: "
+        "--shared-noise alone.",
+        metavar="M",
     )
     noise: NoiseKind | None = option(
         None,
@@ -61,7 +68,20 @@ class SharedNoise:
 class Disguise(SharedNoise, Copies):
     """What every copy of a publication is hidden in."""
 
-    kappa: float = option(KAPPA, "Noise scale: σ of a block = κ · RMS of its task vector.", least=0)
+    def check_cancels(self) -> None:
+        """Raise UsageError for a single copy with noise that only several cancel."""
+        if self.copies == 1 and self.kappa > 0:
+            raise UsageError(
+                "--copies 1: noise that only several copies cancel would stay in the update",
+                "use --kappa 0 with --shared-noise, or more copies",
+            )
+
+    kappa: float = option(
+        KAPPA,
+        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --reference`, with "
+        "neither this nor --shared-noise, chooses both so that they hide the task vector.",
+        least=0,
+    )
     symmetries: Symmetries = option(
         "signed",
         "Function-preserving changes of coordinates that hide the weights. signed: permutations and signs, which plain "
@@ -116,9 +136,35 @@ class Calibration:
 class Publishing:
     """What ``mpu publish`` takes besides the models and the files it writes."""
 
+    PANEL: ClassVar[str] = "Noise and symmetries"
+
     disguise: Disguise = group(Disguise)
     calibration: Calibration = group(Calibration)
     stored: Stored = group(Stored)
+    max_noise: float | None = option(
+        None, "Lower the noise of a block to at most this share of the RMS of its weights.", metavar="SHARE", above=0
+    )
+
+    def scaled(self, given: Collection[str], *, with_reference: bool) -> Publishing:
+        """These options with the noise that hides the task vector, if nothing else was asked for.
+
+        ``given`` are the options that were set, by name. Raises UsageError if noise is scaled in two ways, or if a
+        single copy would have none.
+        """
+        self.check_scale(given)
+        if self.calibration.epsilon is not None or {"kappa", "shared_noise"} & set(given):
+            alone = self.disguise.copies == 1 and "kappa" not in given
+            return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
+        if with_reference:
+            kappa = 0.0 if self.disguise.copies == 1 else HIDING_KAPPA
+            hiding = replace(self.disguise, kappa=kappa, shared_noise=HIDING_SHARED)
+            return replace(self, disguise=hiding, max_noise=MOST_OF_WEIGHTS)
+        if self.disguise.copies == 1:
+            raise UsageError(
+                "--copies 1: its noise has to be permanent, because nothing cancels it",
+                "give --shared-noise, or --reference to have it chosen",
+            )
+        return self
 
     def check_scale(self, given: Collection[str]) -> None:
         """Raise UsageError if noise is scaled in two ways; ``given`` are the options that were set, by name."""

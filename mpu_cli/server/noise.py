@@ -118,8 +118,8 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
     given = nodes if alphas is None else alphas
     if copies is None:
         copies = DEFAULT_COPIES if given in (None, RANDOM) else given.count(",") + 1
-    if copies < 2:
-        raise UsageError(f"--copies {copies}: must be at least 2, or the noise cannot cancel")
+    if copies < 1:
+        raise UsageError(f"--copies {copies}: must be at least 1")
     if copies > MOST_COPIES:
         raise UsageError(f"--copies {copies}: must be at most {MOST_COPIES}")
     if alphas == RANDOM and nodes is None and kind != EXTRAPOLATE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -26,8 +27,9 @@ class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
 
     ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
-    the same in every block, in their place (they are 0 then). ``dtype`` is safetensors' name of the dtype to store in,
-    None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base
+    the same in every block, in their place (they are 0 then). ``max_noise`` bounds the noise of a copy to this share of
+    the RMS of a block's weights, in which case both are lowered alike. ``dtype`` is safetensors' name of the dtype to
+    store in, None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base
     has the same bytes. Raises UsageError for numbers out of range.
     """
 
@@ -41,6 +43,7 @@ class Publication:
     dtype: str | None = None
     run: str = ""
     round: int = 1
+    max_noise: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(Disguise(kappa=self.kappa, shared_noise=self.shared_kappa))
@@ -48,6 +51,15 @@ class Publication:
             raise UsageError(f"--round {self.round}: must be at least 1")
         if not self.run:
             object.__setattr__(self, "run", self.randomness.key("run").hex()[:32])
+
+    def sigmas(self, task: float, weights: float) -> tuple[float, float]:
+        """σ of a block's cancelling and of its permanent noise, from the RMS of its task vector and of its weights."""
+        if self.calibration:
+            return self.calibration.sigma, self.calibration.shared_sigma
+        own, shared = self.kappa * task, self.shared_kappa * task
+        largest = math.hypot(max(self.noise.scales) * own, shared)
+        lowered = 1.0 if self.max_noise is None or not largest else min(1.0, self.max_noise * weights / largest)
+        return own * lowered, shared * lowered
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -76,6 +88,7 @@ class Publication:
         ]  # fmt: skip
         facts += [self.shared_kappa] if self.shared_kappa else []
         facts += [asdict(self.calibration)] if self.calibration else []
+        facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
         facts += [self.noise.kind] if self.noise.kind == EXTRAPOLATE else []
         identity = json.dumps(facts)
         copies = self.noise.copies
@@ -112,6 +125,7 @@ def publication_of(
         disguise = replace(disguise, copies=copies)
     master = new_seed() if seed is None else seed_from_number(seed)
     noise = scheme_of(disguise, (Randomness(master), round_))
+    disguise.check_cancels()
     calibration = None if given.epsilon is None else calibrate(given, min(noise.scales))
     return Publication(
         seed=master,
@@ -124,6 +138,7 @@ def publication_of(
         dtype=OPTION[options.stored.dtype] if options.stored.dtype else None,
         run=run,
         round=round_,
+        max_noise=options.max_noise,
     )
 
 

@@ -221,14 +221,17 @@ class _Writing:
         reading = [self._read(tensor) for tensor in waiting[0][1]] if waiting else []
         reports = []
         for i, (block, tensors) in enumerate(waiting):
-            squares = math.fsum(self._square(tensor, futures) for tensor, futures in zip(tensors, reading, strict=True))
-            sigma, report = self._scale(block, tensors, squares)
+            both = [self._squares(tensor, futures) for tensor, futures in zip(tensors, reading, strict=True)]
+            squares, of_weights = (math.fsum(each) for each in zip(*both, strict=True))
+            sigma, report = self._scale(block, tensors, squares, of_weights)
             writing = [] if report else [self._write(tensor, sigma) for tensor in tensors]
             reading = [self._read(tensor) for tensor in waiting[i + 1][1]] if i + 1 < len(waiting) else []
             reports.append(report or self._finish(block, tensors, squares, sigma, writing))
         return reports
 
-    def _scale(self, block: str, tensors: list[TensorLayout], squares: float) -> tuple[float, BlockReport | None]:
+    def _scale(
+        self, block: str, tensors: list[TensorLayout], squares: float, of_weights: float
+    ) -> tuple[float, BlockReport | None]:
         """σ of a block, and its report if it consists of constants, which are written unchanged."""
         weights = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
         if any(tensor.constant for tensor in tensors):
@@ -241,10 +244,9 @@ class _Writing:
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"
             raise MpuError(f"{self.base.path}: {which} contains NaN or Inf in block {block}, so it cannot be published")
-        rms = math.sqrt(squares / weights)
-        calibration = self.publication.calibration
-        sigma = self.sigma[block] = calibration.sigma if calibration else self.publication.kappa * rms
-        if shared := calibration.shared_sigma if calibration else self.publication.shared_kappa * rms:
+        sigma, shared = self.publication.sigmas(math.sqrt(squares / weights), math.sqrt(of_weights / weights))
+        self.sigma[block] = sigma
+        if shared:
             self.shared_sigma[block] = shared
         return sigma, None
 
@@ -290,28 +292,33 @@ class _Writing:
         raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
         other = self.reference[tensor.name].view(-1) if self.reference and not tensor.constant else None
         dtype = compute_dtype(info.dtype)
+        bounded = self.publication.max_noise is not None
 
-        def piece(offset: int) -> tuple[bytes, float]:
+        def square(x: torch.Tensor) -> float:
+            return math.fsum(float(torch.dot(p, p)) for p in x.split(_SUM))
+
+        def piece(offset: int) -> tuple[bytes, float, float]:
             lap = self.clock()
             digest = piece_digest(raw, offset, self.hashed)
             lap("read the base, fingerprint")
             if tensor.constant:
-                return digest, 0.0
+                return digest, 0.0, 0.0
             part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
             v = weights[part].to(dtype)
+            of_weights = square(v) if bounded else 0.0
             if other is not None:
                 v = v - other[part].to(dtype)
-            square = math.fsum(float(torch.dot(p, p)) for p in v.split(_SUM))
+            of_task = square(v)
             lap("scale of the noise")
-            return digest, square
+            return digest, of_task, of_weights
 
         return [self.pool.submit(piece, offset) for offset in pieces(info)]
 
-    def _square(self, tensor: TensorLayout, futures: list[Future]) -> float:
-        """Σ v² over one tensor, once it has been read."""
+    def _squares(self, tensor: TensorLayout, futures: list[Future]) -> tuple[float, float]:
+        """Σ v² and Σ θ² over one tensor, once it has been read; the second only if noise is bounded by it."""
         results = [future.result() for future in futures]
-        self._digests[tensor.name] = [digest for digest, _ in results]
-        return math.fsum(square for _, square in results)
+        self._digests[tensor.name] = [digest for digest, _, _ in results]
+        return math.fsum(task for _, task, _ in results), math.fsum(weights for _, _, weights in results)
 
     def _write(self, tensor: TensorLayout, sigma: float) -> list[Future]:
         """Start writing one tensor of every copy; each slice returns its sums for ``CopySurvival`` and the number of
