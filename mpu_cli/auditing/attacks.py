@@ -16,6 +16,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.auditing.align import layer_maps, model_maps, residual_map, undo
+from mpu_cli.auditing.shrinkage import AS_IT_IS, estimates
 from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import Model
@@ -78,15 +79,15 @@ ATTACKS = {
 
 @dataclass
 class Recovered:
-    """What one attack recovered: squared errors by block.
+    """What one attack recovered: squared errors by method of estimating the change (``auditing.shrinkage``) and block.
 
     ``function``: up to the symmetries, under which the model computes the same function; ``task``: as recovered, in
     the reference's coordinates, if the attack ends up in them.
     """
 
     seconds: float = 0.0
-    function: dict[str, float] = field(default_factory=dict)
-    task: dict[str, float] = field(default_factory=dict)
+    function: dict[str, dict[str, float]] = field(default_factory=dict)
+    task: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,30 @@ class Audit:
     unmoved: dict[str, float]
     with_reference: bool
 
+    def method(self, attack: str) -> str:
+        """The method of estimating the change with which the attack's error is smallest in total."""
+        errors = self.attacks[attack].function
+        return min(errors, key=lambda method: math.fsum(errors[method].values()))
+
     def function_error(self, attack: str, block: str | None = None) -> float:
-        """Error relative to the weights, up to symmetries, in total or for one block."""
-        return self._ratio(self.attacks[attack].function, self.weights, block)
+        """Error relative to the weights, up to symmetries, in total or for one block, with the best method."""
+        return self._ratio(self.attacks[attack].function[self.method(attack)], self.weights, block)
+
+    def plain_error(self, attack: str) -> float:
+        """``function_error`` in total of what was recovered, as it is."""
+        return self._ratio(self.attacks[attack].function[AS_IT_IS], self.weights, None)
 
     def change_error(self, attack: str) -> float:
         """``function_error`` in total, relative to the task vector (to the weights if there is no reference)."""
-        return self._ratio(self.attacks[attack].function, self.task, None)
+        return self._ratio(self.attacks[attack].function[self.method(attack)], self.task, None)
 
     def task_error(self, attack: str, block: str | None = None) -> float | None:
-        """Error relative to the task vector, in the reference's coordinates; None if the attack ends up in others."""
+        """Error relative to the task vector, in the reference's coordinates, with the method that makes it smallest;
+        None if the attack ends up in others."""
         errors = self.attacks[attack].task
-        return self._ratio(errors, self.task, block) if errors else None
+        if not errors:
+            return None
+        return self._ratio(min(errors.values(), key=lambda of: math.fsum(of.values())), self.task, block)
 
     def _ratio(self, errors: Mapping[str, float], norms: Mapping[str, float], block: str | None) -> float:
         blocks = [block] if block else list(norms)
@@ -223,11 +236,20 @@ class _Attacker:
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """A block's ``copy`` in the coordinates of ``towards``; ``residual`` is the map of the model dimension."""
+        [aligned] = self._all_aligned(tensors, [copy], residual, towards, symmetries)
+        return aligned
+
+    def _all_aligned(
+        self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], residual: AxisMap,
+        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
+    ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
+        """``_aligned`` of several, all with the maps that align the first."""
         symmetries = symmetries or self._symmetries
-        copy = undo(self._layout, tensors, copy, model_maps(residual))
+        undone = [undo(self._layout, tensors, copy, model_maps(residual)) for copy in copies]
         if tensors[0].layer is None:
-            return copy
-        return undo(self._layout, tensors, copy, layer_maps(self._layout, tensors, copy, towards, symmetries))
+            return undone
+        maps = layer_maps(self._layout, tensors, undone[0], towards, symmetries)
+        return [undo(self._layout, tensors, copy, maps) for copy in undone]
 
     def block(self, block: str, tensors: Sequence[TensorLayout]) -> None:
         truth = self._tensors(self._base, tensors)
@@ -287,16 +309,22 @@ class _Attacker:
         self, attack: Attack, block: str, tensors: Sequence[TensorLayout], whose: Model,
         estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
     ) -> None:  # fmt: skip
-        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference."""
+        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
+        attacker has besides is the reference, or nothing."""
         recovered = self.attacks[attack.name]
         recovered.seconds += seconds
         first = self._copies[0]
         residual = self._order(first, self._base, "every")
-        if whose is self._reference:
-            recovered.task[block] = _distance(estimate, truth)
+        public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
+        if self._reference is not None and whose is self._reference:
+            public = self._tensors(whose, tensors)
+            for method, made in estimates(estimate, public, truth).items():
+                recovered.task.setdefault(method, {})[block] = _distance(made, truth)
             # Whether the attack got the order of the model dimension right does not affect what the model computes.
             residual = after_undoing(self._order(first, whose), residual)
-        recovered.function[block] = _distance(self._aligned(tensors, estimate, residual, truth, "every"), truth)
+        aligned, beside = self._all_aligned(tensors, [estimate, public], residual, truth, "every")
+        for method, made in estimates(aligned, beside, truth).items():
+            recovered.function.setdefault(method, {})[block] = _distance(made, truth)
 
 
 def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:

@@ -54,9 +54,9 @@ def audit_as_believed(
         found = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast, observer=observer)
         if reference and not sum(found.task.values()):
             raise UsageError(f"--reference {reference.source}: has the same weights as --base", "leave it out")
-        explained = min((found.function_error(name) for name in found.attacks if ATTACKS[name].believes), default=0.0)
+        explained = min((found.plain_error(name) for name in found.attacks if ATTACKS[name].believes), default=0.0)
         attempts.append((explained, Attempt(found, scheme, believed)))
-        if explained < UNDONE * found.function_error(ONE_COPY.name):
+        if explained < UNDONE * found.plain_error(ONE_COPY.name):
             break
     return min(attempts, key=lambda attempt: attempt[0])[1]
 

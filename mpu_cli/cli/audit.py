@@ -67,7 +67,8 @@ def audit(
 
     "weights" is the error up to symmetries, under which the model computes the same function; "of the change" is the
     same error relative to base − reference, what fine-tuning changed, and decides the verdict; "task vector" is the
-    error of base − reference itself, in the reference's coordinates. Prints a verdict.
+    error of base − reference itself, in the reference's coordinates. Each is that of the best estimate of a change in
+    noise: as it is, scaled down, or by its singular values. Prints a verdict.
     """
     from mpu_cli.auditing.attacks import ATTACKS
     from mpu_cli.auditing.belief import audit_as_believed
@@ -107,12 +108,13 @@ def audit(
                 f"{result.function_error(name):.2%}",
                 *([f"{result.change_error(name):.2%}"] if public else []),
                 "–" if task is None else f"{task:.2%}",
+                result.method(name),
                 f"{recovered.seconds:.1f}",
             ]
         )
     table(
         "Relative error of what is recovered",
-        ["attack", "weights", *(["of the change"] if public else []), "task vector", "seconds"],
+        ["attack", "weights", *(["of the change"] if public else []), "task vector", "the change is", "seconds"],
         rows,
     )
     unmoved = [block for block, share in result.unmoved.items() if share > HELD]
@@ -135,6 +137,7 @@ def audit(
                     "weights": result.function_error(name),
                     "task_vector": result.task_error(name),
                     "of_change": result.change_error(name),
+                    "method": result.method(name),
                     "seconds": recovered.seconds,
                     "blocks": {
                         block: {

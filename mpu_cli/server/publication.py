@@ -27,10 +27,10 @@ class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
 
     ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
-    the same in every block, in their place (they are 0 then). ``max_noise`` bounds the noise of a copy to this share of
-    the RMS of a block's weights, in which case both are lowered alike. ``dtype`` is safetensors' name of the dtype to
-    store in, None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same base
-    has the same bytes. Raises UsageError for numbers out of range.
+    the same in every block, in their place (they are 0 then). ``max_noise`` lowers both, alike, where a copy's noise
+    would be more than this share of the RMS of a block's weights. ``dtype`` is safetensors' name of the dtype to store
+    in, None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same
+    base has the same bytes. Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
