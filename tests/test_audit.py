@@ -21,8 +21,10 @@ from mpu_cli.auditing.align import (
     residual_map,
     undo,
 )
+from mpu_cli.auditing.shrinkage import AS_IT_IS, SCALED, SPECTRAL, estimates, scaled_error
 from mpu_cli.models.source import open_model
 from mpu_cli.randomness import Randomness
+from mpu_cli.server.hidden import seen_of
 from mpu_cli.server.publication import make_transform
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from mpu_cli.symmetry.sampling import plane_matrices
@@ -133,7 +135,19 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     """The paper's defaults on a real checkpoint: a public relative gives the task vector away, both copies the rest."""
     models = SHARED / "models"
     common = ("--reference", models / "pretrained")
-    mpu("publish", models / "full", *common, "--dtype", "float32", "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    mpu(
+        "publish",
+        models / "full",
+        *common,
+        "--kappa",
+        0.01,
+        "--dtype",
+        "float32",
+        "--out",
+        tmp_path,
+        "--keys",
+        tmp_path / "k.bin",
+    )
     copies = (tmp_path / "copy_1", tmp_path / "copy_2")
     attacks = mpu("audit", *copies, "--base", models / "full", *common, "--json").json["attacks"]
     assert attacks["one copy, reference"]["task_vector"] < 0.02
@@ -177,6 +191,45 @@ def test_the_fast_match_is_the_assignment() -> None:
     common = torch.randn(4000) * 20  # all rows nearly parallel: a few features cannot distinguish them
     alike = target + common
     assert torch.equal(match_rows(alike[order] + 0.1 * torch.randn(300, 4000), alike), order)
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+def test_singular_values_find_what_has_low_rank(rank: int) -> None:
+    """The best known estimate: it beats scaling for low rank, and the estimate while publishing foresees its error."""
+    draw = torch.Generator().manual_seed(0)
+    shape = (300, 400)
+    change = torch.randn(shape[0], rank, generator=draw) @ torch.randn(rank, shape[1], generator=draw)
+    change = change / change.square().mean().sqrt()
+    noisy = change + 2 * torch.randn(shape, generator=draw)
+    made = estimates({"w": noisy}, {"w": torch.zeros(shape)}, {"w": change})
+    errors = {method: float((of["w"] - change).norm() / change.norm()) for method, of in made.items()}
+    assert errors[AS_IT_IS] == pytest.approx(2, rel=0.02)
+    assert errors[SCALED] == pytest.approx(scaled_error(2), rel=0.02)
+    if rank == 2:
+        assert errors[SPECTRAL] < 0.3
+    spikes = torch.linalg.svdvals(change)[:rank].double()
+    foreseen = math.sqrt(1 - seen_of(spikes, 2.0, *shape) / float(change.square().sum()))
+    assert errors[SPECTRAL] == pytest.approx(foreseen, rel=0.03)
+
+
+@pytest.mark.slow
+@needs_shared
+@pytest.mark.parametrize("noise", [(), ("--kappa", 1), ("--kappa", 0, "--shared-noise", 3), ("--copies", 1)])
+def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise: tuple) -> None:
+    """Within five points, with no other option than the public model, too."""
+    models = SHARED / "models"
+    public = ("--pretrained", models / "pretrained")
+    told = mpu("publish", models / "full", *public, *noise, "--seed", 1, "--dtype", "float32", "--json", cwd=tmp_path)
+    copies = sorted(tmp_path.glob("copy_*"))
+    audit = mpu("audit", *copies, "--base", models / "full", *public, "--json", cwd=tmp_path).json["attacks"]
+    foreseen = told.json["hidden"]
+    assert foreseen["one_copy"] == pytest.approx(audit["one copy, reference"]["of_change"], abs=0.05)
+    if len(copies) > 1:
+        found = min(attack["of_change"] for name, attack in audit.items() if "all copies" in name)
+        assert foreseen["all_copies"] == pytest.approx(found, abs=0.05)
+    assert ("takes the noise off" in told.err) == (noise == ("--kappa", 1))
+    if "--shared-noise" in noise:
+        assert foreseen["all_copies"] > 0.6
 
 
 def test_closed_forms() -> None:

@@ -79,7 +79,7 @@ def test_the_pipeline(workplace, trained, shell):
     """The pipeline of README; a few steps at a higher rate instead of five epochs."""
     done = shell(
         "mpu publish base.safetensors --copies 2 --kappa 0.01 "
-        "| MPU_UNLEARN_EPOCHS=1 MPU_UNLEARN_LR=1e-4 xargs -n1 mpu unlearn --algo npo "
+        "| MPU_UNLEARN_EPOCHS=1 MPU_UNLEARN_LR=1e-4 xargs mpu unlearn --algo npo "
         "| mpu aggregate - --keys keys.bin"
     )
     assert done.returncode == 0, done.stderr
@@ -274,7 +274,7 @@ def refused(outcome, complaint, status=1):
         (["--kappa", "nan"], "--kappa", 2),
         (["--kappa", "inf"], "--kappa", 2),
         (["--kappa", "much"], "--kappa", 2),
-        (["--copies", "1"], "at least 2", 2),
+        (["--copies", "1"], "has to be permanent", 2),
         (["--alphas", "1,0"], "--alphas", 2),
         (["--alphas", "1,-2"], "--alphas", 2),
         (["--alphas", "1,nan"], "--alphas", 2),

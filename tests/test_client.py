@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -593,3 +594,53 @@ class TestUnlearn:
         assert "--lr" in outcome.err
         assert not (tmp_path / "d.safetensors").exists()
         assert not list(tmp_path.glob(".*"))
+
+
+class TestSeveralCopies:
+    TRAINING = ("--epochs", 2, "--batch-size", 3, "--lr", "1e-3")
+
+    @pytest.fixture
+    def copies(self, mpu, place):
+        return mpu("publish", "base", "--copies", 3, "--seed", 1, cwd=place).out.split()
+
+    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2), ("--algo", "dpo"), ("--optim", "muon")])
+    def test_each_delta_is_what_it_is_alone(self, mpu, place, copies, more):
+        for name in copies:
+            mpu("unlearn", name, *self.TRAINING, *more, "--out", "alone/", cwd=place)
+        told = mpu("unlearn", *copies, *self.TRAINING, *more, "--out", "together", "--json", cwd=place)
+        assert [Path(each["delta"]).name for each in told.json["deltas"]] == [f"{name}.safetensors" for name in copies]
+        for name in copies:
+            one, other = (place / folder / f"{name}.safetensors" for folder in ("alone", "together"))
+            assert one.read_bytes() == other.read_bytes()
+
+    def test_resume_passes_over_what_is_done(self, mpu, place, copies):
+        mpu("unlearn", copies[1], *self.TRAINING, cwd=place)
+        before = (place / "deltas/copy_2.safetensors").stat().st_mtime_ns
+        refused = mpu("unlearn", *copies, *self.TRAINING, check=False, cwd=place)
+        assert "already exists" in refused.err
+        assert (place / "deltas/copy_1.safetensors").exists()  # what came before it is kept
+        told = mpu("unlearn", *copies, *self.TRAINING, "--resume", cwd=place)
+        assert "copy_2: deltas/copy_2.safetensors is there already" in told.err
+        assert told.out.split() == [f"deltas/{name}.safetensors" for name in copies]
+        assert (place / "deltas/copy_2.safetensors").stat().st_mtime_ns == before
+        mpu("publish", "base", "--copies", 3, "--seed", 2, "--force", cwd=place)
+        refused = mpu("unlearn", *copies, *self.TRAINING, "--resume", check=False, cwd=place)
+        assert "is not the delta of copy_1" in refused.err
+
+    def test_reference_files_of_a_round(self, mpu, place, copies):
+        mpu("unlearn", *copies, *self.TRAINING, "--reference-file", "references", cwd=place)
+        assert {path.name for path in (place / "references").iterdir()} == {f"{name}.safetensors" for name in copies}
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            (["--out", "d.safetensors"], "one file for 2 deltas"),
+            (["--reference-file", "r.safetensors"], "one file for 2 copies"),
+        ],
+    )
+    def test_one_file_for_two(self, mpu, place, copies, options, complaint):
+        refused = mpu("unlearn", *copies[:2], *options, check=False, cwd=place)
+        assert refused.status == 2
+        assert complaint in refused.err
+        refused = mpu("unlearn", copies[0], f"./{copies[0]}", check=False, cwd=place)
+        assert "would be the delta of two copies" in refused.err

@@ -235,10 +235,15 @@ def _preview(
 
 def _accuracy(error: ErrorEstimate) -> str:
     """The note about the distance from the clean update."""
+    permanent = ""
+    if math.isnan(error.permanent):
+        permanent = "; what the permanent noise adds cannot be estimated without noise that cancels"
+    elif error.permanent:
+        permanent = f"; the permanent noise adds about {error.permanent:.0%} (to first order)"
     if math.isnan(error.relative):
-        return "error of the update: cannot be estimated"
+        return "error of the update: cannot be estimated" + permanent
     return (
         f"error of the update: about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (the change "
         f"from cancelling one order less of the noise); "
-        f"variance factor {error.variance_factor:.2f}, signal-to-noise ratio {error.signal_to_noise:.3g}"
+        f"variance factor {error.variance_factor:.2f}, signal-to-noise ratio {error.signal_to_noise:.3g}" + permanent
     )

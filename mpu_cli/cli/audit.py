@@ -28,7 +28,12 @@ def audit(
     base: Annotated[str, typer.Option(help="The published model, to score the attacks with.", metavar="MODEL")],
     reference: Annotated[
         str | None,
-        typer.Option(help="Public model that BASE was fine-tuned from, which an attacker also has.", metavar="MODEL"),
+        typer.Option(
+            "--pretrained",
+            "--reference",
+            help="Public model that BASE was fine-tuned from, which an attacker also has.",
+            metavar="MODEL",
+        ),
     ] = None,
     noise: Annotated[
         NoiseKind | None,

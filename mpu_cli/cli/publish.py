@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mpu_cli.models.source import Model
+    from mpu_cli.server.hidden import Hidden
     from mpu_cli.server.keys import Keys
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, Target
 
 WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
+HARDLY = 0.5  # relative error of the best known attack below which little is hidden
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
@@ -35,6 +37,8 @@ def publish(
     reference: Annotated[
         str | None,
         typer.Option(
+            "--pretrained",
+            "--reference",
             help="Public model that BASE was fine-tuned from; noise is scaled to BASE − REFERENCE (default: none, "
             "noise is scaled to BASE).",
             metavar="MODEL",
@@ -146,6 +150,8 @@ def publish(
         published = run_publish(
             model, public, publication, target, only=chosen, known=known, observer=observer, profile=laps
         )
+    if published.hidden:
+        _tell_hidden(published.hidden, publication)
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
         note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
@@ -177,6 +183,7 @@ def publish(
             "symmetries": publication.symmetries,
             "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
+            "hidden": asdict(published.hidden) if published.hidden else None,
             "blocks": [asdict(block) for block in published.blocks],
             "profile": laps.seconds if laps else None,
         },
@@ -224,6 +231,21 @@ def _numbers(text: str, copies: int) -> list[int]:
     if not all(part.isdigit() and 1 <= int(part) <= copies for part in parts):
         raise UsageError(f"--only {text}: copies are numbered from 1 to {copies}")
     return sorted({int(part) for part in parts})
+
+
+def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
+    """What a client would be off by that takes the noise off, in percent of what fine-tuning changed."""
+    several = publication.noise.copies > 1
+    every = f", with all copies {hidden.all_copies:.0%}" if several else ""
+    note(
+        f"of what fine-tuning changed, the best known attack is off by {hidden.one_copy:.0%} with one copy{every} "
+        "(`mpu audit` carries it out); what a copy computes is not hidden: docs/protection.md"
+    )
+    if several and not publication.shared_kappa and hidden.all_copies < HARDLY and publication.kappa > 0:
+        warn(
+            "a client that gets all copies takes the noise off; if one does, use noise that stays, --shared-noise "
+            "(--copies 1 is then enough)"
+        )
 
 
 def _given(context: typer.Context, name: str) -> bool:

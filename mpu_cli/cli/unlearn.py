@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,21 +14,26 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, show_answers, terminal, warn
-from mpu_cli.errors import MpuError
+from mpu_cli.cli.output import emit, note, paths_from, show_answers, terminal, warn
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
-from mpu_cli.outputs import delta_path, name_of_copy, round_of_copy
+from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 
 if TYPE_CHECKING:
     from mpu_cli.client.dataset import Dataset
+    from mpu_cli.client.unlearn import Result
+    from mpu_cli.evaluation.evaluate import Shown
+    from mpu_cli.observer import Observer
 
 
 @grouped
 def unlearn(
-    copy: Annotated[
-        str,
+    copies: Annotated[
+        list[str],
         typer.Argument(
-            help="A copy from `mpu publish` (sealed or not), or any model directory or Hub id.", metavar="COPY"
+            help="Copies from `mpu publish` (sealed or not), any model directories or Hub ids, or - for names on "
+            "standard input.",
+            metavar="COPY…",
         ),
     ],
     unlearning: Unlearning,
@@ -36,7 +43,7 @@ def unlearn(
         str | None,
         typer.Option(
             help="The delta to write, or the directory for it (default: deltas/COPY.safetensors; after round 1, "
-            "deltas/round_R/COPY.safetensors).",
+            "deltas/round_R/COPY.safetensors). Of several copies, the directory.",
             metavar="FILE",
         ),
     ] = None,
@@ -44,7 +51,7 @@ def unlearn(
         Path | None,
         typer.Option(
             help="The reference model's probabilities: written in round 1, read in later rounds. For npo, dpo, "
-            "undial and --retain-loss kl.",
+            "undial and --retain-loss kl. Of several copies, a directory with a file for each.",
             metavar="FILE",
             rich_help_panel=Records.PANEL,
         ),
@@ -58,47 +65,122 @@ def unlearn(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Unlearn the --forget records on COPY and write the change in its weights, which is all that goes back.
+    """Unlearn the --forget records on each COPY and write the change in its weights, which is all that goes back.
 
-    Run it on every copy of the round with the same options, or the noise does not cancel. Prints the path of the
-    delta.
+    All copies of a round need the same options, or the noise does not cancel. Prints the path of each delta. With
+    --resume, copies that have one already are passed over.
     """
     from mpu_cli.client.dataset import read_dataset
 
     # Read the records first, so that problems with them are found before anything large is loaded.
     data = read_dataset(unlearning)
-    target = delta_path(out, copy, round_of_copy(Path(copy)))
+    tasks = _tasks([str(path) for path in paths_from(copies)], out, reference_file)
+    told: list[tuple[_Task, Result | None, list[Shown]]] = []
 
     with terminal() as observer:
         from mpu_cli.cli.secrets import opened_copy
-        from mpu_cli.client.ledger import default_ledger_path
-        from mpu_cli.client.tag import client_secret, default_secret_path
         from mpu_cli.client.unlearn import check_logging, check_options
-        from mpu_cli.client.unlearn import unlearn as run_unlearn
         from mpu_cli.models.source import open_model
 
         check_options(unlearning)  # before a sealed copy is opened
         check_logging(logging, unlearning.privacy)
         if dry_run:
-            _preview(copy, data, unlearning, target, force, as_json)
+            for task in tasks:
+                _preview(task.copy, data, unlearning, task.target, force, as_json)
             return
-        with opened_copy(copy, identity, target) as source:
-            result = run_unlearn(
-                open_model(source, links=False), data, unlearning, target=target, force=force, logging=logging,
-                reference_file=reference_file, secret=lambda: client_secret(default_secret_path()),
-                ledger=default_ledger_path(), checks=checks, observer=observer,
-            )  # fmt: skip
-            answers = []
-            if show and result.first:
-                from mpu_cli.evaluation.evaluate import answers_before_and_after
+        for task in tasks:
+            if len(tasks) > 1 and logging.resume and not force and _has_delta(task):
+                observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
+                told.append((task, None, []))
+                continue
+            with opened_copy(task.copy, identity, task.target) as source:
+                result = _run(source, task, data, unlearning, checks, logging, force, observer)
+                answers = []
+                if show and result.first:
+                    from mpu_cli.evaluation.evaluate import answers_before_and_after
 
-                prompts = unlearning.prompts
-                answers = answers_before_and_after(
-                    open_model(source, links=False), target, data.forget[:show], prompts, prompts.template,
-                    unlearning.training.device,
-                )  # fmt: skip
-    if not result.first:
+                    prompts = unlearning.prompts
+                    answers = answers_before_and_after(
+                        open_model(source, links=False), task.target, data.forget[:show], prompts, prompts.template,
+                        unlearning.training.device,
+                    )  # fmt: skip
+            if result.first:
+                _tell(task.copy, unlearning, result)
+                show_answers(answers)
+            told.append((task, result, answers))
+            gc.collect()  # the model, which the next one needs room for
+    if any(result and not result.first for _, result, _ in told):
         return
+    documents = [
+        {"copy": task.copy, "delta": task.target, **(_document(unlearning, result, answers) if result else {})}
+        for task, result, answers in told
+    ]
+    emit([task.target for task in tasks], documents[0] if len(tasks) == 1 else {"deltas": documents}, as_json)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A copy, where its delta goes, and the file of its reference probabilities."""
+
+    copy: str
+    target: Path
+    reference_file: Path | None
+
+
+def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) -> list[_Task]:
+    """What is to be done. Raises UsageError if one file would be that of several copies."""
+    several = len(copies) > 1
+    if several and out is not None and Path(out).suffix == SUFFIX:
+        raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
+    tasks = []
+    for copy in copies:
+        target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
+        own = reference_file
+        if reference_file is not None and several:
+            if reference_file.is_file() or reference_file.suffix == SUFFIX:
+                raise UsageError(f"--reference-file {reference_file}: one file for {len(copies)} copies",
+                                 "name a directory")  # fmt: skip
+            reference_file.mkdir(parents=True, exist_ok=True)
+            own = reference_file / (name_of_copy(copy) + SUFFIX)
+        tasks.append(_Task(copy, target, own))
+    if twice := sorted({str(t.target) for t in tasks if [o.target for o in tasks].count(t.target) > 1}):
+        raise UsageError(f"{twice[0]}: would be the delta of two copies", "unlearn on them one after the other")
+    return tasks
+
+
+def _has_delta(task: _Task) -> bool:
+    """Whether the copy's own delta lies at its target. Raises MpuError if that of something else does."""
+    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.manifest import delta_manifest, read_copy_manifest
+
+    if not task.target.exists():
+        return False
+    origin = read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None
+    if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
+        raise MpuError(
+            f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
+        )
+    return True
+
+
+def _run(
+    source: str, task: _Task, data: Dataset, unlearning: Unlearning, checks: Checks, logging: Logging, force: bool,
+    observer: Observer,
+) -> Result:  # fmt: skip
+    from mpu_cli.client.ledger import default_ledger_path
+    from mpu_cli.client.tag import client_secret, default_secret_path
+    from mpu_cli.client.unlearn import unlearn as run_unlearn
+    from mpu_cli.models.source import open_model
+
+    return run_unlearn(
+        open_model(source, links=False), data, unlearning, target=task.target, force=force, logging=logging,
+        reference_file=task.reference_file, secret=lambda: client_secret(default_secret_path()),
+        ledger=default_ledger_path(), checks=checks, observer=observer,
+    )  # fmt: skip
+
+
+def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
+    """What came of one copy, on standard error."""
     text = f"{name_of_copy(copy)}: {unlearning.algo}, {len(result.steps)} steps"
     if result.before and result.after:
         text += f"; loss per answer token on the forget set {result.before.forget:.3f} → {result.after.forget:.3f}"
@@ -117,23 +199,21 @@ def unlearn(
             f"privacy: this delta protects each {unit} with ε = {result.spent['epsilon']:.3g} at δ = "
             f"{unlearning.privacy.dp_delta:g}; {_together(result.spent, result.earlier)}"
         )
-    show_answers(answers)
-    emit(
-        [target],
-        {
-            "delta": target,
-            "algorithm": unlearning.algo,
-            "norm": result.norm,
-            "lost_to_rounding": result.rounding,
-            "before": asdict(result.before) if result.before else None,
-            "after": asdict(result.after) if result.after else None,
-            "warnings": result.warnings(),
-            "privacy": result.spent,
-            "answers": [asdict(answer) for answer in answers],
-            "steps": [asdict(s) for s in result.steps],
-        },
-        as_json,
-    )
+
+
+def _document(unlearning: Unlearning, result: Result, answers: Sequence[Shown]) -> dict[str, object]:
+    """The same as JSON."""
+    return {
+        "algorithm": unlearning.algo,
+        "norm": result.norm,
+        "lost_to_rounding": result.rounding,
+        "before": asdict(result.before) if result.before else None,
+        "after": asdict(result.after) if result.after else None,
+        "warnings": result.warnings(),
+        "privacy": result.spent,
+        "answers": [asdict(answer) for answer in answers],
+        "steps": [asdict(s) for s in result.steps],
+    }
 
 
 def _together(spent: Mapping[str, float], earlier: int) -> str:

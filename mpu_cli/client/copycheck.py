@@ -23,7 +23,6 @@ from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.reader import Checkpoint, listed
 from mpu_cli.client.ledger import Entry
 from mpu_cli.errors import MpuError
-from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.loading import tokenizer_of
 from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
@@ -202,11 +201,13 @@ def traps(model: PreTrainedModel, examples: Sequence[Example], observer: Observe
     ]
 
 
-def against_others(manifest: CopyManifest, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:
+def against_others(this: Entry, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:
     """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
     signs = []
-    for entry in ledger:
-        if (entry.run, entry.round) != (manifest.run, manifest.round) or entry.copy == manifest.copy:
+    of_round = (this.run, this.round, this.data)
+    latest = {entry.copy: entry for entry in ledger if (entry.run, entry.round, entry.data) == of_round}
+    for entry in latest.values():
+        if not this.run or entry.copy == this.copy:
             continue
         for name, earlier in (("forget", entry.forget), ("retain", entry.retain)):
             now = before.get(name)

@@ -38,8 +38,8 @@ class Mechanism:
 @dataclass(frozen=True)
 class Entry:
     """One training. ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
-    of what was trained, which its owner cannot choose as it can the names of a copy; ``forget`` and ``retain`` are its
-    losses per answer token before."""
+    of what was trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records;
+    ``forget`` and ``retain`` are its losses per answer token before."""
 
     identity: str
     run: str
@@ -51,6 +51,7 @@ class Entry:
     forget: float | None = None
     retain: float | None = None
     mechanism: Mechanism | None = None
+    data: str = ""
 
 
 def default_ledger_path() -> Path:

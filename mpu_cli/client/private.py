@@ -104,13 +104,17 @@ def plan(
     return Plan(units, Mechanism(noise_multiplier, rate, steps))
 
 
-def check_private(model: PreTrainedModel) -> None:
-    """Raises MpuError without Opacus, UsageError for weights that have no gradients for each record."""
+def check_opacus() -> None:
+    """Raises MpuError without Opacus."""
     try:
         import opacus  # noqa: F401
     except ImportError as error:
         raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
+
+
+def check_private(model: PreTrainedModel) -> None:
+    """Raises UsageError for weights that have no gradients for each record."""
     if any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()):
         raise UsageError(
             "--dp-epsilon: experts have no gradients for each record",

@@ -34,7 +34,7 @@ from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.private import check_objective, check_private, plan, train_privately
+from mpu_cli.client.private import check_objective, check_opacus, check_private, plan, train_privately
 from mpu_cli.client.processes import from_first
 from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import (
@@ -262,7 +262,7 @@ def unlearn(
             _check_finite(model, copy)
         planned = None
         if options.privacy.dp_epsilon is not None:
-            check_private(model)
+            check_opacus()
             units = {name: [record.unit for record in held] for name, held in _read(data, objective).items()}
             planned = plan(units, options.training, options.privacy, epochs=epochs_of(options))
         earlier: Sequence[Entry] = ()
@@ -304,13 +304,14 @@ def unlearn(
             observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
         if low_rank:
             model = lora.wrap(model, options.lora)
+        if planned:
+            check_private(model)
         observer.stage("measure", 1, "done")
         before = _measure(model, sets, options) if alone else None
         if ledger and entry and before and ledger.is_file():
             write_losses(ledger, entry.identity, before.forget, before.retain)
+            signs += against_others(entry, asdict(before), read_ledger(ledger)) if checks else []
         if checks:
-            if manifest and ledger and before and ledger.is_file():
-                signs += against_others(manifest, asdict(before), read_ledger(ledger))
             refuse(signs, copy.source, checks.trust_copy, observer)
         losses: list[Losses] = []
         observer.stage(f"unlearn {target.name.removesuffix('.safetensors')}", epochs_of(options), "epochs")
@@ -535,11 +536,12 @@ def _entry(
     """What the ledger keeps of a training on ``copy``."""
     weights = _weights_of(copy)
     small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
-    facts = [weights, copy.config, small, _contents(data), deciding(options)]
+    records = hashlib.sha256(json.dumps(_contents(data)).encode()).hexdigest()
+    facts = [weights, copy.config, small, records, deciding(options)]
     of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
     return Entry(
         hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
-        options.algo, len(data.forget) + len(data.retain), mechanism=mechanism,
+        options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
     )  # fmt: skip
 
 

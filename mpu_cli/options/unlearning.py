@@ -217,7 +217,10 @@ class Logging:
 
     PANEL: ClassVar[str] = "Training"
 
-    resume: bool = option(False, "Keep checkpoints, and resume from the last if there is one.")
+    resume: bool = option(
+        False,
+        "Keep checkpoints, and resume from the last if there is one; of several copies, pass over those that are done.",
+    )
     checkpoint_steps: int = option(50, "Steps between the checkpoints of --resume.", above=0)
     log: Path | None = option(None, "Append the losses of each step as JSON lines.", metavar="FILE")
     report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.")

@@ -93,6 +93,6 @@ def aggregate_adapter(
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
         manifests = {delta.copy: delta.manifest for delta in deltas}
-        result = replace(agreement(out, gram, keys.noise, manifests), outliers=tuple(outliers))
+        result = replace(agreement(out, gram, keys, manifests), outliers=tuple(outliers))
         (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
     return result

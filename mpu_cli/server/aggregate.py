@@ -77,7 +77,7 @@ def aggregate(
         folder = transaction.add(out, directory=True)
         gram, facts = write_model(base, undoing, layout, weights, [keys], options, folder, observer)
         check_norms(gram, deltas, options.max_norm, weights * options.server_lr)
-        result = replace(agreement(out, gram, keys.noise, {delta.copy: delta.manifest for delta in deltas}), **facts)
+        result = replace(agreement(out, gram, keys, {delta.copy: delta.manifest for delta in deltas}), **facts)
         (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     return result
 

@@ -12,7 +12,7 @@ import torch
 from mpu_cli.manifest import DeltaManifest
 from mpu_cli.server.deltas import trained_differently
 from mpu_cli.server.estimate import ErrorEstimate, error_estimate
-from mpu_cli.server.noise import Scheme
+from mpu_cli.server.keys import Keys
 
 LOST = 0.3  # warn if rounding loses more than this share of the update's norm
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
@@ -87,8 +87,9 @@ class Aggregation:
             yield self.error.warning
 
 
-def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, manifests: Mapping[int, DeltaManifest]) -> Aggregation:
+def agreement(path: Path, gram: torch.Tensor, keys: Keys, manifests: Mapping[int, DeltaManifest]) -> Aggregation:
     """How the copies agree, from the inner products of their undone deltas, float64 (m, m), and each one's manifest."""
+    scheme = keys.noise
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
@@ -100,7 +101,7 @@ def agreement(path: Path, gram: torch.Tensor, scheme: Scheme, manifests: Mapping
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
         rounding=0.0,
-        error=error_estimate(scheme, gram),
+        error=error_estimate(scheme, gram, keys.permanent),
         trained_differently=trained_differently({copy: m.trained for copy, m in manifests.items()}),
         algorithms=tuple(manifest.algorithm for manifest in manifests.values()),
     )

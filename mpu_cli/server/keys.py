@@ -64,6 +64,14 @@ class Keys:
     calibration: Calibration | None = None  # if set, κ is 0 and σ is the same in every block
 
     @property
+    def permanent(self) -> float:
+        """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
+        own, shared = self.kappa, self.shared_kappa
+        if self.calibration:
+            own, shared = self.calibration.sigma, self.calibration.shared_sigma
+        return 0.0 if not shared else shared / own if own else math.inf
+
+    @property
     def copies(self) -> int:
         return self.noise.copies
 

@@ -97,7 +97,7 @@ def aggregate_owners(
             picked[i, own] = weights[own]
             check_norms(gram[own, own], owner.deltas, options.max_norm, weights[own] * options.server_lr)
             manifests = {delta.copy: delta.manifest for delta in owner.deltas}
-            result = agreement(out, gram[own, own], owner.keys.noise, manifests)
+            result = agreement(out, gram[own, own], owner.keys, manifests)
             updates.append(replace(result, rounding=facts["rounding"]))
     between = picked @ gram @ picked.T
     norms = between.diagonal().clamp(min=0).sqrt()

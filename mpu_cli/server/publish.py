@@ -27,6 +27,7 @@ from mpu_cli.models.files import model_specs, write_json, write_small_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
+from mpu_cli.server.hidden import Hidden, hidden, seen
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.profile import Profile, no_clock
@@ -84,6 +85,7 @@ class Published:
     keys_path: Path
     keys: Keys
     blocks: list[BlockReport]
+    hidden: Hidden | None = None  # None without a reference, or if only some of the copies were made
 
 
 def publish(
@@ -184,7 +186,23 @@ def publish(
                 f"{target.keys}: its noise has other scales, so the other copies were made with another reference",
                 "use the reference that they were made with",
             )
-    return Published(paths, target.keys, keys, reports)
+    return Published(paths, target.keys, keys, reports, None if only else _hidden(base, writing, reports))
+
+
+def _hidden(base: Model, writing: _Writing, reports: Sequence[BlockReport]) -> Hidden | None:
+    """What the best known attacks on these copies would be off by."""
+    if writing.reference is None:
+        return None
+    noise, blocks = writing.publication.noise, writing.layout.blocks
+    looked_at = {
+        report.block: seen(
+            blocks[report.block], report.rms**2 * report.weights, writing.shared_sigma.get(report.block, 0.0),
+            [(copy.asked, copy.survived) for copy in report.copies], noise,
+        )
+        for report in reports
+        if report.copies
+    }  # fmt: skip
+    return hidden(base.checkpoint, writing.reference, looked_at)
 
 
 def check_publishable(base: Model, reference: Model | None) -> Layout:

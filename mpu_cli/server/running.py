@@ -210,5 +210,5 @@ def _agreement(running: Running, keys: Keys, out: Path) -> Aggregation:
         gram[0, 1] = gram[1, 0] = sign * cosines[0] * by_copy[1].norm * by_copy[2].norm
     known = sorted(by_copy.items())
     manifests = {copy: DeltaManifest(None, part.algorithm, trained=part.trained) for copy, part in known}
-    result = agreement(out, gram, keys.noise, manifests)
+    result = agreement(out, gram, keys, manifests)
     return result if m == 2 else replace(result, norm=running.norm, pairwise=min(cosines, default=1.0))
