@@ -2,8 +2,9 @@
 
 python examples/protection.py TARGET --pretrained MODEL --forget FILE --retain FILE --unseen FILE --out protection.jsonl
 
-For each setting: publish, measure a copy (losses per answer token, ROUGE of its answers), unlearn on every copy, aggregate,
-and measure the server's model. A line of JSON each; those that are there are not run again, so it can be stopped.
+For each setting: publish, measure a copy (losses per answer token, ROUGE of its answers), unlearn on every copy,
+aggregate, and measure the server's model. A line of JSON each; those that are there are not run again, so it can be
+stopped.
 `mpu audit` says what a client recovers. Set the training with `--train lr=3e-5,epochs=4,batch_size=8`.
 """
 

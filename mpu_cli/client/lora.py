@@ -12,6 +12,7 @@ cancels across them. From a random start, each copy would train in a subspace of
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     """
     from peft import LoraConfig, get_peft_model
 
+    # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.
+    warnings.filterwarnings("ignore", message="Could not find a config file")
     targets = adapted(model, lora)
     config = LoraConfig(
         r=lora.rank,

