@@ -4,8 +4,11 @@ python examples/protection.py TARGET --pretrained MODEL --forget FILE --retain F
 
 For each setting: publish, measure a copy (losses per answer token, ROUGE of its answers), unlearn on every copy,
 aggregate, and measure the server's model. A line of JSON each; those that are there are not run again, so it can be
-stopped.
-`mpu audit` says what a client recovers. Set the training with `--train lr=3e-5,epochs=4,batch_size=8`.
+stopped. `mpu audit` says what a client recovers. Set the training with `--train lr=3e-5,epochs=4,batch_size=8`.
+
+python examples/protection.py --table protection.jsonl --plot protection.png
+
+prints what was measured as a table, and draws it.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 
 from mpu_cli import api
 from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.figures import PALETTE, make_figure, write_figure
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.records.encoding import Encoding, pad
@@ -127,14 +132,80 @@ def play(setting: dict, given: argparse.Namespace, training: dict, sets: dict[st
     return found | {"seconds": round(time.time() - began)}
 
 
+def name_of(setting: dict) -> str:
+    """A setting in words."""
+    noise = setting["publish"]
+    own, shared, copies = noise.get("kappa", 0.0), noise.get("shared_noise", 0.0), noise["copies"]
+    words = ["the model itself"] if not own and not shared else []
+    words += [f"{copies} copies, κ = {own:g}" + (" (zero-sum)" if "noise" in noise else "")] if own else []
+    words += [("one copy, " if copies == 1 else "") + f"permanent {shared:g}"] if shared else []
+    words += [f"update × {setting['server_lr']:g}"] if "server_lr" in setting else []
+    number = noise.get("seed") if own or shared else setting.get("seed", 0) + 1
+    return ", ".join(words) + (f" ({number})" if number else "")
+
+
+def way_of(setting: dict) -> str:
+    return setting.get("algo", "npo") + (", LoRA" if "lora_rank" in setting else "")
+
+
+def table(lines: list[dict]) -> str:
+    """All lines as Markdown: losses on records to forget, to keep and unseen ones, and ROUGE on the first two."""
+    columns = ("forget", "retain", "unseen")
+    rouges = ("forget_rouge", "retain_rouge")
+
+    def cells(of: dict | None) -> list[str]:
+        if not of:
+            return ["–", "–"]
+        return [" / ".join(f"{of[name]:.2f}" for name in columns), " / ".join(f"{of[name]:.2f}" for name in rouges)]
+
+    rows = [["", "algorithm", "the copy: losses", "ROUGE", "the model after: losses", "ROUGE", "update from clean"]]
+    rows += [["before", "", "", "", *cells(line["before"]), ""] for line in lines if "before" in line]
+    played = [line for line in lines if "setting" in line]
+    for line in sorted(played, key=lambda line: (way_of(line["setting"]) != "npo", way_of(line["setting"]))):
+        apart = f"{line['distance']:.0%}" if "distance" in line else "–"
+        rows.append([name_of(line["setting"]), way_of(line["setting"]), *cells(line.get("copy")),
+                     *cells(line["after"]), apart])  # fmt: skip
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def draw(lines: list[dict], path: Path) -> None:
+    """What is forgotten against what is lost, a point for each setting."""
+
+    def panel(axes: Axes) -> None:
+        played = [line for line in lines if "setting" in line and way_of(line["setting"]) == "npo"]
+        for line in played:
+            noise = line["setting"]["publish"]
+            own, shared = noise.get("kappa", 0.0), noise.get("shared_noise", 0.0)
+            colour = PALETTE[0 if not own and not shared else 1 if not own else 2 if not shared else 3]
+            x, y = line["after"]["retain"], line["after"]["forget"]
+            axes.scatter([x], [y], color=colour)
+            axes.annotate(name_of(line["setting"]), (x, y), fontsize=6, xytext=(4, 3), textcoords="offset points")
+        axes.set_xlabel("loss per answer token on what is to be kept", fontsize=9)
+        axes.set_ylabel("… on what is to be forgotten", fontsize=9)
+        axes.margins(x=0.25, y=0.1)
+
+    write_figure(make_figure([panel], None), path, "Unlearning on noisy copies", [], [], force=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target")
+    parser.add_argument("target", nargs="?")
     for name in ("pretrained", "forget", "retain", "unseen"):
-        parser.add_argument(f"--{name}", required=True)
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="protection.jsonl")
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
     given = parser.parse_args()
+    if given.table:
+        lines = [json.loads(line) for line in given.table.read_text().splitlines()]
+        print(table(lines))
+        if given.plot:
+            draw(lines, given.plot)
+        return
+    if not all((given.target, given.pretrained, given.forget, given.retain, given.unseen)):
+        parser.error("TARGET, --pretrained, --forget, --retain and --unseen are needed")
     training = {"algo": "npo"} | {
         name: float(value) if name == "lr" else int(value)
         for name, value in (part.split("=") for part in given.train.split(","))

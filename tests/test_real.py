@@ -59,9 +59,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
             for path, those in ((made.forget, people[:1]), (made.retain, people[1:])):
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
             make().make_model(made.public)
+            data = ["--data", str(made.forget), "--data", str(made.retain), "--out", str(made.target)]
             with pytest.raises(SystemExit) as stop:
-                main(["finetune", str(made.public), "--data", str(made.forget), "--data", str(made.retain),
-                            "--epochs", "6", "--batch-size", "5", "--lr", "1e-4", "--out", str(made.target)])  # fmt: skip
+                main(["finetune", str(made.public), *data, "--epochs", "6", "--batch-size", "5", "--lr", "1e-4"])
             assert not stop.value.code
     return made
 
@@ -82,12 +82,10 @@ def test_it_is_the_chat_model(real: Real) -> None:
 def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) -> None:
     """With nothing but the public model named, `publish` hides what fine-tuning changed, as far as it says."""
     public = ("--pretrained", real.public)
-    told = mpu("publish", real.target, *public, "--copies", 2, "--seed", 1, "--json", cwd=tmp_path)
-    foreseen = told.json["hidden"]
-    copies = ["copy_1", "copy_2"]
-    found = mpu("audit", *copies, "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
+    told = mpu("publish", real.target, *public, "--copies", 1, "--seed", 1, "--json", cwd=tmp_path)
+    found = mpu("audit", "copy_1", "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
     best = min(attack["of_change"] for attack in found.values())
-    assert foreseen["all_copies"] == pytest.approx(best, abs=0.05)
+    assert told.json["hidden"]["one_copy"] == pytest.approx(best, abs=0.05)
     assert best > 0.6
 
 

@@ -31,8 +31,8 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment, Mode
-from mpu_cli.options.publishing import Disguise
-from mpu_cli.options.unlearning import Lora, Loss, Prompts, Training, Unlearning
+from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_SHARED, Disguise
+from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
 from mpu_cli.records.reading import Record, read_records
 from mpu_cli.server.noise import scheme_of
 
@@ -75,13 +75,13 @@ SMALL = Story(
     ),
     retain_model=True,
 )  # fmt: skip
-# A real model on two cores: fewer people, LoRA, noise as large as what fine-tuning changed, and what can be shown.
+# A real model on two cores: fewer people, the noise that `publish --pretrained` chooses, and what can be shown.
 REAL = Story(
     people=10, forgotten=2, unseen=2, asked=3, epochs=8,
     unlearning=Unlearning(
-        algo="npo", epochs=6, lora=Lora(lora_rank=8), training=Training(lr=1e-3, batch_size=10),
+        algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
     ),
-    disguise=Disguise(copies=2, kappa=1.0),
+    disguise=Disguise(copies=2, kappa=HIDING_KAPPA, shared_noise=HIDING_SHARED),
     metrics=KNOWLEDGE,
     retain_model=False,
 )  # fmt: skip
