@@ -23,6 +23,8 @@ from mpu_cli.symmetry.transform import as_matrix
 SAMPLED = 3  # layers that are looked at; blocks outside layers all are
 LARGEST = 256  # singular values of a matrix that are looked at
 MOST = 1 << 24  # weights of a matrix that are looked at
+# RMS of the rounding error in units of eps times that of the numbers: ulp/√12, for numbers spread evenly over octaves.
+ROUNDING = math.sqrt(math.log(4) / 3 / 12)
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,15 @@ def hidden(base: Checkpoint, public: Mapping[str, torch.Tensor], blocks: Mapping
     return Hidden(one, every)
 
 
-def seen(
-    tensors: Sequence[TensorLayout], squares: float, shared: float, copies: Sequence[tuple[float, float]], noise: Scheme
-) -> Seen:
-    """A block's facts from Σ v², the scale of its permanent noise, and (asked, survived) noise of each copy."""
-    least = min(survived for _, survived in copies)
-    rounding = max(0.0, max(survived**2 - asked**2 for asked, survived in copies))
+def left_of(shared: float, size: float, stored: torch.dtype, noise: Scheme) -> float:
+    """The noise that is left in a block once all copies are combined: permanent noise of scale ``shared``, and what
+    rounding weights of RMS ``size`` to ``stored`` adds to each copy."""
     weights = noise.weights
     if noise.kind == EXTRAPOLATE and noise.copies > 1:  # an attacker fits a line, which averages rounding besides
         line = torch.tensor([[1.0] * noise.copies, noise.factors], dtype=torch.float64)
         weights = torch.linalg.pinv(line.T)[0]
-    left = math.sqrt(shared**2 + rounding * float(weights.square().sum())) if noise.copies > 1 else least
-    return Seen(tensors, squares, least, min(left, least))
+    rounding = ROUNDING * torch.finfo(stored).eps * size
+    return math.hypot(shared, rounding * float(weights.norm()))
 
 
 def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, float]:

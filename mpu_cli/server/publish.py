@@ -14,7 +14,7 @@ import torch
 from pyrage.x25519 import Recipient
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
-from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
+from mpu_cli.checkpoint.dtypes import NAME, TORCH, WORD, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import NEWEST, PIECE, combine, hash_of, piece_digest, piece_digests, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
@@ -27,7 +27,7 @@ from mpu_cli.models.files import model_specs, write_json, write_small_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
-from mpu_cli.server.hidden import Hidden, hidden, seen
+from mpu_cli.server.hidden import Hidden, Seen, hidden, left_of
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.profile import Profile, no_clock
@@ -193,16 +193,18 @@ def _hidden(base: Model, writing: _Writing, reports: Sequence[BlockReport]) -> H
     """What the best known attacks on these copies would be off by."""
     if writing.reference is None:
         return None
-    noise, blocks = writing.publication.noise, writing.layout.blocks
-    looked_at = {
-        report.block: seen(
-            blocks[report.block], report.rms**2 * report.weights, writing.shared_sigma.get(report.block, 0.0),
-            [(copy.asked, copy.survived) for copy in report.copies], noise,
-        )
-        for report in reports
-        if report.copies
-    }  # fmt: skip
-    return hidden(base.checkpoint, writing.reference, looked_at)
+    noise, blocks = writing.publication.noise, {}
+    for report in reports:
+        if report.copies:
+            tensors = writing.layout.blocks[report.block]
+            stored = TORCH[writing.publication.dtype or base.checkpoint.tensors[tensors[0].name].dtype]
+            blocks[report.block] = Seen(
+                tensors,
+                squares=report.rms**2 * report.weights,
+                one_copy=min(copy.survived for copy in report.copies),
+                left=left_of(writing.shared_sigma.get(report.block, 0.0), writing.size[report.block], stored, noise),
+            )
+    return hidden(base.checkpoint, writing.reference, blocks)
 
 
 def check_publishable(base: Model, reference: Model | None) -> Layout:
@@ -231,6 +233,7 @@ class _Writing:
     hashed: str = NEWEST
     sigma: dict[str, float] = field(default_factory=dict)
     shared_sigma: dict[str, float] = field(default_factory=dict)
+    size: dict[str, float] = field(default_factory=dict)  # block → RMS of its weights
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
 
     def all_blocks(self, blocks: Mapping[str, list[TensorLayout]]) -> list[BlockReport]:
@@ -262,7 +265,8 @@ class _Writing:
         if not math.isfinite(squares):
             which = "base − reference" if self.reference else "the base"
             raise MpuError(f"{self.base.path}: {which} contains NaN or Inf in block {block}, so it cannot be published")
-        sigma, shared = self.publication.sigmas(math.sqrt(squares / weights), math.sqrt(of_weights / weights))
+        self.size[block] = math.sqrt(of_weights / weights)
+        sigma, shared = self.publication.sigmas(math.sqrt(squares / weights), self.size[block])
         self.sigma[block] = sigma
         if shared:
             self.shared_sigma[block] = shared
@@ -310,7 +314,6 @@ class _Writing:
         raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
         other = self.reference[tensor.name].view(-1) if self.reference and not tensor.constant else None
         dtype = compute_dtype(info.dtype)
-        bounded = self.publication.max_noise is not None
 
         def square(x: torch.Tensor) -> float:
             return math.fsum(float(torch.dot(p, p)) for p in x.split(_SUM))
@@ -323,17 +326,16 @@ class _Writing:
                 return digest, 0.0, 0.0
             part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
             v = weights[part].to(dtype)
-            of_weights = square(v) if bounded else 0.0
+            of_weights = of_task = square(v)
             if other is not None:
-                v = v - other[part].to(dtype)
-            of_task = square(v)
+                of_task = square(v - other[part].to(dtype))
             lap("scale of the noise")
             return digest, of_task, of_weights
 
         return [self.pool.submit(piece, offset) for offset in pieces(info)]
 
     def _squares(self, tensor: TensorLayout, futures: list[Future]) -> tuple[float, float]:
-        """Σ v² and Σ θ² over one tensor, once it has been read; the second only if noise is bounded by it."""
+        """Σ v² and Σ θ² over one tensor, once it has been read."""
         results = [future.result() for future in futures]
         self._digests[tensor.name] = [digest for digest, _, _ in results]
         return math.fsum(task for _, task, _ in results), math.fsum(weights for _, _, weights in results)
