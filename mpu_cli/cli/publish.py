@@ -156,7 +156,7 @@ def publish(
         note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
-    report(published)
+    report(published, publication.max_noise)
     secret = (
         "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     )
@@ -241,7 +241,12 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
         f"of what fine-tuning changed, the best known attack is off by {hidden.one_copy:.0%} with one copy{every} "
         "(`mpu audit` carries it out); what a copy computes is not hidden: docs/protection.md"
     )
-    if several and not publication.shared_kappa and hidden.all_copies < HARDLY and publication.kappa > 0:
+    if publication.max_noise is not None and hidden.one_copy < HARDLY:
+        warn(
+            "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
+            "--shared-noise, without --max-noise, tries it all the same"
+        )
+    elif several and not publication.shared_kappa and hidden.all_copies < HARDLY and publication.kappa > 0:
         warn(
             "a client that gets all copies takes the noise off; if one does, use noise that stays, --shared-noise "
             "(--copies 1 is then enough)"
@@ -254,7 +259,7 @@ def _given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def report(published: Published) -> None:
+def report(published: Published, max_noise: float | None = None) -> None:
     """Report on standard error how much of the noise survives."""
     blocks = [block for block in published.blocks if block.copies]
     kappa, shared, calibration = published.keys.kappa, published.keys.shared_kappa, published.keys.calibration
@@ -275,6 +280,7 @@ def report(published: Published) -> None:
         for k in range(1, 1 if narrow else len(published.copies) + 1):
             columns += [f"σ of {k}", "survived", "unchanged"]
         scale = f"κ = {kappa:g}" + (f" and κ_s = {shared:g}, shared" if shared else "")
+        scale += f", at most {max_noise:.1%} of the weights" if max_noise is not None else ""
         if calibration:
             scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
         table(f"Noise at {scale}, as requested and as stored", columns, rows)
