@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -33,7 +34,9 @@ from mpu_cli.boundary.folder import Folder
 from mpu_cli.checkpoint.header import MAX_HEADER
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned, restore
+from mpu_cli.client.copycheck import against_others
 from mpu_cli.client.leakage import moved_rows
+from mpu_cli.client.ledger import Entry
 from mpu_cli.client.private import with_noise
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool
@@ -782,6 +785,19 @@ class TestACraftedCopy:
         assert refused.status == 1
         assert "that of copy 1" in refused.err
         unlearned(mpu, place, place / "copy_2", "d2", "--trust-copy")
+
+    def test_another_publication_of_the_same_name(self) -> None:
+        """What --seed names alike is not compared; copies of one publication are."""
+
+        def entry(copy: int, weights: str) -> Entry:
+            return Entry(weights, "run", 1, copy, weights, "npo", 4, data="records")
+
+        old = [replace(entry(1, "a"), forget=0.04), replace(entry(2, "b"), forget=0.04)]
+        again = replace(entry(1, "c"), forget=5.0)
+        assert against_others(again, {"forget": 5.0}, old) == []
+        [sign] = against_others(entry(2, "d"), {"forget": 0.04}, [*old, again])
+        assert "that of copy 1 5.000" in sign.what
+        assert against_others(entry(2, "d"), {"forget": 5.1}, [*old, again]) == []
 
     @pytest.mark.slow
     def test_trap_units(self, mpu: Callable, tmp_path: Path, trained: Trained) -> None:

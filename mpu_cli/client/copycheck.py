@@ -203,11 +203,17 @@ def traps(model: PreTrainedModel, examples: Sequence[Example], observer: Observe
 
 def against_others(this: Entry, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:
     """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
-    signs = []
-    of_round = (this.run, this.round, this.data)
-    latest = {entry.copy: entry for entry in ledger if (entry.run, entry.round, entry.data) == of_round}
-    for entry in latest.values():
-        if not this.run or entry.copy == this.copy:
+    signs: list[Sign] = []
+    if not this.run:
+        return signs
+    together: dict[int, Entry] = {}
+    for entry in (*ledger, this):
+        if (entry.run, entry.round, entry.data) == (this.run, this.round, this.data):
+            if entry.copy in together and together[entry.copy].weights != entry.weights:
+                together = {}  # published once more under the same name, as --seed does
+            together[entry.copy] = entry
+    for entry in together.values():
+        if entry.copy == this.copy:
             continue
         for name, earlier in (("forget", entry.forget), ("retain", entry.retain)):
             now = before.get(name)
