@@ -41,6 +41,7 @@ from mpu_cli.client.private import with_noise
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+from mpu_cli.models.loading import with_adapter
 from mpu_cli.randomness import Randomness
 from mpu_cli.records import chat
 from mpu_cli.sealing import make_identity
@@ -902,7 +903,7 @@ class TestATokenizerThatNeverEnds:
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
         refused = unlearned(mpu, place, copy, "d", check=False)
-        assert "the tokenizer" in refused.err
+        assert "chat template or tokenizer cannot be used" in refused.err
         assert "GiB of memory" in refused.err or "longer than" in refused.err
         assert refused.is_one_error
 
@@ -915,6 +916,54 @@ class TestATokenizerThatNeverEnds:
         assert refused.status == 1
         assert "tokenizer" in refused.err
         assert refused.is_one_error
+
+    def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, place: Path) -> None:
+        copy = published(mpu, place)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        word, number = next(iter(tokenizer["model"]["vocab"].items()))
+        many = [{"SpecialToken": {"id": word, "type_id": 0}}] * 100_000
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, *many],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
+        }  # fmt: skip
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearned(mpu, place, copy, "d", "--template", "plain", check=False)
+        assert "characters become 100," in refused.err
+        assert refused.is_one_error
+
+    def test_a_module_beside_the_copy_is_not_imported(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
+        for name in ("tokenizers", "json", "transformers"):
+            (place / f"{name}.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+        process = limited.Process()
+        monkeypatch.chdir(place)
+        try:
+            assert process.load("{}")[0] is False
+        finally:
+            process.stop()
+        assert not (place / "ran").exists()
+
+    def test_it_ends_without_its_parent(self) -> None:
+        """Whoever started it may have been killed: then the limit of time ends it."""
+        program = (
+            "import mpu_cli.boundary.limited as limited, threading, time, os\n"
+            "limited.SECONDS = 8.0\n"
+            "loops = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
+            "ask = lambda: limited.PROCESS.render({'chat_template': loops}, [[]], 1000)\n"
+            "threading.Thread(target=ask, daemon=True).start()\n"
+            "while limited.PROCESS._process is None: time.sleep(0.05)\n"
+            "print(limited.PROCESS._process.pid, flush=True)\n"
+            "time.sleep(6)\nos._exit(1)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        child = int(done.stdout)
+        for _ in range(300):
+            if not Path(f"/proc/{child}").exists():
+                return
+            time.sleep(0.1)
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("it is still there")
 
     @pytest.mark.parametrize("template", [{"a": "x"}, {"default": "\ud800"}])
     def test_templates_that_are_none(self, mpu: Callable, place: Path, template: dict) -> None:
@@ -967,6 +1016,25 @@ class TestAnAdapter:
         refused = self.measured(mpu, place, check=False)
         assert refused.status == 1
         assert "layers.9" in refused.err
+
+    @pytest.mark.parametrize("kind", ["dora", "saved", "biases"])
+    def test_honest_adapters_of_other_kinds(self, place: Path, kind: str) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        base, _ = load(place / "base", torch.float32, "cpu")
+        more = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["norm"]}, "biases": {"bias": "lora_only"}}
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more[kind]))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(
+                        0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                    )
+        adapted.save_pretrained(place / "adapter")
+        own = with_adapter(load(place / "base", torch.float32, "cpu")[0], place / "adapter")
+        ids = torch.tensor([[3, 5, 7]])
+        expected = adapted.eval()(input_ids=ids).logits
+        torch.testing.assert_close(own.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
     def test_weights_that_are_a_link(self, mpu: Callable, place: Path, adapter: Path) -> None:
         (adapter / "adapter_model.safetensors").rename(place / "elsewhere")

@@ -627,6 +627,14 @@ class TestSeveralCopies:
         refused = mpu("unlearn", *copies, *self.TRAINING, "--resume", check=False, cwd=place)
         assert "is not the delta of copy_1" in refused.err
 
+    def test_resume_passes_over_sealed_copies(self, mpu, place):
+        mpu("keygen", "--out", "client.txt", cwd=place)
+        key = place / "client.txt"
+        mpu("publish", "base", "--copies", 2, "--copy-recipients", f"{key},{key}", cwd=place)
+        sealed = ["copy_1.age", "copy_2.age", "--identity", key]
+        mpu("unlearn", *sealed, *self.TRAINING, cwd=place)
+        assert mpu("unlearn", *sealed, *self.TRAINING, "--resume", cwd=place).err.count("is there already") == 2
+
     def test_reference_files_of_a_round(self, mpu, place, copies):
         mpu("unlearn", *copies, *self.TRAINING, "--reference-file", "references", cwd=place)
         assert {path.name for path in (place / "references").iterdir()} == {f"{name}.safetensors" for name in copies}

@@ -194,6 +194,15 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
 
 
+def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    for wrong in (["--algo", "rmu", "--layer", 99], ["--algo", "npo", "--dp-epsilon", 8, "--dp-unit", "nobody"]):
+        assert mpu("unlearn", base, *wrong, check=False, cwd=tmp_path).status != 0
+    assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
+
+
 def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
     base = save(random_model("opt"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)

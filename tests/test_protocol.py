@@ -171,6 +171,8 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path):
     assert told["error_estimate"]["permanent"] is None  # nothing shows it
     refused = mpu("publish", base, "--copies", 1, "--force", check=False, cwd=tmp_path)
     assert "give --shared-noise" in refused.err
+    refused = mpu("publish", base, "--nodes", 1, "--force", check=False, cwd=tmp_path)
+    assert "give --shared-noise" in refused.err
     refused = mpu("publish", base, "--copies", 1, "--kappa", 0.1, "--force", check=False, cwd=tmp_path)
     assert "only several copies cancel" in refused.err
 

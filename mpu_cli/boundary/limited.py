@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
@@ -25,6 +26,12 @@ SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers t
 MEMORY = 2 << 30  # bytes of the process; a tokenizer of 262,144 tokens takes a quarter of that
 STARTING = 60.0  # seconds for importing what it needs
 SHOWN = 500  # characters of an error
+
+# Without the current folder, which may be the other party's, on the path that modules are imported from.
+_PROGRAM = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from mpu_cli.boundary.limited import serve; serve()"
+)
 
 Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was wrong
 
@@ -50,7 +57,7 @@ class Process:
                 "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1",
             }  # fmt: skip
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from mpu_cli.boundary.limited import serve; serve()"],
+                [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | quiet,
                 start_new_session=True,  # Ctrl-C is for this process, which then ends it
             )  # fmt: skip
@@ -85,14 +92,11 @@ class Process:
     def _ask(self, what: str, values: Mapping[str, object], seconds: float, longest: int) -> list[Outcome]:
         process = self.start()
         try:
-            _exchange(process, b'["ready", {}]\n', STARTING, 100)
-            reply = _exchange(process, json.dumps([what, values]).encode() + b"\n", seconds, longest)
-        except LimitError:
+            _exchange(process, b'["ready", {}, 60]\n', STARTING, 100)
+            reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
+        except BaseException:  # a reply that nobody read would be taken for the next one
             self.stop()
             raise
-        except BrokenPipeError as error:
-            self.stop()
-            raise LimitError("its process ended") from error
         return [(bool(worked), value) for worked, value in json.loads(reply)]
 
     def stop(self) -> None:
@@ -182,7 +186,11 @@ def serve() -> None:
         "ready": lambda _: [], "render": render, "load": load, "tokenize": tokenize,
     }  # fmt: skip
     for line in sys.stdin.buffer:
-        what, values = json.loads(line)
+        what, values, seconds = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Also if nobody is left to stop it.
+        ends = int(used.ru_utime + used.ru_stime + seconds) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
         sys.stdout.buffer.write(json.dumps(work[what](values)).encode() + b"\n")
         sys.stdout.buffer.flush()
 

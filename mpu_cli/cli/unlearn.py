@@ -89,11 +89,11 @@ def unlearn(
                 _preview(task.copy, data, unlearning, task.target, force, as_json)
             return
         for task in tasks:
-            if len(tasks) > 1 and logging.resume and not force and _has_delta(task):
-                observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
-                told.append((task, None, []))
-                continue
             with opened_copy(task.copy, identity, task.target) as source:
+                if len(tasks) > 1 and logging.resume and not force and _has_delta(task, Path(source)):
+                    observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
+                    told.append((task, None, []))
+                    continue
                 result = _run(source, task, data, unlearning, checks, logging, force, observer)
                 answers = []
                 if show and result.first:
@@ -148,14 +148,14 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
     return tasks
 
 
-def _has_delta(task: _Task) -> bool:
-    """Whether the copy's own delta lies at its target. Raises MpuError if that of something else does."""
+def _has_delta(task: _Task, opened: Path) -> bool:
+    """Whether the delta of a copy, ``opened``, lies at its target. Raises MpuError if that of something else does."""
     from mpu_cli.checkpoint.reader import open_checkpoint
     from mpu_cli.manifest import delta_manifest, read_copy_manifest
 
     if not task.target.exists():
         return False
-    origin = read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None
+    origin = read_copy_manifest(opened) if opened.is_dir() else None
     if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
         raise MpuError(
             f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"

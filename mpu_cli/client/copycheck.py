@@ -19,6 +19,7 @@ from torch.nn.functional import normalize, silu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.boundary.cleaning import clean_config
+from mpu_cli.boundary.limited import LimitError
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.reader import Checkpoint, listed
 from mpu_cli.client.ledger import Entry
@@ -90,12 +91,20 @@ def against_public(
         signs.append(Sign(f"its chat template is not {public.source}'s"))
     else:
         texts = tokenizer.batch_decode([example.ids for example in records[:LOOKED_AT]])
-        if tokens.of_texts(tokenizer, texts) != tokens.of_texts(other, texts):
+        try:
+            ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
+        except LimitError as error:
+            raise MpuError(f"{copy.source}: its tokenizer cannot be used: {error}") from error
+        if ids[0] != ids[1]:
             signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
     both = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
     if odd := [name for name in both if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
         signs.append(Sign(f"rows of another size than in {public.source}: {listed(odd)}"))
     return signs
+
+
+def _comparable(outcome: list[int] | ValueError) -> list[int] | None:
+    return None if isinstance(outcome, ValueError) else outcome
 
 
 def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:

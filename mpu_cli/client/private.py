@@ -12,7 +12,7 @@ every device: torch's generators keep 32 or 64 bits of a seed, and whoever finds
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,9 +113,9 @@ def check_opacus() -> None:
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
 
 
-def check_private(model: PreTrainedModel) -> None:
-    """Raises UsageError for weights that have no gradients for each record."""
-    if any(p.requires_grad and ".experts." in name for name, p in model.named_parameters()):
+def check_private(trained: Iterable[str]) -> None:
+    """Raises UsageError if one of the ``trained`` parameters has no gradients for each record."""
+    if any(".experts." in name for name in trained):
         raise UsageError(
             "--dp-epsilon: experts have no gradients for each record",
             "use --lora-rank with --lora-targets that leave the experts out",

@@ -59,7 +59,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
 from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.dates import parse_date
-from mpu_cli.records.encoding import Encoding, Example, pad
+from mpu_cli.records.encoding import Encoding, Example, no_template, pad
 from mpu_cli.records.reading import Record
 from mpu_cli.resumption import write_atomically
 
@@ -260,16 +260,24 @@ def unlearn(
         alone = state.num_processes == 1  # a model that several processes share is not whole in any of them
         if alone:
             _check_finite(model, copy)
+        _check_suits(model, tokenizer, data, options, objective)
         planned = None
         if options.privacy.dp_epsilon is not None:
             check_opacus()
+            check_private(lora.adapted(model, options.lora) if low_rank else names)
             units = {name: [record.unit for record in held] for name, held in _read(data, objective).items()}
             planned = plan(units, options.training, options.privacy, epochs=epochs_of(options))
         earlier: Sequence[Entry] = ()
         entry = None
         if first and ledger:  # before any record meets the model: what fails on one tells about it, too
             entry = _entry(copy, manifest, options, data, planned.mechanism if planned else None)
-            earlier = _write_down(ledger, entry, options.privacy, observer)
+            try:
+                earlier = write_down(ledger, entry, delta=options.privacy.dp_delta, budget=options.privacy.dp_budget)
+            except OSError as error:
+                if options.privacy.dp_epsilon is not None:
+                    raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+                observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
+                entry = None
         encoded, kept = _encoded(model, tokenizer, data, options, objective, observer)
         tokens = _tokens_digest(encoded)
         tag = None
@@ -304,11 +312,9 @@ def unlearn(
             observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
         if low_rank:
             model = lora.wrap(model, options.lora)
-        if planned:
-            check_private(model)
         observer.stage("measure", 1, "done")
         before = _measure(model, sets, options) if alone else None
-        if ledger and entry and before and ledger.is_file():
+        if ledger and entry and before:
             write_losses(ledger, entry.identity, before.forget, before.retain)
             signs += against_others(entry, asdict(before), read_ledger(ledger)) if checks else []
         if checks:
@@ -384,6 +390,24 @@ def _bound(privacy: Privacy) -> dict[str, float] | None:
 _Encoded = dict[str, tuple[list[Example], str | None]]
 
 
+def _check_suits(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, options: Unlearning, objective: Objective
+) -> None:
+    """Raises UsageError or MpuError for options that do not suit the model, whatever the records say."""
+    depth, layer = model.config.get_text_config().num_hidden_layers, objective.constants.layer
+    if (objective.algorithm.hidden or objective.retain_asks == "hidden") and layer >= depth - 1:
+        raise UsageError(
+            f"--layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
+            "only available after the final norm",
+            "choose a lower one",
+        )
+    texts = [record.place for record in data.forget if not record.turns]
+    if objective.algorithm.alternate and texts:
+        raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
+    if options.prompts.template == "chat" and not tokenizer.chat_template:
+        raise no_template()
+
+
 def _read(data: Dataset, objective: Objective) -> dict[str, Sequence[Record]]:
     """The sets that the algorithm reads."""
     sets: dict[str, Sequence[Record]] = {"forget": data.forget}
@@ -407,16 +431,7 @@ def _encoded(
     Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
     because a failure would tell the model's owner that it is there.
     """
-    algorithm, constants = objective.algorithm, objective.constants
-    depth = model.config.get_text_config().num_hidden_layers
-    if (algorithm.hidden or objective.retain_asks == "hidden") and constants.layer >= depth - 1:
-        raise UsageError(
-            f"--layer {constants.layer}: the model has {depth} layers, counted from 0, and the last one's output is "
-            "only available after the final norm",
-            "choose a lower one",
-        )
-    if algorithm.alternate and (texts := [record.place for record in data.forget if not record.turns]):
-        raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
+    algorithm = objective.algorithm
     limit = getattr(model.config, "max_position_embeddings", None)
     prompts = options.prompts
     encoding = Encoding(
@@ -543,17 +558,6 @@ def _entry(
         hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
         options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
     )  # fmt: skip
-
-
-def _write_down(ledger: Path, entry: Entry, privacy: Privacy, observer: Observer) -> Sequence[Entry]:
-    """Add a training to the ledger; returns those before it. Raises MpuError if a budget forbids it, or cannot hold."""
-    try:
-        return write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
-    except OSError as error:
-        if privacy.dp_epsilon is not None:
-            raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
-        observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
-        return ()
 
 
 def _weights_of(copy: Model) -> str:

@@ -75,7 +75,7 @@ SMALL = Story(
     ),
     retain_model=True,
 )  # fmt: skip
-# A real model on two cores: fewer people, the noise that `publish --pretrained` chooses, and what can be shown.
+# A real model on two cores: fewer people, noise in units of what learning about them changed, and what can be shown.
 REAL = Story(
     people=10, forgotten=2, unseen=2, asked=3, epochs=8,
     unlearning=Unlearning(

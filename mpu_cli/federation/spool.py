@@ -13,6 +13,7 @@ paths are walked from one handle without following links, and copies are taken o
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -244,6 +245,12 @@ def digest_of(path: Path) -> str:
         return ""
     with path.open("rb") as file:
         return _digest(file)
+
+
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 of the names and contents of the files in it."""
+    facts = [[path.name, digest_of(path)] for path in sorted(folder.iterdir())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _digest(file: BinaryIO) -> str:

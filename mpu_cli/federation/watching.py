@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mpu_cli.boundary.files import private_folder, private_umask
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.unlearn import Result, check_options
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.answering import Answering, Task
-from mpu_cli.federation.spool import COPY, DELTA, Spool, is_name
+from mpu_cli.federation.spool import COPY, DELTA, Spool, digest_of_folder, is_name
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Checks, Unlearning
 from mpu_cli.resumption import alone_in, append_line, read_lines
@@ -77,7 +78,7 @@ class Watching:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)  # of a copy during which this was stopped
             self.spool.take(copy, arrived)
             if not delta.exists():
-                self._note(copy, BEGUN)
+                self._begin(copy, digest_of_folder(arrived))
             answered = answering.answer(Task(copy, arrived, delta, self.work / "references"))
             self._note(copy, ANSWERED)
             out = self.spool.hand_over(copy, delta)
@@ -87,46 +88,51 @@ class Watching:
             hint = error.hint if isinstance(error, MpuError) else None
             self.observer.warn(f"{copy}: {problem.removeprefix(f'{copy}: ')}" + (f"; {hint}" if hint else ""))
             self.spool.fail(copy)
-            if self._states().get(copy, [None])[-1] == BEGUN:
+            if (self._lines(copy) or [{}])[-1].get("state") == BEGUN:
                 self._note(copy, FAILED)
         finally:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)
 
     def _check_allowed(self, copy: str) -> None:
-        """Raises MpuError if no further delta may leave for ``copy``."""
+        """Raises MpuError if the copy's round is over."""
         if self._delta(copy).exists():
             return  # it may leave again
-        states = self._states()
-        if ANSWERED in states.get(copy, ()):
+        if ANSWERED in (line["state"] for line in self._lines(copy)):
             raise MpuError(f"{copy}: was answered before, and its round is over")
-        begun = sum(each.count(BEGUN) for each in states.values())
-        again = states.get(copy, [None])[-1] == BEGUN  # stopped on the way
-        if self.most is not None and not again and begun >= self.most:
+
+    def _begin(self, copy: str, digest: str) -> None:
+        """Count a training before it begins, unless it was begun on the same files and stopped. Raises MpuError if
+        there were as many as may be."""
+        last = (self._lines(copy) or [{}])[-1]
+        if last.get("state") == BEGUN and last.get("digest") == digest:
+            return
+        begun = sum(line["state"] == BEGUN for line in self._lines())
+        if self.most is not None and begun >= self.most:
             raise MpuError(f"{copy}: {begun} trainings were begun, and --max-deltas allows no more")
+        append_line(self._ledger, {"copy": copy, "state": BEGUN, "digest": digest})
 
     @property
     def _ledger(self) -> Path:
         return self.work / "answered.jsonl"
 
     def _note(self, copy: str, state: str) -> None:
-        if self._states().get(copy, [None])[-1] != state:
+        if (self._lines(copy) or [{}])[-1].get("state") != state:
             append_line(self._ledger, {"copy": copy, "state": state})
 
-    def _states(self) -> dict[str, list[str]]:
-        """What was done about each copy so far, in order."""
-        states: dict[str, list[str]] = {}
+    def _lines(self, of: str | None = None) -> list[dict[str, Any]]:
+        """What was done about each copy so far, or about one, in order."""
+        lines: list[dict[str, Any]] = []
         for line in read_lines(self._ledger, "choose another --work"):
-            copy = str(line.get("copy"))
-            if is_name(copy, COPY):
-                # Lines had no state when only deltas that left were noted.
-                states.setdefault(copy, []).extend([line["state"]] if "state" in line else [BEGUN, ANSWERED])
-        return states
+            if is_name(line.get("copy"), COPY) and of in (None, line["copy"]):
+                # There was no state when only deltas that left were noted.
+                lines += [line] if "state" in line else [line | {"state": BEGUN}, line | {"state": ANSWERED}]
+        return lines
 
     def _delta(self, copy: str) -> Path:
         return self.work / "deltas" / (copy + DELTA)
 
     def _clear(self, there: list[str]) -> None:
         """Remove kept deltas of copies that the other party no longer has here."""
-        for copy in self._states().keys() - set(there):
+        for copy in {str(line["copy"]) for line in self._lines()} - set(there):
             delta = self._delta(copy)
             shutil.rmtree(delta) if delta.is_dir() else delta.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from mpu_cli.checkpoint.reader import (
 from mpu_cli.errors import MpuError
 from mpu_cli.models.device import device_of
 from mpu_cli.models.memory import in_memory
-from mpu_cli.models.source import Model, is_cached
+from mpu_cli.models.source import Model, cached
 from mpu_cli.models.staging import staged, staged_adapter
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
@@ -62,8 +62,8 @@ def adapter_base(folder: Path) -> str:
     beside = folder.resolve().parent / Path(base).name
     if base == beside.name and beside.is_dir():
         return str(beside)
-    if is_cached(base):
-        return base
+    if snapshot := cached(base):
+        return str(snapshot)
     raise MpuError(f"{path}: its base is said to be {short(base)}, which is not beside it", "name it with --base")
 
 
@@ -72,13 +72,12 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
     Raises MpuError if peft cannot read it, or if a tensor of it has no place in the model.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
-    with staged_adapter(folder) as ours, _blaming(f"{folder}: peft cannot apply this adapter to the model"):
+    with _blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as ours:
         held = open_checkpoint(ours / ADAPTER_WEIGHTS).tensors
         adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
-        there = {name.replace(".default", "") for name in adapted.state_dict()}
-        if unused := held.keys() - there:
+        if unused := held.keys() - get_peft_model_state_dict(adapted).keys():
             raise MpuError(f"{folder}: the model has no place for this adapter's {listed(unused)}")
         return adapted.merge_and_unload()
 

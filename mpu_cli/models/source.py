@@ -53,18 +53,17 @@ class Model:
         return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
 
 
-def is_cached(source: str) -> bool:
-    """Whether ``source`` is a Hub id whose files are in the cache, so that nothing need be asked for."""
+def cached(source: str) -> Path | None:
+    """Where a Hub id's files lie in the cache, None if they do not; nothing is asked for."""
     if not _HUB_ID.fullmatch(source):
-        return False
+        return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(source, local_files_only=True)
+        return Path(snapshot_download(source, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return False
-    return True
+        return None
 
 
 def locate(source: str) -> Path:

@@ -39,7 +39,6 @@ MOST_PARTS = 50  # of a config: text, images, sound, …
 _LORA = ("peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora")
 _MODULE = r"(?:base_model\.model\.)?(?P<module>[\w.]+)"
 _FACTOR = re.compile(_MODULE + r"\.lora_(?P<which>A|B|embedding_A|embedding_B)(\.weight)?")
-_SAVED = re.compile(_MODULE + r"\.(weight|bias)")
 _WORDS = re.compile(r"[\w.]{1,200}")
 
 
@@ -102,14 +101,18 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
     ranks: dict[str, int] = {}
-    saved = set()
     for name, info in weights.tensors.items():
         if (factor := _FACTOR.fullmatch(name)) and factor["which"].endswith("A"):
+            if len(info.shape) != 2:
+                raise MpuError(f"{weights.path}: {name!r} is not a matrix")
             ranks[factor["module"]] = info.shape[0]
-        elif not factor and "lora_" not in name and (found := _SAVED.fullmatch(name)):
-            saved.add(found["module"])
     if not ranks:
         raise MpuError(f"{weights.path}: holds no factors of LoRA")
+    lists = {name: config.get(name) for name in ("modules_to_save", "target_parameters")}
+    for name, value in lists.items():
+        words = value if isinstance(value, list) else []
+        if value is not None and (not words or not all(isinstance(w, str) and _WORDS.fullmatch(w) for w in words)):
+            raise MpuError(f"{path}: {name} is not a list of plain names")
     rank = max(ranks.values())
     scales = config.get("alpha_pattern") or {}
     if not isinstance(scales, dict) or not all(
@@ -118,7 +121,7 @@ def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) 
         raise MpuError(f"{path}: alpha_pattern is not a table of modules and numbers")
     kept = {name: value for name, value in config.items() if name in _LORA and not isinstance(value, list | dict)}
     return kept | {
-        "r": rank, "target_modules": sorted(ranks), "modules_to_save": sorted(saved) or None,
+        **lists, "r": rank, "target_modules": sorted(ranks),
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank}, "alpha_pattern": scales,
         "inference_mode": True, "lora_dropout": 0.0,
     }  # fmt: skip

@@ -48,6 +48,14 @@ class Copies:
         metavar="A,B,…",
     )
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one copy only."""
+        factors = self.nodes or self.alphas
+        if self.copies is None and factors is not None and factors != "random":
+            return "," not in factors
+        return self.copies == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedNoise:
@@ -70,7 +78,7 @@ class Disguise(SharedNoise, Copies):
 
     def check_cancels(self) -> None:
         """Raise UsageError for a single copy with noise that only several cancel."""
-        if self.copies == 1 and self.kappa > 0:
+        if self.single and self.kappa > 0:
             raise UsageError(
                 "--copies 1: noise that only several copies cancel would stay in the update",
                 "use --kappa 0 with --shared-noise, or more copies",
@@ -153,13 +161,15 @@ class Publishing:
         """
         self.check_scale(given)
         if self.calibration.epsilon is not None or {"kappa", "shared_noise"} & set(given):
-            alone = self.disguise.copies == 1 and "kappa" not in given
+            if self.calibration.epsilon is not None and self.max_noise is not None:
+                raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
+            alone = self.disguise.single and "kappa" not in given
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
         if with_reference:
-            kappa = 0.0 if self.disguise.copies == 1 else HIDING_KAPPA
+            kappa = 0.0 if self.disguise.single else HIDING_KAPPA
             hiding = replace(self.disguise, kappa=kappa, shared_noise=HIDING_SHARED)
-            return replace(self, disguise=hiding, max_noise=MOST_OF_WEIGHTS)
-        if self.disguise.copies == 1:
+            return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
+        if self.disguise.single:
             raise UsageError(
                 "--copies 1: its noise has to be permanent, because nothing cancels it",
                 "give --shared-noise, or --reference to have it chosen",

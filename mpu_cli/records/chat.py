@@ -28,6 +28,8 @@ class TemplateError(ValueError):
 def rejection(error: ValueError, place: str = "") -> MpuError:
     """What to tell of a template that rejected the dialogue at ``place``, or (without one) cannot be used at all."""
     where = f"{place}: " if place else ""
+    if isinstance(error, LimitError):
+        return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
     return MpuError(
         f"{where}the tokenizer's chat template rejected {'it' if place else 'the records'} ({error})",
         "if it has no system role, use --system-prompt '', or use --template plain",

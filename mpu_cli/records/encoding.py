@@ -102,9 +102,7 @@ class Encoding:
         if not records:
             return []
         if not self.tokenizer.chat_template:
-            raise MpuError(
-                "the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja"
-            )
+            raise no_template()
         prompts = []
         for record in records:
             messages = [{"role": role, "content": content} for role, content in self._turns(record)]
@@ -175,6 +173,11 @@ class Encoding:
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
         end = next((i + 1 for i in range(len(ids) - 1, prompt_length, -1) if ids[i] in special), len(ids))
         return [IGNORED] * prompt_length + ids[prompt_length:end] + [IGNORED] * (len(ids) - end)
+
+
+def no_template() -> MpuError:
+    """What to raise for a chat template that is asked for and not there."""
+    return MpuError("the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja")
 
 
 def _rejected(record: Record, error: ValueError) -> MpuError:

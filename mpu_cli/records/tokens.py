@@ -12,6 +12,8 @@ from mpu_cli.records import chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST, MORE = 8, 1_000  # tokens for each character (its bytes are four), and besides
+
 Tokens = list[int]
 
 
@@ -25,7 +27,11 @@ def of_texts(
     failed: dict[int, ValueError] = {}
     if texts and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         outcomes = PROCESS.tokenize(backend.to_str(), texts, special)
-        failed = {i: ValueError(problem) for i, (worked, problem) in enumerate(outcomes) if not worked}
+        for i, (worked, told) in enumerate(outcomes):
+            if not worked:
+                failed[i] = ValueError(told)
+            elif told > MOST * len(texts[i]) + MORE:
+                failed[i] = ValueError(f"{len(texts[i])} characters become {told:,} tokens")
     possible = [text for i, text in enumerate(texts) if i not in failed]
     ids = iter(tokenizer(possible, add_special_tokens=special).input_ids if possible else ())
     return [failed[i] if i in failed else next(ids) for i in range(len(texts))]

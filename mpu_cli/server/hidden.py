@@ -48,8 +48,9 @@ class Hidden:
     all_copies: float
 
 
-def hidden(base: Checkpoint, public: Mapping[str, torch.Tensor], blocks: Mapping[str, Seen]) -> Hidden:
-    """The estimate for all ``blocks``, from the singular values of ``base − public`` in some of them."""
+def hidden(base: Checkpoint, public: Mapping[str, torch.Tensor], blocks: Mapping[str, Seen]) -> Hidden | None:
+    """The estimate for all ``blocks``, from the singular values of ``base − public`` in some of them; None if the two
+    do not differ."""
     layers = [name for name, block in blocks.items() if block.tensors[0].layer is not None and block.squares]
     looked_at = {layers[round(i * (len(layers) - 1) / (SAMPLED - 1))] for i in range(SAMPLED)} if layers else set()
     shares = {
@@ -62,8 +63,7 @@ def hidden(base: Checkpoint, public: Mapping[str, torch.Tensor], blocks: Mapping
     for name, block in blocks.items():
         left += block.squares * shares.get(name, of_layers)
         together += block.squares
-    one, every = (left.amin(1) / together).sqrt().tolist() if together else (math.nan, math.nan)
-    return Hidden(one, every)
+    return Hidden(*(left.amin(1) / together).sqrt().tolist()) if together else None
 
 
 def left_of(shared: float, size: float, stored: torch.dtype, noise: Scheme) -> float:
