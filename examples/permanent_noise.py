@@ -123,6 +123,18 @@ class Trial:
                     fisher[name] += parameter.grad.square()
         return {name: 1 / (each + 0.1 * each.mean() + 1e-12).sqrt() for name, each in fisher.items()}
 
+    def hidden(self, eta: float, shape: Weights) -> float:
+        """What the best linear estimate of each weight's change leaves of it, if the scale of its noise is known."""
+        left = whole = 0.0
+        for name, change in self.task.items():
+            squares = change.double().square()
+            size = squares.mean()
+            noise = (shape[name] / shape[name].square().mean().sqrt()).double().square() * eta**2 * size
+            kept = size / (noise + size)
+            left += float((squares * (1 - kept) ** 2 + noise * kept**2).sum())
+            whole += float(squares.sum())
+        return math.sqrt(left / whole)
+
 
 def plus(one: Weights, other: Weights, times: float = 1.0) -> Weights:
     return {name: tensor + times * other[name] if name in other else tensor for name, tensor in one.items()}
@@ -148,7 +160,10 @@ def main(folder: Path) -> None:
     for seed in range(3):
         show("none", f"seed {seed}", trial.target, trial.update(trial.target, seed=seed))
     flat, own = trial.flat(), trial.update(trial.target, of="own ")
+    even = {name: torch.ones_like(change) for name, change in trial.task.items()}
     for eta in SCALES:
+        hides = [f"{trial.hidden(eta, shape):.3f}" for shape in (even, flat)]
+        print(f"noise of {eta:g}: an attacker is off by {hides[0]}, if it is flat by {hides[1]}", file=sys.stderr)
         changes = []
         for draw in range(4):
             copy = plus(trial.target, trial.noise(eta, draw))
