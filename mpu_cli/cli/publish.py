@@ -39,8 +39,8 @@ def publish(
         typer.Option(
             "--pretrained",
             "--reference",
-            help="Public model that BASE was fine-tuned from; noise is scaled to BASE − REFERENCE (default: none, "
-            "noise is scaled to BASE).",
+            help="Public model that BASE was fine-tuned from: noise is scaled to what that changed and, unless a scale "
+            "is given, chosen to hide it (default: none, noise is scaled to BASE).",
             metavar="MODEL",
         ),
     ] = None,

@@ -1,6 +1,6 @@
 """NPO as ``mpu unlearn`` trains it, against a loop that keeps a second model and runs it at every step.
 
-    python -m tests.benchmarks.client 0.1b DIR
+    python -m tests.benchmarks.client 0.1b DIR           # or a model folder in place of the shape
     python -m tests.benchmarks.client 1b DIR --device cuda --dtype bfloat16 --batches 20 --batch-size 32
 
 Both train with AdamW on the same random tokens, through the epochs of one round of NPO; asking the frozen copy is paid
@@ -100,7 +100,11 @@ def main(options: argparse.Namespace) -> None:
         tokens = 2 * options.batch_size * options.batches * EPOCHS * LENGTH
         print(json.dumps({"tokens": tokens / seconds, "peak": peak}))
         return
-    make(options.shape, options.folder / "base", dtype="BF16")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if Path(options.shape).is_dir():
+        (options.folder / "base").symlink_to(Path(options.shape).resolve())
+    else:
+        make(options.shape, options.folder / "base", dtype="BF16")
     for kind in ("two_models", "ours"):
         command = [sys.executable, "-m", "tests.benchmarks.client", *sys.argv[1:], "--kind", kind]
         with tempfile.TemporaryFile("w+") as output:
