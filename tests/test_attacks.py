@@ -230,7 +230,7 @@ class TestAChatTemplateThatNeverEnds:
         started = time.monotonic()
         refused = unlearned(mpu, place, copy, "d", check=False)
         assert refused.status == 1
-        assert "chat template rejected" in refused.err
+        assert "chat template or tokenizer cannot be used" in refused.err
         assert refused.is_one_error
         assert time.monotonic() - started < 60
 
