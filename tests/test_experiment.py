@@ -270,7 +270,7 @@ class TestRun:
 
     def test_bad_input(self, mpu: Callable, place: Path) -> None:
         for arguments, status, said in (
-            (("--copies", 1), 2, "at least 2"),
+            (("--copies", 1), 2, "only several copies cancel"),
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
             (("--alphas", "1,two"), 2, "comma-separated numbers"),
