@@ -230,7 +230,8 @@ class TestAChatTemplateThatNeverEnds:
         started = time.monotonic()
         refused = unlearned(mpu, place, copy, "d", check=False)
         assert refused.status == 1
-        assert "chat template or tokenizer cannot be used" in refused.err
+        assert "chat template" in refused.err
+        assert "cannot be used" in refused.err or "rejected" in refused.err  # stopped from outside, or out of memory
         assert refused.is_one_error
         assert time.monotonic() - started < 60
 
