@@ -153,7 +153,7 @@ def publish(
     if published.hidden:
         _tell_hidden(published.hidden, publication)
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
-        note("no --reference: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+        note("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(published, publication.max_noise)

@@ -172,7 +172,7 @@ class Publishing:
         if self.disguise.single:
             raise UsageError(
                 "--copies 1: its noise has to be permanent, because nothing cancels it",
-                "give --shared-noise, or --reference to have it chosen",
+                "give --shared-noise, or --pretrained to have it chosen",
             )
         return self
 
