@@ -214,7 +214,13 @@ def test_singular_values_find_what_has_low_rank(rank: int) -> None:
 
 @pytest.mark.slow
 @needs_shared
-@pytest.mark.parametrize("noise", [(), ("--kappa", 1), ("--kappa", 0, "--shared-noise", 3), ("--copies", 1)])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        ("--kappa", 1), ("--copies", 1), pytest.param((), marks=pytest.mark.exhaustive),
+        pytest.param(("--kappa", 0, "--shared-noise", 3), marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise: tuple) -> None:
     """Within five points, with no other option than the public model, too."""
     models = SHARED / "models"

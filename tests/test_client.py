@@ -603,7 +603,13 @@ class TestSeveralCopies:
     def copies(self, mpu, place):
         return mpu("publish", "base", "--copies", 3, "--seed", 1, cwd=place).out.split()
 
-    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2), ("--algo", "dpo"), ("--optim", "muon")])
+    @pytest.mark.parametrize(
+        "more",
+        [
+            (), ("--lora-rank", 2), pytest.param(("--algo", "dpo"), marks=pytest.mark.exhaustive),
+            pytest.param(("--optim", "muon"), marks=pytest.mark.exhaustive),
+        ],
+    )  # fmt: skip
     def test_each_delta_is_what_it_is_alone(self, mpu, place, copies, more):
         for name in copies:
             mpu("unlearn", name, *self.TRAINING, *more, "--out", "alone/", cwd=place)

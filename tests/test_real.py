@@ -89,6 +89,7 @@ def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) ->
     assert best > 0.6
 
 
+@pytest.mark.exhaustive
 def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real, tmp_path: Path) -> None:
     """One copy with permanent noise of three task vectors: forgotten as on the model itself, and as much is kept."""
     records = ("--forget", real.forget, "--retain", real.retain)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,20 @@ def serve() -> None:
     import resource
 
     from tokenizers import Tokenizer
-    from transformers.utils.chat_template_utils import render_jinja_template
 
     # Not the address space: libraries reserve much of it that they never use.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     held: list[Any] = []
+    # What renders takes a second to import, in which tokenizers can be read already.
+    importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
+    importing.start()
 
     def render(values: dict[str, Any]) -> list[Outcome]:
+        importing.join()
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         dialogues = values.pop("dialogues")
 
         def one(dialogue: object) -> str:
