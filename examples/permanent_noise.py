@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from protection import losses  # beside this file
 from safetensors.torch import load_file, save_file
 
 from mpu_cli import api
@@ -81,16 +82,9 @@ class Trial:
         save_file(weights, target / "model.safetensors", {"format": "pt"})
         return target
 
-    @torch.no_grad()
     def losses(self, weights: Weights) -> str:
-        model, tokenizer = load(open_model(str(self.store(weights))), torch.float32, "cpu")
-        found = []
-        for name in ("forget", "retain", "unseen"):
-            batch = pad(Encoding(tokenizer).encode(self.records(name)))
-            labels = batch.pop("labels")[:, 1:]
-            scores = model(**batch).logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-            found.append(-float(scores[labels >= 0].mean()))
-        return " / ".join(f"{loss:.2f}" for loss in found)
+        of = {name: self.files[name] for name in ("forget", "retain", "unseen")}
+        return " / ".join(f"{loss:.2f}" for loss in losses(self.store(weights), of).values())
 
     def update(self, weights: Weights, of: str = "", seed: int = 0, epochs: int = EPOCHS) -> Weights:
         """What unlearning changes; ``of`` "own " for the server's own records."""

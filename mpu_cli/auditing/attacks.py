@@ -192,7 +192,7 @@ class _Attacker:
         self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
         self._symmetries = symmetries
         self._noise = noise
-        self._weights_of_copies = denoising_weights(noise)
+        self._weights_of_copies = noise.fitted_weights
         self.attacks = {name: Recovered() for name in self._names()}
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
@@ -270,7 +270,7 @@ class _Attacker:
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
             if TWO_COPIES.name in self.attacks:
-                pair = self._mean(lined[:2], denoising_weights(Scheme(EXTRAPOLATE, self._noise.factors[:2])))
+                pair = self._mean(lined[:2], Scheme(EXTRAPOLATE, self._noise.factors[:2]).fitted_weights)
                 self._score(TWO_COPIES, block, tensors, first, pair, truth, mutual / (len(lined) - 1))
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
@@ -338,20 +338,6 @@ def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:
         if axis.signs is not None:
             signs[other.order] *= axis.signs[places]
     return AxisMap(order, signs=signs)
-
-
-def denoising_weights(noise: Scheme) -> torch.Tensor:
-    """Weights for aligned copies, float64 (copies,), that sum to 1 and cancel the noise.
-
-    Copies at multiples c_k of one draw lie on a line, so of the many such weights the smallest are used: the intercept
-    of a least-squares fit, which also averages out the rounding of the copies.
-    """
-    if noise.kind != EXTRAPOLATE or noise.copies == 1:
-        return noise.weights
-    line = torch.stack(
-        [torch.ones(noise.copies, dtype=torch.float64), torch.tensor(noise.factors, dtype=torch.float64)]
-    )
-    return torch.linalg.pinv(line)[:, 0]
 
 
 def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:

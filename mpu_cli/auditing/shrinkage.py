@@ -34,11 +34,6 @@ def estimates(found: Tensors, public: Tensors, truth: Tensors) -> dict[str, dict
     return made
 
 
-def scaled_error(eta: float) -> float:
-    """What is left of a change, relative to it, when noise of ``eta`` times its scale hides it: of a best factor."""
-    return eta / math.sqrt(1 + eta * eta)
-
-
 def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
     """The matrix behind ``x``, float32 (rows, columns), which has white noise of this scale: singular values shrunk so
     that the squared error is least."""

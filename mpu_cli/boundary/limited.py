@@ -76,9 +76,10 @@ class Process:
             return self._load(text)
 
     def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
-        """Whether the tokenizer of this JSON can encode each text. Raises LimitError."""
+        """How many tokens each text has with the tokenizer of this JSON. Raises LimitError."""
         with self._lock:
-            if self._tokenizer != hash(tokenizer) or self._process is None or self._process.poll() is not None:
+            self.start()
+            if self._tokenizer != hash(tokenizer):
                 worked, problem = self._load(tokenizer)
                 if not worked:
                     raise LimitError(str(problem))
@@ -93,7 +94,8 @@ class Process:
     def _ask(self, what: str, values: Mapping[str, object], seconds: float, longest: int) -> list[Outcome]:
         process = self.start()
         try:
-            _exchange(process, b'["ready", {}, 60]\n', STARTING, 100)
+            # Importing what this needs does not count.
+            _exchange(process, json.dumps(["ready", {"for": what}, STARTING]).encode() + b"\n", STARTING, 100)
             reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
         except BaseException:  # a reply that nobody read would be taken for the next one
             self.stop()
@@ -165,8 +167,12 @@ def serve() -> None:
     importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
     importing.start()
 
+    def ready(values: dict[str, Any]) -> list[Outcome]:
+        if values["for"] == "render":
+            importing.join()
+        return []
+
     def render(values: dict[str, Any]) -> list[Outcome]:
-        importing.join()
         from transformers.utils.chat_template_utils import render_jinja_template
 
         dialogues = values.pop("dialogues")
@@ -189,7 +195,7 @@ def serve() -> None:
         return [_outcome(encode, text) for text in values["texts"]]
 
     work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
-        "ready": lambda _: [], "render": render, "load": load, "tokenize": tokenize,
+        "ready": ready, "render": render, "load": load, "tokenize": tokenize,
     }  # fmt: skip
     for line in sys.stdin.buffer:
         what, values, seconds = json.loads(line)

@@ -12,7 +12,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, warn
 from mpu_cli.errors import UsageError
-from mpu_cli.options.publishing import Publishing
+from mpu_cli.options.publishing import RANDOM, Publishing
 from mpu_cli.outputs import next_round, round_folder
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def publish(
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.families import published_as_they_are, unmoved
-    from mpu_cli.server.noise import RANDOM
+    from mpu_cli.server.hidden import hidden
     from mpu_cli.server.profile import Profile
     from mpu_cli.server.publication import publication_of
     from mpu_cli.server.publish import Target
@@ -150,8 +150,9 @@ def publish(
         published = run_publish(
             model, public, publication, target, only=chosen, known=known, observer=observer, profile=laps
         )
-    if published.hidden:
-        _tell_hidden(published.hidden, publication)
+    recovered = hidden(model, public, publication, published) if public and chosen is None else None
+    if recovered:
+        _tell_hidden(recovered, publication)
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
         note("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
@@ -183,7 +184,7 @@ def publish(
             "symmetries": publication.symmetries,
             "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
-            "hidden": asdict(published.hidden) if published.hidden else None,
+            "hidden": asdict(recovered) if recovered else None,
             "blocks": [asdict(block) for block in published.blocks],
             "profile": laps.seconds if laps else None,
         },

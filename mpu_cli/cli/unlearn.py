@@ -85,8 +85,7 @@ def unlearn(
         check_options(unlearning)  # before a sealed copy is opened
         check_logging(logging, unlearning.privacy)
         if dry_run:
-            for task in tasks:
-                _preview(task.copy, data, unlearning, task.target, force, as_json)
+            _preview(tasks, data, unlearning, force, as_json)
             return
         for task in tasks:
             with opened_copy(task.copy, identity, task.target) as source:
@@ -140,7 +139,6 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
             if reference_file.is_file() or reference_file.suffix == SUFFIX:
                 raise UsageError(f"--reference-file {reference_file}: one file for {len(copies)} copies",
                                  "name a directory")  # fmt: skip
-            reference_file.mkdir(parents=True, exist_ok=True)
             own = reference_file / (name_of_copy(copy) + SUFFIX)
         tasks.append(_Task(copy, target, own))
     if twice := sorted({str(t.target) for t in tasks if [o.target for o in tasks].count(t.target) > 1}):
@@ -172,6 +170,8 @@ def _run(
     from mpu_cli.client.unlearn import unlearn as run_unlearn
     from mpu_cli.models.source import open_model
 
+    if task.reference_file:
+        task.reference_file.parent.mkdir(parents=True, exist_ok=True)
     return run_unlearn(
         open_model(source, links=False), data, unlearning, target=task.target, force=force, logging=logging,
         reference_file=task.reference_file, secret=lambda: client_secret(default_secret_path()),
@@ -226,7 +226,7 @@ def _together(spent: Mapping[str, float], earlier: int) -> str:
     return f"with the {earlier} trainings before it: ε = {total:.3g}"
 
 
-def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force: bool, as_json: bool) -> None:
+def _preview(tasks: Sequence[_Task], data: Dataset, options: Unlearning, force: bool, as_json: bool) -> None:
     """What `mpu unlearn` would read and write. Steps are those of records that are one example each."""
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
@@ -236,12 +236,19 @@ def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force:
     from mpu_cli.models.source import open_model
     from mpu_cli.sealing import is_sealed
 
-    if Path(copy).is_file() and is_sealed(Path(copy)):
-        raise MpuError(f"{copy}: sealed, so it has to be opened first", "run it without --dry-run")
-    model = open_model(copy, links=False)
-    specs = delta_specs(model, options)
-    trained = sum(info.elements for info in model.checkpoint.tensors.values())
-    optimised = sum(math.prod(shape) for _, shape in specs.values())
+    reads: list[tuple[object, int | None]] = []
+    writes, memory = [], 0.0
+    for task in tasks:
+        if Path(task.copy).is_file() and is_sealed(Path(task.copy)):
+            raise MpuError(f"{task.copy}: sealed, so it has to be opened first", "run it without --dry-run")
+        model = open_model(task.copy, links=False)
+        specs = delta_specs(model, options)
+        reads.append((model.source, model.checkpoint.nbytes))
+        writes.append((task.target, nbytes_of(specs)))
+        trained = sum(info.elements for info in model.checkpoint.tensors.values())
+        optimised = sum(math.prod(shape) for _, shape in specs.values())
+        held = 4 * (trained - optimised if options.lora.lora_rank is None else trained)
+        memory = max(memory, held + training_memory(optimised, options.training.optim))  # one after the other
     steps = len(
         schedule(
             len(data.forget), len(data.retain), epochs=epochs_of(options), batch_size=options.training.batch_size,
@@ -250,11 +257,10 @@ def _preview(copy: str, data: Dataset, options: Unlearning, target: Path, force:
     )  # fmt: skip
     show(
         Preview(
-            reads=[(model.source, model.checkpoint.nbytes), (f"{len(data.forget)} records to forget", None),
+            reads=[*reads, (f"{len(data.forget)} records to forget", None),
                    (f"{len(data.retain)} records to keep", None)],
-            writes=[(target, nbytes_of(specs))],
-            memory=4 * (trained - optimised if options.lora.lora_rank is None else trained)
-            + training_memory(optimised, options.training.optim),
+            writes=writes,
+            memory=memory,
             notes=[f"{options.algo}, {epochs_of(options)} epochs of {options.training.batch_size} records a step: "
                    f"about {steps} steps; activations need memory on top"],
         ),

@@ -94,7 +94,7 @@ def against_public(
         try:
             ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
         except LimitError as error:
-            raise MpuError(f"{copy.source}: its tokenizer cannot be used: {error}") from error
+            raise tokens.rejection(error, copy.source) from error
         if ids[0] != ids[1]:
             signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
     both = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]

@@ -269,8 +269,9 @@ def unlearn(
             planned = plan(units, options.training, options.privacy, epochs=epochs_of(options))
         earlier: Sequence[Entry] = ()
         entry = None
+        weights = _weights_of(copy) if first and (ledger or logging.resume) else ""
         if first and ledger:  # before any record meets the model: what fails on one tells about it, too
-            entry = _entry(copy, manifest, options, data, planned.mechanism if planned else None)
+            entry = _entry(copy, weights, manifest, options, data, planned.mechanism if planned else None)
             try:
                 earlier = write_down(ledger, entry, delta=options.privacy.dp_delta, budget=options.privacy.dp_budget)
             except OSError as error:
@@ -307,7 +308,7 @@ def unlearn(
         )
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
-            _same_training(checkpoints, copy, options, data, tokens, reference_file is not None)
+            _same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
         if checkpoints and (last := last_checkpoint(checkpoints)):
             observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
         if low_rank:
@@ -546,10 +547,14 @@ def deciding(options: Unlearning) -> dict[str, object]:
 
 
 def _entry(
-    copy: Model, manifest: CopyManifest | None, options: Unlearning, data: Dataset, mechanism: Mechanism | None
+    copy: Model,
+    weights: str,
+    manifest: CopyManifest | None,
+    options: Unlearning,
+    data: Dataset,
+    mechanism: Mechanism | None,
 ) -> Entry:
-    """What the ledger keeps of a training on ``copy``."""
-    weights = _weights_of(copy)
+    """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
     small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
     records = hashlib.sha256(json.dumps(_contents(data)).encode()).hexdigest()
     facts = [weights, copy.config, small, records, deciding(options)]
@@ -674,12 +679,12 @@ def _write(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter
 
 
 def _same_training(
-    folder: Path, copy: Model, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
+    folder: Path, copy: Model, weights: str, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
 ) -> None:
     """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
     decided = deciding(options) | {"reference_file": with_reference_file}
     decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    facts = [decided, _weights_of(copy), copy.checkpoint.metadata, _contents(data), tokens]
+    facts = [decided, weights, copy.checkpoint.metadata, _contents(data), tokens]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "mpu-resume.json"

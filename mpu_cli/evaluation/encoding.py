@@ -110,7 +110,7 @@ class Encoder:
         try:
             outcomes = tokens.of_texts(self.tokenizer, texts)
         except LimitError as error:
-            raise MpuError(f"the model's tokenizer cannot be used: {error}") from error
+            raise tokens.rejection(error) from error
         return _all(outcomes, places)
 
     def _text(self, ids: list[int], prompt: list[int], place: str) -> Item:
@@ -131,7 +131,7 @@ class Encoder:
             day = template_date(self.tokenizer, self.date)
             outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **day)
         except (chat.TemplateError, LimitError) as error:
-            raise chat.rejection(error) from error
+            raise tokens.rejection(error) from error
         return _all(outcomes, [each.place for each in asked])
 
     def _turns(self, asked: Asked) -> list[dict[str, str]]:
@@ -156,9 +156,7 @@ def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> l
     """What every text became. Raises MpuError for the first that became nothing."""
     found = []
     for outcome, place in zip(outcomes, places, strict=True):
-        if isinstance(outcome, chat.TemplateError):
-            raise chat.rejection(outcome, place)
         if isinstance(outcome, ValueError):
-            raise MpuError(f"{place}: the model's tokenizer cannot encode it ({outcome})")
+            raise tokens.rejection(outcome, place)
         found.append(outcome)
     return found

@@ -38,7 +38,7 @@ from mpu_cli.evaluation.evaluate import choose, evaluate
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
-from mpu_cli.experiment.rounds import run
+from mpu_cli.experiment.rounds import handout, run
 from mpu_cli.experiment.tables import PUBLISHED, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
@@ -47,7 +47,6 @@ from mpu_cli.options.declare import declared, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.resumption import append_line, read_lines
-from mpu_cli.server.noise import scheme_of
 from mpu_cli.toml import read_toml
 
 # of [eval]; those of the run by default
@@ -197,8 +196,7 @@ def sweep(
     """
     for cell in cells:
         check_options(cell.experiment.unlearning)
-        scheme_of(cell.experiment.disguise)
-        cell.experiment.disguise.check_cancels()
+        handout(cell.experiment)
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)

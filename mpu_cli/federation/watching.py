@@ -88,7 +88,7 @@ class Watching:
             hint = error.hint if isinstance(error, MpuError) else None
             self.observer.warn(f"{copy}: {problem.removeprefix(f'{copy}: ')}" + (f"; {hint}" if hint else ""))
             self.spool.fail(copy)
-            if (self._lines(copy) or [{}])[-1].get("state") == BEGUN:
+            if self._last(copy).get("state") == BEGUN:
                 self._note(copy, FAILED)
         finally:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)
@@ -103,7 +103,7 @@ class Watching:
     def _begin(self, copy: str, digest: str) -> None:
         """Count a training before it begins, unless it was begun on the same files and stopped. Raises MpuError if
         there were as many as may be."""
-        last = (self._lines(copy) or [{}])[-1]
+        last = self._last(copy)
         if last.get("state") == BEGUN and last.get("digest") == digest:
             return
         begun = sum(line["state"] == BEGUN for line in self._lines())
@@ -116,8 +116,11 @@ class Watching:
         return self.work / "answered.jsonl"
 
     def _note(self, copy: str, state: str) -> None:
-        if (self._lines(copy) or [{}])[-1].get("state") != state:
+        if self._last(copy).get("state") != state:
             append_line(self._ledger, {"copy": copy, "state": state})
+
+    def _last(self, copy: str) -> dict[str, Any]:
+        return (self._lines(copy) or [{}])[-1]
 
     def _lines(self, of: str | None = None) -> list[dict[str, Any]]:
         """What was done about each copy so far, or about one, in order."""

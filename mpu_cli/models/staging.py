@@ -37,8 +37,7 @@ _LAYERS = (
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
 _LORA = ("peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora")
-_MODULE = r"(?:base_model\.model\.)?(?P<module>[\w.]+)"
-_FACTOR = re.compile(_MODULE + r"\.lora_(?P<which>A|B|embedding_A|embedding_B)(\.weight)?")
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?:embedding_)?A(?:\.weight)?")
 _WORDS = re.compile(r"[\w.]{1,200}")
 
 
@@ -100,9 +99,10 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
+    """What peft is told of an adapter: plain values of its ``config``, modules and ranks of its ``weights``."""
     ranks: dict[str, int] = {}
     for name, info in weights.tensors.items():
-        if (factor := _FACTOR.fullmatch(name)) and factor["which"].endswith("A"):
+        if factor := _FACTOR.fullmatch(name):
             if len(info.shape) != 2:
                 raise MpuError(f"{weights.path}: {name!r} is not a matrix")
             ranks[factor["module"]] = info.shape[0]

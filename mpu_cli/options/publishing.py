@@ -12,6 +12,7 @@ from mpu_cli.options.declare import group, option
 NoiseKind = Literal["extrapolate", "zero-sum"]
 Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
+RANDOM = "random"  # of --alphas
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
@@ -49,12 +50,12 @@ class Copies:
     )
 
     @property
-    def single(self) -> bool:
-        """Whether there is one copy only."""
-        factors = self.nodes or self.alphas
-        if self.copies is None and factors is not None and factors != "random":
-            return "," not in factors
-        return self.copies == 1
+    def count(self) -> int | None:
+        """How many copies are asked for; None for as many as are usual."""
+        factors = self.nodes if self.alphas is None else self.alphas
+        if self.copies is not None or factors in (None, RANDOM):
+            return self.copies
+        return factors.count(",") + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Disguise(SharedNoise, Copies):
 
     def check_cancels(self) -> None:
         """Raise UsageError for a single copy with noise that only several cancel."""
-        if self.single and self.kappa > 0:
+        if self.count == 1 and self.kappa > 0:
             raise UsageError(
                 "--copies 1: noise that only several copies cancel would stay in the update",
                 "use --kappa 0 with --shared-noise, or more copies",
@@ -86,7 +87,7 @@ class Disguise(SharedNoise, Copies):
 
     kappa: float = option(
         KAPPA,
-        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --reference`, with "
+        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --pretrained`, with "
         "neither this nor --shared-noise, chooses both so that they hide the task vector.",
         least=0,
     )
@@ -163,13 +164,13 @@ class Publishing:
         if self.calibration.epsilon is not None or {"kappa", "shared_noise"} & set(given):
             if self.calibration.epsilon is not None and self.max_noise is not None:
                 raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
-            alone = self.disguise.single and "kappa" not in given
+            alone = self.disguise.count == 1 and "kappa" not in given
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
         if with_reference:
-            kappa = 0.0 if self.disguise.single else HIDING_KAPPA
+            kappa = 0.0 if self.disguise.count == 1 else HIDING_KAPPA
             hiding = replace(self.disguise, kappa=kappa, shared_noise=HIDING_SHARED)
             return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
-        if self.disguise.single:
+        if self.disguise.count == 1:
             raise UsageError(
                 "--copies 1: its noise has to be permanent, because nothing cancels it",
                 "give --shared-noise, or --pretrained to have it chosen",

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mpu_cli.boundary.limited import PROCESS, LimitError
-from mpu_cli.errors import MpuError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,17 +22,6 @@ Dialogue = Sequence[Mapping[str, str]]
 
 class TemplateError(ValueError):
     """A chat template that rejected a dialogue."""
-
-
-def rejection(error: ValueError, place: str = "") -> MpuError:
-    """What to tell of a template that rejected the dialogue at ``place``, or (without one) cannot be used at all."""
-    where = f"{place}: " if place else ""
-    if isinstance(error, LimitError):
-        return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
-    return MpuError(
-        f"{where}the tokenizer's chat template rejected {'it' if place else 'the records'} ({error})",
-        "if it has no system role, use --system-prompt '', or use --template plain",
-    )
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:

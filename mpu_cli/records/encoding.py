@@ -65,30 +65,21 @@ class Encoding:
 
     def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         """The examples of each record, or what is wrong with it. Raises MpuError for what concerns all of them."""
-        texts = [record for record in records if not record.turns]
-        asked = [record for record in records if record.turns]
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
-        encoded = {
-            id(record): outcome
-            for record, outcome in (
-                *zip(texts, self._texts(texts), strict=True),
-                *zip(asked, self._chat(asked) if templated else self._plain(asked), strict=True),
-            )
-        }
-        return [encoded[id(record)] for record in records]
-
-    def _tokens(self, texts: Sequence[str], *, special: bool = True) -> list[list[int] | ValueError]:
+        asked = [record for record in records if record.turns]
         try:
-            return tokens.of_texts(self.tokenizer, texts, special=special)
-        except LimitError as error:
-            raise MpuError(f"the model's tokenizer cannot be used: {error}") from error
+            texts = iter(self._texts([record for record in records if not record.turns]))
+            dialogues = iter(self._chat(asked) if templated else self._plain(asked))
+        except (chat.TemplateError, LimitError) as error:
+            raise tokens.rejection(error) from error
+        return [next(dialogues if record.turns else texts) for record in records]
 
     def _texts(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
         outcomes: list[list[Example] | MpuError] = []
-        for record, ids in zip(records, self._tokens([record.answer for record in records]), strict=True):
+        for record, ids in zip(records, tokens.of_texts(self.tokenizer, [r.answer for r in records]), strict=True):
             if isinstance(ids, ValueError):
-                outcomes.append(_rejected(record, ids))
+                outcomes.append(tokens.rejection(ids, record.place))
                 continue
             pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
             outcomes.append([Example(piece, piece) for piece in pieces if len(piece) > 1])
@@ -113,12 +104,9 @@ class Encoding:
             [*messages, {"role": "assistant", "content": record.answer}]
             for messages, record in zip(prompts, records, strict=True)
         ]
-        try:
-            day = template_date(self.tokenizer, self.date)
-            asked = tokens.of_dialogues(self.tokenizer, prompts, generation_prompt=True, **day)
-            whole = tokens.of_dialogues(self.tokenizer, answered, generation_prompt=False, **day)
-        except (chat.TemplateError, LimitError) as error:
-            raise chat.rejection(error) from error
+        day = template_date(self.tokenizer, self.date)
+        asked = tokens.of_dialogues(self.tokenizer, prompts, generation_prompt=True, **day)
+        whole = tokens.of_dialogues(self.tokenizer, answered, generation_prompt=False, **day)
         return [self._example(*each) for each in zip(records, asked, whole, strict=True)]
 
     def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
@@ -130,25 +118,23 @@ class Encoding:
             + "Answer:"
             for record in records
         ]
-        asked = self._tokens(prompts)
-        answers = self._tokens([f" {record.answer}" for record in records], special=False)
+        asked = tokens.of_texts(self.tokenizer, prompts)
+        answers = tokens.of_texts(self.tokenizer, [f" {record.answer}" for record in records], special=False)
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        outcomes = []
-        for record, prompt, answer in zip(records, asked, answers, strict=True):
-            if isinstance(prompt, ValueError) or isinstance(answer, ValueError):
-                outcomes.append(self._example(record, prompt, answer))
-            else:
-                outcomes.append(self._example(record, prompt, [*prompt, *answer, *end]))
-        return outcomes
+        whole = [
+            answer if isinstance(prompt, ValueError) or isinstance(answer, ValueError) else [*prompt, *answer, *end]
+            for prompt, answer in zip(asked, answers, strict=True)
+        ]
+        return [self._example(*each) for each in zip(records, asked, whole, strict=True)]
 
     def _example(
         self, record: Record, prompt: list[int] | ValueError, ids: list[int] | ValueError
     ) -> list[Example] | MpuError:
         """The example of a record whose tokens are ``ids``, of which the first are those of ``prompt``."""
         if isinstance(prompt, ValueError):
-            return _rejected(record, prompt)
+            return tokens.rejection(prompt, record.place)
         if isinstance(ids, ValueError):
-            return _rejected(record, ids)
+            return tokens.rejection(ids, record.place)
         if ids[: len(prompt)] != prompt:
             return MpuError(
                 "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
@@ -178,12 +164,6 @@ class Encoding:
 def no_template() -> MpuError:
     """What to raise for a chat template that is asked for and not there."""
     return MpuError("the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja")
-
-
-def _rejected(record: Record, error: ValueError) -> MpuError:
-    if isinstance(error, chat.TemplateError):
-        return chat.rejection(error, record.place)
-    return MpuError(f"{record.place}: the model's tokenizer cannot encode it ({error})")
 
 
 def answer_tokens(example: Example) -> int:

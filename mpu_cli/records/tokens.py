@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpu_cli.boundary.limited import PROCESS
+from mpu_cli.boundary.limited import PROCESS, LimitError
+from mpu_cli.errors import MpuError
 from mpu_cli.records import chat
 
 if TYPE_CHECKING:
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 MOST, MORE = 8, 1_000  # tokens for each character (its bytes are four), and besides
 
 Tokens = list[int]
+
+
+def rejection(error: ValueError, place: str = "") -> MpuError:
+    """What to tell of a template or tokenizer that rejected what is at ``place``, or (without one) cannot be used."""
+    where = f"{place}: " if place else ""
+    if isinstance(error, LimitError):
+        return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
+    if not isinstance(error, chat.TemplateError):
+        return MpuError(f"{where}the model's tokenizer cannot encode it ({error})")
+    return MpuError(
+        f"{where}the tokenizer's chat template rejected {'it' if place else 'the records'} ({error})",
+        "if it has no system role, use --system-prompt '', or use --template plain",
+    )
 
 
 def of_texts(

@@ -1,4 +1,4 @@
-"""How far off a client would be that takes the noise off its copies as well as is known, estimated while publishing.
+"""How far off a client would be that takes the noise off its copies as well as is known, estimated after publishing.
 
 Noise n of scale σ hides a change v. Without knowing anything of v, the best factor for v + n leaves η/√(1 + η²) of it,
 where η is σ over the RMS of v. A few large singular values of v stand out of the noise all the same: one of size s, in
@@ -15,29 +15,20 @@ from dataclasses import dataclass
 
 import torch
 
-from mpu_cli.architectures.layout import TensorLayout
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.server.noise import EXTRAPOLATE, Scheme
+from mpu_cli.models.source import Model
+from mpu_cli.server.noise import Scheme
+from mpu_cli.server.publication import Publication
+from mpu_cli.server.publish import Published, matching
 from mpu_cli.symmetry.transform import as_matrix
 
 SAMPLED = 3  # layers that are looked at; blocks outside layers all are
 LARGEST = 256  # singular values of a matrix that are looked at
-MOST = 1 << 24  # weights of a matrix that are looked at
+MOST = 1 << 22  # weights of a matrix that are looked at
 # RMS of the rounding error in units of eps times that of the numbers: ulp/√12, for numbers spread evenly over octaves.
 ROUNDING = math.sqrt(math.log(4) / 3 / 12)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One block of a publication: its tensors, Σ v², and the noise of the copy with the least, root mean square.
-
-    ``left``: what remains if the noise that cancels is taken off, permanent noise and rounding.
-    """
-
-    tensors: Sequence[TensorLayout]
-    squares: float
-    one_copy: float
-    left: float
 
 
 @dataclass(frozen=True)
@@ -48,33 +39,40 @@ class Hidden:
     all_copies: float
 
 
-def hidden(base: Checkpoint, public: Mapping[str, torch.Tensor], blocks: Mapping[str, Seen]) -> Hidden | None:
-    """The estimate for all ``blocks``, from the singular values of ``base − public`` in some of them; None if the two
-    do not differ."""
-    layers = [name for name, block in blocks.items() if block.tensors[0].layer is not None and block.squares]
+def hidden(base: Model, public: Model, publication: Publication, published: Published) -> Hidden | None:
+    """The estimate for all copies of a publication, from the singular values of ``base − public`` in some blocks; None
+    if the two do not differ. Reads those blocks."""
+    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    theirs = matching(base, layout, public) or {}
+    blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
+    layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
     looked_at = {layers[round(i * (len(layers) - 1) / (SAMPLED - 1))] for i in range(SAMPLED)} if layers else set()
-    shares = {
-        name: _shares(block, [_change(base, public, tensor.name) for tensor in block.tensors])
-        for name, block in blocks.items()
-        if block.squares and (name in looked_at or name not in layers)
-    }
-    of_layers = torch.stack([shares[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(2, 2)
+    shared, dtype = published.keys.shared_sigma, publication.dtype
+
+    def shares(name: str) -> torch.Tensor:
+        tensors = layout.blocks[name]
+        stored = TORCH[dtype or base.checkpoint.tensors[tensors[0].name].dtype]
+        one = min(copy.survived for copy in blocks[name].copies)
+        left = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.noise)
+        return _shares([_change(base.checkpoint, theirs, tensor.name) for tensor in tensors], (one, left))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the same estimate every time
+        known = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
+    of_layers = torch.stack([known[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(2, 2)
     left, together = torch.zeros(2, 2, dtype=torch.float64), 0.0
-    for name, block in blocks.items():
-        left += block.squares * shares.get(name, of_layers)
-        together += block.squares
+    for name, report in blocks.items():
+        squares = report.rms**2 * report.weights
+        left += squares * known.get(name, of_layers)
+        together += squares
     return Hidden(*(left.amin(1) / together).sqrt().tolist()) if together else None
 
 
 def left_of(shared: float, size: float, stored: torch.dtype, noise: Scheme) -> float:
     """The noise that is left in a block once all copies are combined: permanent noise of scale ``shared``, and what
     rounding weights of RMS ``size`` to ``stored`` adds to each copy."""
-    weights = noise.weights
-    if noise.kind == EXTRAPOLATE and noise.copies > 1:  # an attacker fits a line, which averages rounding besides
-        line = torch.tensor([[1.0] * noise.copies, noise.factors], dtype=torch.float64)
-        weights = torch.linalg.pinv(line.T)[0]
     rounding = ROUNDING * torch.finfo(stored).eps * size
-    return math.hypot(shared, rounding * float(weights.norm()))
+    return math.hypot(shared, rounding * float(noise.fitted_weights.norm()))
 
 
 def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, float]:
@@ -87,8 +85,8 @@ def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> 
     return change, len(ours) / max(1, len(rows))
 
 
-def _shares(block: Seen, changes: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """The shares of Σ v² that scaling and singular values leave, with the noise of one copy and of all: (2, 2)."""
+def _shares(changes: Sequence[tuple[torch.Tensor, float]], noises: tuple[float, float]) -> torch.Tensor:
+    """The shares of Σ v² that scaling and singular values leave, for each scale of the noise: (2, 2)."""
     left, total = torch.zeros(2, 2, dtype=torch.float64), 0.0
     for change, times in changes:
         energy = times * float(change.double().square().sum())
@@ -97,7 +95,7 @@ def _shares(block: Seen, changes: Sequence[tuple[torch.Tensor, float]]) -> torch
         values = None
         if min(change.shape) > 1:
             values = torch.svd_lowrank(change, min(LARGEST, *change.shape))[1].double() * math.sqrt(times)
-        for i, noise in enumerate((block.one_copy, block.left)):
+        for i, noise in enumerate(noises):
             apart = noise**2 * rows * columns
             scaled = energy * apart / (energy + apart) if energy else 0.0
             left[i, 0] += scaled

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.publishing import Copies
+from mpu_cli.options.publishing import RANDOM, Copies
 from mpu_cli.randomness import Randomness, standard_normals
 
 EXTRAPOLATE, ZERO_SUM = "extrapolate", "zero-sum"
 SCHEMES = (EXTRAPOLATE, ZERO_SUM)
-RANDOM = "random"
 SPREAD = 0.5  # distance between neighbouring nodes on one side: see default_nodes
 DEFAULT_COPIES, MOST_COPIES = 3, 100
 MOST_WEIGHT = 1e6  # Σ|w_k| at which float32 deltas would lose every digit
@@ -60,6 +59,18 @@ class Scheme:
         nodes = self.factors
         weights = [math.prod(c / (c - node) for c in nodes[:k] + nodes[k + 1 :]) for k, node in enumerate(nodes)]
         return torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def fitted_weights(self) -> torch.Tensor:
+        """The smallest weights, float64 (copies,), that sum to 1 and cancel the noise.
+
+        Copies at multiples c_k of one draw lie on a line: the intercept of a least-squares fit, which also averages out
+        the rounding of the copies. For other noise there is no choice.
+        """
+        if self.kind != EXTRAPOLATE or self.copies == 1:
+            return self.weights
+        line = torch.tensor([[1.0] * self.copies, self.factors], dtype=torch.float64)
+        return torch.linalg.pinv(line)[:, 0]
 
     @property
     def order(self) -> int:
@@ -114,10 +125,9 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
     Without --copies there are as many as factors, or DEFAULT_COPIES. ``secret``: what random α are drawn from, and the
     round. Raises UsageError for numbers that do not make a scheme.
     """
-    kind, alphas, nodes, copies = options.noise, options.alphas, options.nodes, options.copies
+    kind, alphas, nodes = options.noise, options.alphas, options.nodes
     given = nodes if alphas is None else alphas
-    if copies is None:
-        copies = DEFAULT_COPIES if given in (None, RANDOM) else given.count(",") + 1
+    copies = DEFAULT_COPIES if options.count is None else options.count
     if copies < 1:
         raise UsageError(f"--copies {copies}: must be at least 1")
     if copies > MOST_COPIES:

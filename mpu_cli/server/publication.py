@@ -18,7 +18,7 @@ from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.server.calibration import calibrate
 from mpu_cli.server.keys import Calibration, Keys
-from mpu_cli.server.noise import EXTRAPOLATE, RANDOM, Scheme, default_scheme, scheme_of
+from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
 
 
@@ -121,7 +121,7 @@ def publication_of(
         raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if given.epsilon is not None and round_ > given.budget_rounds:
         raise UsageError(f"--round {round_}: ε and δ cover {given.budget_rounds} rounds", "raise --budget-rounds")
-    if disguise.copies is None and disguise.nodes is None and disguise.alphas in (None, RANDOM):
+    if disguise.count is None:
         disguise = replace(disguise, copies=copies)
     master = new_seed() if seed is None else seed_from_number(seed)
     noise = scheme_of(disguise, (Randomness(master), round_))

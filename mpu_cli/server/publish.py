@@ -14,7 +14,7 @@ import torch
 from pyrage.x25519 import Recipient
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
-from mpu_cli.checkpoint.dtypes import NAME, TORCH, WORD, all_finite, compute_dtype
+from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import NEWEST, PIECE, combine, hash_of, piece_digest, piece_digests, pieces
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
@@ -27,7 +27,6 @@ from mpu_cli.models.files import model_specs, write_json, write_small_files
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
-from mpu_cli.server.hidden import Hidden, Seen, hidden, left_of
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.profile import Profile, no_clock
@@ -51,12 +50,14 @@ class CopySurvival:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """One block: its number of weights, the RMS of its task vector, and how much of each copy's noise survives."""
+    """One block: its number of weights, the RMS of its task vector, how much of each copy's noise survives, and the RMS
+    of the weights."""
 
     block: str
     weights: int
     rms: float
     copies: tuple[CopySurvival, ...]
+    weights_rms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class Published:
     keys_path: Path
     keys: Keys
     blocks: list[BlockReport]
-    hidden: Hidden | None = None  # None without a reference, or if only some of the copies were made
 
 
 def publish(
@@ -136,7 +136,7 @@ def publish(
             writing = _Writing(
                 base=base.checkpoint,
                 layout=layout,
-                reference=_matching(base, layout, reference),
+                reference=matching(base, layout, reference),
                 publication=publication,
                 noise=Noise(
                     publication.randomness,
@@ -186,32 +186,14 @@ def publish(
                 f"{target.keys}: its noise has other scales, so the other copies were made with another reference",
                 "use the reference that they were made with",
             )
-    return Published(paths, target.keys, keys, reports, None if only else _hidden(base, writing, reports))
-
-
-def _hidden(base: Model, writing: _Writing, reports: Sequence[BlockReport]) -> Hidden | None:
-    """What the best known attacks on these copies would be off by."""
-    if writing.reference is None:
-        return None
-    noise, blocks = writing.publication.noise, {}
-    for report in reports:
-        if report.copies:
-            tensors = writing.layout.blocks[report.block]
-            stored = TORCH[writing.publication.dtype or base.checkpoint.tensors[tensors[0].name].dtype]
-            blocks[report.block] = Seen(
-                tensors,
-                squares=report.rms**2 * report.weights,
-                one_copy=min(copy.survived for copy in report.copies),
-                left=left_of(writing.shared_sigma.get(report.block, 0.0), writing.size[report.block], stored, noise),
-            )
-    return hidden(base.checkpoint, writing.reference, blocks)
+    return Published(paths, target.keys, keys, reports)
 
 
 def check_publishable(base: Model, reference: Model | None) -> Layout:
     """The layout of ``base``. Raises MpuError if it is not supported, or the reference does not fit it."""
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     _check_alias(base, layout)
-    _matching(base, layout, reference)
+    matching(base, layout, reference)
     return layout
 
 
@@ -300,6 +282,7 @@ class _Writing:
                 )
                 for scale, (squared, unchanged) in zip(self.scales, measured.tolist(), strict=True)
             ),
+            self.size[block],
         )
 
     def fingerprint(self) -> str:
@@ -408,7 +391,7 @@ def _check_alias(base: Model, layout: Layout) -> None:
         )
 
 
-def _matching(base: Model, layout: Layout, reference: Model | None) -> dict[str, torch.Tensor] | None:
+def matching(base: Model, layout: Layout, reference: Model | None) -> dict[str, torch.Tensor] | None:
     """The reference's tensors by the base's names. Raises MpuError if the architectures differ."""
     if reference is None:
         return None

@@ -101,7 +101,9 @@ def main(options: argparse.Namespace) -> None:
         print(json.dumps({"tokens": tokens / seconds, "peak": peak}))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    if Path(options.shape).is_dir():
+    if (options.folder / "base").is_symlink():
+        pass  # of an earlier run
+    elif Path(options.shape).is_dir():
         (options.folder / "base").symlink_to(Path(options.shape).resolve())
     else:
         make(options.shape, options.folder / "base", dtype="BF16")
