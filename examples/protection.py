@@ -1,10 +1,15 @@
-"""What noise hides of a model, what it leaves, and what it costs: the table and figure of docs/protection.md.
+"""What noise hides of a model, what it leaves, and what it costs: the tables and figure of docs/protection.md.
 
 python examples/protection.py TARGET --pretrained MODEL --forget FILE --retain FILE --unseen FILE --out protection.jsonl
 
-For each setting: publish, measure a copy (losses per answer token, ROUGE of its answers), unlearn on every copy,
-aggregate, and measure the server's model. A line of JSON each; those that are there are not run again, so it can be
-stopped. `mpu audit` says what a client recovers. Set the training with `--train lr=3e-5,epochs=4,batch_size=8`.
+For each setting: publish, measure a copy, unlearn on every copy, aggregate, and measure the server's model. Then the
+step that the server takes along the update is chosen so that the records to be forgotten are as unlikely as they are to
+the public model, which never saw them, and that model is measured too: settings are compared at equal forgetting. At
+last half of the records to be forgotten are learned again, and the other half measured.
+
+A line of JSON each; those that are there are not run again, so it can be stopped, and `--share 1/2` and `--share 2/2`
+run in two processes. `mpu audit` says what a client recovers. Set the training with
+`--train lr=3e-5,epochs=4,batch_size=8`.
 
 python examples/protection.py --table protection.jsonl --plot protection.png
 
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +28,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
+from scipy.optimize import brentq
 
 from mpu_cli import api
 from mpu_cli.checkpoint.reader import open_checkpoint
@@ -32,6 +39,8 @@ from mpu_cli.records.encoding import Encoding, pad
 from mpu_cli.records.reading import read_records
 
 AT_ONCE = 8  # records
+SETS = ("forget", "retain", "unseen")
+LARGEST_STEP, RELEARNING_RATE = 16, 1e-5
 ROUGE = ("forget_Q_A_ROUGE", "retain_Q_A_ROUGE")
 CLEAN = {"copies": 1, "kappa": 0.0, "symmetries": "none"}
 
@@ -40,59 +49,131 @@ def settings() -> Iterator[dict]:
     """What is published, and how it is unlearned; the first ones say most."""
 
     def permanent(scale: float, draw: int = 1, **others: object) -> dict:
-        return {"publish": {"copies": 1, "kappa": 0.0, "shared_noise": scale, "seed": draw}, **others}
+        return {"publish": {"copies": 1, "kappa": 0.0, "permanent_noise": scale, "seed": draw}, **others}
 
-    for seed in range(3):
-        yield {"publish": CLEAN, "seed": seed}
-    for scale in (3.0, 1.0, 10.0):
-        yield permanent(scale)
-    yield {"publish": {"copies": 3, "kappa": 1.0, "seed": 1}}
-    yield permanent(3.0, 2)
-    yield {"publish": CLEAN, "algo": "simnpo"}
-    yield permanent(3.0, algo="simnpo")
-    yield {"publish": CLEAN, "algo": "graddiff"}
-    yield permanent(3.0, algo="graddiff")
-    for seed in range(2):
-        yield {"publish": CLEAN, "seed": seed, "lora_rank": 8, "lr": 3e-4}
-    yield permanent(3.0, lora_rank=8, lr=3e-4)
-    yield permanent(10.0, server_lr=2.0)
-    yield permanent(3.0, 3)
-    yield permanent(0.1)
-    yield {"publish": {"copies": 2, "kappa": 1.0, "noise": "zero-sum", "symmetries": "paper", "seed": 1}}
-    yield {"publish": {"copies": 3, "kappa": 1.0, "shared_noise": 3.0, "seed": 1}}
-    yield {"publish": {"copies": 3, "kappa": 0.01, "seed": 1}}
+    def shallow(layers: str, **others: object) -> dict:
+        return {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": layers, "seed": 1}, **others}
+
+    yield {"publish": CLEAN, "seed": 0}
+    yield permanent(10.0)
+    yield permanent(3.0)
     yield permanent(10.0, 2)
-    yield {"publish": CLEAN, "seed": 1, "algo": "simnpo"}
-    yield {"publish": CLEAN, "seed": 1, "algo": "graddiff"}
+    yield {"publish": CLEAN, "seed": 1}
+    yield permanent(3.0, 2)
+    yield shallow("13-16")
+    yield {"publish": CLEAN, "algo": "simnpo"}
+    yield permanent(10.0, algo="simnpo")
+    yield {"publish": CLEAN, "algo": "graddiff"}
+    yield permanent(10.0, algo="graddiff")
+    yield {"publish": CLEAN, "lora_rank": 8, "lr": 3e-4}
     yield permanent(10.0, lora_rank=8, lr=3e-4)
-    yield {"publish": {"copies": 3, "kappa": 3.0, "seed": 1}}
+    yield shallow("13-16", algo="graddiff")
+    yield {"publish": CLEAN, "alpha": 5.0}
+    yield {"publish": CLEAN, "weight_decay": 1.0}
+    yield permanent(10.0, 3)
+    yield {"publish": CLEAN, "seed": 2}
+    yield permanent(3.0, 3)
+    yield shallow("10-17")
+    yield {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": "13-16", "permanent_noise": 3.0, "seed": 1}}
+    yield {"publish": {"copies": 3, "kappa": 1.0, "permanent_noise": 10.0, "seed": 1}}
+    yield permanent(3.0, algo="simnpo")
+    yield permanent(3.0, algo="graddiff")
+    yield permanent(3.0, lora_rank=8, lr=3e-4)
+    yield permanent(1.0)
+    yield {"publish": {"copies": 3, "kappa": 1.0, "seed": 1}}
+    yield {"publish": {"copies": 2, "kappa": 1.0, "noise": "zero-sum", "symmetries": "paper", "seed": 1}}
+    yield {"publish": {"copies": 3, "kappa": 0.01, "seed": 1}}
 
 
-@torch.no_grad()
-def losses(folder: Path, sets: dict[str, Path]) -> dict[str, float]:
-    """Mean negative log-probability per answer token, in nats, on each set."""
-    model, tokenizer = load(open_model(str(folder)), torch.float32, "cpu")
-    found = {}
-    for name, path in sets.items():
-        examples = Encoding(tokenizer).encode(read_records(path))
-        total = count = 0.0
-        for start in range(0, len(examples), AT_ONCE):
-            batch = pad(examples[start : start + AT_ONCE])
-            labels = batch.pop("labels")[:, 1:]
-            scores = model(**batch).logits[:, :-1].log_softmax(-1)
-            picked = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-            total -= float(picked[labels >= 0].double().sum())
-            count += int((labels >= 0).sum())
-        found[name] = total / count
-    return found
+class Scored:
+    """A model in memory on the way from ``before`` along an update, and its losses per answer token, in nats."""
+
+    def __init__(self, folder: Path, sets: dict[str, Path]):
+        self.model, tokenizer = load(open_model(str(folder)), torch.float32, "cpu")
+        encoding = Encoding(tokenizer)
+        self.batches = {}
+        for name, path in sets.items():
+            examples = sorted(encoding.encode(read_records(path)), key=lambda example: len(example.ids))
+            self.batches[name] = [pad(examples[i : i + AT_ONCE]) for i in range(0, len(examples), AT_ONCE)]
+        self.before = {name: held.detach().clone() for name, held in self.model.named_parameters()}
+        self.update: dict[str, torch.Tensor] = {}
+
+    def towards(self, folder: Path) -> None:
+        """Go to the model in ``folder``; its change is the update."""
+        own = {
+            name: held.detach()
+            for name, held in load(open_model(str(folder)), torch.float32, "cpu")[0].named_parameters()
+        }
+        self.update = {name: held - self.before[name] for name, held in own.items()}
+        self.go(1.0)
+
+    @torch.no_grad()
+    def go(self, step: float) -> None:
+        for name, held in self.model.named_parameters():
+            held.copy_(self.before[name])
+            if self.update and step:
+                held.add_(self.update[name], alpha=step)
+
+    def loss(self, name: str) -> torch.Tensor:
+        total, count = torch.zeros(()), 0
+        for batch in self.batches[name]:
+            one, tokens = self._of(batch)
+            total, count = total + one, count + tokens
+        return total / count
+
+    def _of(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        labels = batch["labels"][:, 1:]
+        states = self.model.base_model(
+            **{key: value for key, value in batch.items() if key != "labels"}
+        ).last_hidden_state
+        asked = labels >= 0
+        logits = self.model.get_output_embeddings()(states[:, :-1][asked])
+        return torch.nn.functional.cross_entropy(logits, labels[asked], reduction="sum"), int(asked.sum())
+
+    @torch.no_grad()
+    def losses(self, *names: str) -> dict[str, float]:
+        return {name: float(self.loss(name)) for name in names}
+
+    def step_to(self, level: float) -> float | None:
+        """The step at which the loss on the records to be forgotten is ``level``; None if none up to 16 reaches it."""
+        known: dict[float, float] = {}
+
+        def above(step: float) -> float:
+            if step not in known:
+                self.go(step)
+                known[step] = self.losses("forget")["forget"] - level
+            return known[step]
+
+        step = 1.0
+        while above(step) < 0:
+            step *= 2
+            if step > LARGEST_STEP:
+                return None
+        while above(step / 2) > 0 and step > 1 / LARGEST_STEP:
+            step /= 2
+        return float(brentq(above, step / 2, step, xtol=0.02 * step))
+
+    def relearned(self) -> list[float]:
+        """Losses on one half of the forgotten records after 0, 2, 4 and 8 steps on the other half."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=RELEARNING_RATE)
+        batches = self.batches["first"]
+        found = [self.losses("second")["second"]]
+        for step in range(8):
+            optimizer.zero_grad()
+            total, count = self._of(batches[step % len(batches)])
+            (total / count).backward()
+            optimizer.step()
+            if step + 1 in (2, 4, 8):
+                found.append(self.losses("second")["second"])
+        optimizer.zero_grad()
+        return found
 
 
-def measured(folder: Path, sets: dict[str, Path], scratch: Path) -> dict[str, float]:
-    """Losses and ROUGE of a model."""
-    of = {"forget": str(sets["forget"]), "retain": str(sets["few"])}
+def rouge(folder: Path, sets: dict[str, Path], scratch: Path) -> dict[str, float]:
+    """ROUGE-L recall of a model's answers."""
+    of = {"forget": str(sets["forget"]), "retain": str(sets["retain"])}
     result = api.evaluate(folder, benchmark="qa", metrics=ROUGE, out=scratch / "eval.json", force=True, **of)
-    rouge = {name.partition("_")[0] + "_rouge": form["agg_value"] for name, form in result.forms.items()}
-    return losses(folder, {name: path for name, path in sets.items() if name != "few"}) | rouge
+    return {name.partition("_")[0] + "_rouge": form["agg_value"] for name, form in result.forms.items()}
 
 
 def change(model: Path, target: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,36 +191,56 @@ def distance(model: Path, clean: Path, target: Path) -> float:
     return (apart / size) ** 0.5
 
 
-def play(setting: dict, given: argparse.Namespace, training: dict, sets: dict[str, Path], scratch: Path) -> dict:
+def play(
+    setting: dict, given: argparse.Namespace, training: dict, sets: dict[str, Path], level: float, scratch: Path
+) -> dict:
     """One setting from publication to the server's model, which is left in ``scratch/after``."""
     target, began = Path(given.target), time.time()
-    own = {name: value for name, value in setting.items() if name not in ("publish", "server_lr")}
+    own = {name: value for name, value in setting.items() if name != "publish"}
     published = api.publish(
         target, given.pretrained, out=scratch, keys=scratch / "keys.bin", dtype="float32", force=True,
         **setting["publish"],
     )  # fmt: skip
-    found = {"copy": measured(Path(published.copies[0]), sets, scratch)} if setting["publish"] != CLEAN else {}
+    found = {}
+    if setting["publish"] != CLEAN:
+        copy = Path(published.copies[0])
+        found["copy"] = Scored(copy, sets).losses(*SETS) | rouge(copy, sets, scratch)
     for copy in published.copies:
         api.unlearn(
             copy, out=scratch / "deltas" / f"{Path(copy).name}.safetensors", force=True, forget=str(sets["forget"]),
-            retain=str(sets["retain"]), **(training | own),
+            retain=str(sets["train"]), **(training | own),
         )  # fmt: skip
-    result = api.aggregate(
-        scratch / "deltas", keys=scratch / "keys.bin", base=target, out=scratch / "after", force=True, dtype="float32",
-        server_lr=setting.get("server_lr", 1.0),
-    )  # fmt: skip
-    found |= {"after": measured(scratch / "after", sets, scratch), "estimate": result.error.relative}
-    return found | {"seconds": round(time.time() - began)}
+    trained = round(time.time() - began)
+
+    def aggregate(step: float) -> float:
+        return api.aggregate(
+            scratch / "deltas", keys=scratch / "keys.bin", base=target, out=scratch / "after", force=True,
+            dtype="float32", server_lr=step,
+        ).error.relative  # fmt: skip
+
+    estimate = aggregate(1.0)
+    scored = Scored(target, sets)
+    scored.towards(scratch / "after")
+    found |= {"after": scored.losses(*SETS), "estimate": estimate}
+    if step := scored.step_to(level):
+        scored.go(step)
+        equal = {"step": step} | scored.losses(*SETS)
+        equal["relearned"] = scored.relearned()
+        aggregate(step)
+        found["equal"] = equal | rouge(scratch / "after", sets, scratch)
+        aggregate(1.0)
+    return found | {"seconds": round(time.time() - began), "training": trained}
 
 
 def name_of(setting: dict) -> str:
     """A setting in words."""
     noise = setting["publish"]
-    own, shared, copies = noise.get("kappa", 0.0), noise.get("shared_noise", 0.0), noise["copies"]
+    own, shared, copies = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0), noise["copies"]
     words = ["the model itself"] if not own and not shared else []
     words += [f"{copies} copies, κ = {own:g}" + (" (zero-sum)" if "noise" in noise else "")] if own else []
     words += [("one copy, " if copies == 1 else "") + f"permanent {shared:g}"] if shared else []
-    words += [f"update × {setting['server_lr']:g}"] if "server_lr" in setting else []
+    words += [f"without layers {noise['omit_layers']}"] if "omit_layers" in noise else []
+    words += [f"{key.replace('_', ' ')} {setting[key]:g}" for key in ("alpha", "weight_decay") if key in setting]
     number = noise.get("seed") if own or shared else setting.get("seed", 0) + 1
     return ", ".join(words) + (f" ({number})" if number else "")
 
@@ -176,7 +277,7 @@ def draw(lines: list[dict], path: Path) -> None:
         played = [line for line in lines if "setting" in line and way_of(line["setting"]) == "npo"]
         for line in played:
             noise = line["setting"]["publish"]
-            own, shared = noise.get("kappa", 0.0), noise.get("shared_noise", 0.0)
+            own, shared = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0)
             colour = PALETTE[0 if not own and not shared else 1 if not own else 2 if not shared else 3]
             x, y = line["after"]["retain"], line["after"]["forget"]
             axes.scatter([x], [y], color=colour)
@@ -196,6 +297,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="protection.jsonl")
+    parser.add_argument("--share", default="1/1", help="which part of the settings, of how many")
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
     given = parser.parse_args()
     if given.table:
@@ -211,30 +313,42 @@ def main() -> None:
         for name, value in (part.split("=") for part in given.train.split(","))
     }
     out = Path(given.out)
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    part, parts = map(int, given.share.split("/"))
     clean = Path(f"{out}.clean").absolute()  # updates without noise, by what else decides them
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as scratch:
-        few = Path(scratch) / "few.jsonl"
-        few.write_text("".join(Path(given.retain).read_text().splitlines(keepends=True)[:40]))
-        sets = {name: Path(getattr(given, name)) for name in ("forget", "retain", "unseen")} | {"few": few}
+        sets = {"forget": Path(given.forget), "unseen": Path(given.unseen), "train": Path(given.retain)}
+        lines = sets["forget"].read_text().splitlines(keepends=True)
+        half = len(lines) // 2
+        kept = sets["train"].read_text().splitlines(keepends=True)[: len(lines)]
+        for name, taken in (("retain", kept), ("first", lines[:half]), ("second", lines[half:])):
+            sets[name] = Path(scratch) / f"{name}.jsonl"
+            sets[name].write_text("".join(taken))
+        done = _done(out)
         if not any("before" in line for line in done):
-            _note(out, {"before": measured(Path(given.target), sets, Path(scratch))})
-        for setting in settings():
-            if any(line.get("setting") == setting for line in done):
+            for name in ("target", "pretrained"):
+                folder = Path(getattr(given, name))
+                scored = Scored(folder, sets)
+                found = scored.losses(*SETS) | {"relearned": scored.relearned()} | rouge(folder, sets, Path(scratch))
+                _note(out, {"before" if name == "target" else "public": found})
+        [level] = [line["public"]["forget"] for line in _done(out) if "public" in line]
+        for i, setting in enumerate(settings()):
+            if i % parts != part - 1 or any(line.get("setting") == setting for line in done):
                 continue
             folder = Path(scratch) / "one"
             folder.mkdir()
-            line = {"setting": setting} | play(setting, given, training, sets, folder)
-            compared = clean / f"{setting.get('algo', 'npo')}-{setting.get('lora_rank', 'full')}"
+            line = {"setting": setting} | play(setting, given, training, sets, level, folder)
+            compared = clean / way_of(setting).replace(", ", "-")
             if setting["publish"] == CLEAN and not compared.exists():
                 compared.parent.mkdir(exist_ok=True)
                 (folder / "after").rename(compared)
             elif compared.exists():
                 line["distance"] = distance(folder / "after", compared, Path(given.target))
             _note(out, line)
-            for path in sorted(folder.rglob("*"), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
-            folder.rmdir()
+            shutil.rmtree(folder)
+
+
+def _done(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def _note(out: Path, line: dict) -> None:

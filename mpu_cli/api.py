@@ -31,7 +31,7 @@ from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.models.loading import adapter_base, is_adapter
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import declared, from_flat
+from mpu_cli.options.declare import by_present_names, declared, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
@@ -73,7 +73,7 @@ def publish(
     ``options`` are those of ``Publishing``: kappa, copies, symmetries, noise, epsilon, dtype, ….
     """
     how = from_flat(Publishing, options)
-    how = how.scaled(options, with_reference=reference is not None)
+    how = how.scaled(by_present_names(Publishing, options), with_reference=reference is not None)
     model = open_model(str(base))
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round

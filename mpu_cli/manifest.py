@@ -19,7 +19,7 @@ from mpu_cli.errors import MpuError
 VERSION = 2
 READABLE = (1, 2)  # version 1 recorded neither a copy's symmetries nor how a delta was trained
 KINDS = ("full", "lora")
-LONGEST_RUN, MOST_FACTS, MOST_COPIES = 200, 20, 10**6
+LONGEST_RUN, MOST_FACTS, MOST_COPIES, MOST_LAYERS = 200, 20, 10**6, 10_000
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
@@ -30,7 +30,7 @@ class CopyManifest:
     """Which copy of which publication a directory holds. ``copy`` counts from 1.
 
     ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
-    it.
+    it. ``omitted``: the base's layers that it lacks, counted from 0, which anyone who has the public model can tell.
     """
 
     run: str
@@ -39,6 +39,12 @@ class CopyManifest:
     copies: int
     copy_id: str
     symmetries: str | None = None
+    omitted: tuple[int, ...] = ()
+
+    def facts(self) -> dict[str, object]:
+        facts = asdict(self)
+        omitted = facts.pop("omitted")
+        return facts | ({"omitted_layers": list(omitted)} if omitted else {})
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,12 @@ class DeltaManifest:
 
 def copy_facts(manifest: CopyManifest) -> dict[str, object]:
     """The content of a copy's ``mpu.json``."""
-    return {"format": "mpu-copy", "version": VERSION, **asdict(manifest)}
+    return {"format": "mpu-copy", "version": VERSION, **manifest.facts()}
 
 
 def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
     """The content of a delta's metadata."""
-    origin = asdict(manifest.origin) if manifest.origin else {}
+    origin = manifest.origin.facts() if manifest.origin else {}
     more = {"privacy": manifest.privacy, "trained": manifest.trained}
     return {
         "format": "mpu-delta", "version": VERSION, "algorithm": manifest.algorithm, "kind": manifest.kind,
@@ -176,4 +182,10 @@ def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
     if copy > copies:
         raise MpuError(f"{path}: claims to be copy {copy} of {copies}", "get it again")
     symmetries = facts.get("symmetries")
-    return CopyManifest(run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None)
+    omitted = facts.get("omitted_layers", [])
+    numbers_only = isinstance(omitted, list) and all(type(layer) is int and layer >= 0 for layer in omitted)
+    if not numbers_only or len(omitted) > MOST_LAYERS:
+        raise MpuError(f"{path}: the layers that it lacks are not numbers", "get it again")
+    return CopyManifest(
+        run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None, tuple(omitted)
+    )

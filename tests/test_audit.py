@@ -218,7 +218,7 @@ def test_singular_values_find_what_has_low_rank(rank: int) -> None:
     "noise",
     [
         ("--kappa", 1), ("--copies", 1), pytest.param((), marks=pytest.mark.exhaustive),
-        pytest.param(("--kappa", 0, "--shared-noise", 3), marks=pytest.mark.exhaustive),
+        pytest.param(("--kappa", 0, "--permanent-noise", 3), marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise: tuple) -> None:
@@ -234,7 +234,7 @@ def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise:
         found = min(attack["of_change"] for name, attack in audit.items() if "all copies" in name)
         assert foreseen["all_copies"] == pytest.approx(found, abs=0.05)
     assert ("takes the noise off" in told.err) == (noise == ("--kappa", 1))
-    if "--shared-noise" in noise:
+    if "--permanent-noise" in noise:
         assert foreseen["all_copies"] > 0.6
 
 

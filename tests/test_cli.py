@@ -525,7 +525,7 @@ class TestOptionsFromAFile:
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
         (place / "mpu.toml").write_text(
-            '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[publish]\nkappa = 0.5\nseed = 3\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
         monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.125")

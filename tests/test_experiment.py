@@ -54,7 +54,7 @@ class TestRun:
     @pytest.mark.slow
     def test_is_the_commands(self, mpu: Callable, place: Path) -> None:
         """Two rounds of `mpu run` equal two rounds of publish, unlearn and aggregate, to the last bit."""
-        noise = ("--reference", "reference", "--kappa", 0.05, "--shared-noise", 0.01)
+        noise = ("--reference", "reference", "--kappa", 0.05, "--permanent-noise", 0.01)
         told = mpu("run", "base", *noise, *TRAINING, "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=place).out
         assert told.strip() == "whole/server/round_2/model"
         base = "base"
@@ -574,7 +574,7 @@ def test_finetune_learns(mpu: Callable, place: Path) -> None:
 def test_plan_counts(mpu: Callable, place: Path) -> None:
     """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
     asked = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
-    assert "first order" in mpu("plan", "base", *asked, "--shared-noise", 0.1, cwd=place).out.replace("\n", " ")
+    assert "first order" in mpu("plan", "base", *asked, "--permanent-noise", 0.1, cwd=place).out.replace("\n", " ")
     told = mpu("plan", "base", *asked, "--json", cwd=place).json
     model = AutoModelForCausalLM.from_pretrained(place / "base")
     attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)

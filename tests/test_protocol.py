@@ -153,7 +153,7 @@ def test_what_permanent_noise_adds_is_estimated(mpu, tmp_path, noise):
     options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["sgd"]]
     clean = clean_update(mpu, base, tmp_path, options)
     told: dict = {}
-    publish = [*noise, "--kappa", 0.002, "--shared-noise", 0.01, "--seed", 1]
+    publish = [*noise, "--kappa", 0.002, "--permanent-noise", 0.01, "--seed", 1]
     aggregate, _ = updates(mpu, base, tmp_path / "both", publish, options, told)
     assert told["error_estimate"]["permanent"] == pytest.approx(distance(aggregate, clean), rel=0.4)
     assert told["error_estimate"]["relative"] < 0.1 * told["error_estimate"]["permanent"]
@@ -163,30 +163,30 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path):
     """As good as three of them, because they are one model in three coordinates."""
     base = save(random_model("llama"), tmp_path / "base")
     options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["adamw-blockwise"]]
-    noise = ["--kappa", 0, "--shared-noise", 0.1, "--seed", 1]
+    noise = ["--kappa", 0, "--permanent-noise", 0.1, "--seed", 1]
     several, _ = updates(mpu, base, tmp_path / "3", [*noise, "--copies", 3], options)
     told: dict = {}
     one, _ = updates(mpu, base, tmp_path / "1", [*noise, "--copies", 1], options, told)
     assert distance(one, several) < 1e-5
     assert told["error_estimate"]["permanent"] is None  # nothing shows it
     refused = mpu("publish", base, "--copies", 1, "--force", check=False, cwd=tmp_path)
-    assert "give --shared-noise" in refused.err
+    assert "give --permanent-noise" in refused.err
     refused = mpu("publish", base, "--nodes", 1, "--force", check=False, cwd=tmp_path)
-    assert "give --shared-noise" in refused.err
+    assert "give --permanent-noise" in refused.err
     refused = mpu("publish", base, "--copies", 1, "--kappa", 0.1, "--force", check=False, cwd=tmp_path)
     assert "only several copies cancel" in refused.err
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_shared_noise_costs_first_order(mpu, tmp_path, trained):
+def test_permanent_noise_costs_first_order(mpu, tmp_path, trained):
     """No combination of copies removes it: it stays in the aggregate's error, which grows as κ_s."""
     base = trained.model
     options = [*real_records(trained), "--optim", "sgd", "--lr", "1e-2"]
     clean = clean_update(mpu, base, tmp_path, options)
     scales, together = np.geomspace(0.002, 0.01, 3), []
     for scale in scales:
-        publish = ["--kappa", 0, "--shared-noise", scale, "--seed", 1]
+        publish = ["--kappa", 0, "--permanent-noise", scale, "--seed", 1]
         aggregate, _ = updates(mpu, base, tmp_path / f"{scale:.2e}", publish, options)
         together.append(distance(aggregate, clean))
     assert abs(slope(scales, together) - 1) < 0.2

@@ -95,7 +95,7 @@ def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real,
     records = ("--forget", real.forget, "--retain", real.retain)
     measured = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
     knows = {}
-    for name, noise in (("clean", ("--kappa", 0, "--shared-noise", 0)), ("lossy", ())):
+    for name, noise in (("clean", ("--kappa", 0, "--permanent-noise", 0)), ("lossy", ())):
         place = tmp_path / name
         place.mkdir()
         mpu("publish", real.target, "--pretrained", real.public, "--copies", 1, *noise, "--seed", 1, cwd=place)

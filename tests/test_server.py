@@ -102,9 +102,9 @@ class TestPublish:
                     files = [tmp_path / f"{run}/copy_{k}/{name}" for run in ("a", other)]
                     assert files[0].read_bytes() == files[1].read_bytes()
 
-    def test_shared_noise_is_in_every_copy(self, mpu, tmp_path, base):
+    def test_permanent_noise_is_in_every_copy(self, mpu, tmp_path, base):
         """The weighted sum of the copies is the base plus the shared noise, at its scale; verify accounts for it."""
-        options = ("--kappa", 0.1, "--shared-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
+        options = ("--kappa", 0.1, "--permanent-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
         told = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
         assert "κ_s = 0.2" in told
         keys, before = keys_of(tmp_path), tensors(base)

@@ -19,6 +19,8 @@ from mpu_cli.auditing.align import layer_maps, model_maps, residual_map, undo
 from mpu_cli.auditing.shrinkage import AS_IT_IS, estimates
 from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.noise import EXTRAPOLATE, Scheme
@@ -144,9 +146,12 @@ def audit(
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
-    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes. Raises MpuError
-    if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
+    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes. For layers that
+    the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError if a model's
+    shapes differ from the base's, UsageError if there is not one factor per copy.
     """
+    whole, public, omitted = base, reference, _omitted(copies)
+    base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
@@ -159,7 +164,18 @@ def audit(
     for block in blocks:
         attacker.block(block, layout.blocks[block])
         observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
+    if not fast:
+        attacker.unseen(whole, public, omitted)
     return Audit(attacker.attacks, attacker.task, attacker.weights, attacker.unmoved, reference is not None)
+
+
+def _omitted(copies: Sequence[Model]) -> tuple[int, ...]:
+    """The layers that the copies say they lack. Raises MpuError if they do not agree."""
+    manifests = [read_copy_manifest(copy.folder, copy.checkpoint.metadata) for copy in copies]
+    omitted = {manifest.omitted if manifest else () for manifest in manifests}
+    if len(omitted) > 1:
+        raise MpuError(f"{copies[0].source}: the copies lack different layers", "audit those of one publication")
+    return omitted.pop() if omitted else ()
 
 
 def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
@@ -297,6 +313,23 @@ class _Attacker:
                 estimate = self._mean(lined, nearest(self._gram))
                 self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth, seconds)
         self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth, 0.0)
+
+    def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
+        """Count the layers that the copies lack."""
+        layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+        names = _names(reference, base, layout) if reference else {}
+        for block, tensors in layout.blocks.items():
+            if tensors[0].layer not in omitted:
+                continue
+            truth = {t.name: base.checkpoint.tensor(t.name).float() for t in tensors if not t.constant}
+            public = {n: reference.checkpoint.tensor(names[n]).float() for n in truth} if reference else {}
+            name = f"{block} (left out)"  # the copies' own blocks are numbered without it
+            self.weights[name] = _square(truth)
+            self.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[name]
+            self.unmoved[name] = 0.0
+            for attack, recovered in self.attacks.items():
+                for errors in (*recovered.function.values(), *recovered.task.values()):
+                    errors[name] = (self.task if ATTACKS[attack].reference else self.weights)[name]
 
     def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
         rates = weights.tolist()

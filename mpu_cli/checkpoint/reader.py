@@ -27,16 +27,19 @@ MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of hea
 class Checkpoint:
     """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand.
 
-    ``links``: whether its files may be links, which only those of the user's own may be.
+    ``links``: whether its files may be links, which only those of the user's own may be. ``whole``: the checkpoint
+    that it is a part of, whose files are open already.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], *, links: bool = True
-    ):
+        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], *, links: bool = True,
+        whole: Checkpoint | None = None,
+    ):  # fmt: skip
         self.path = path
         self.tensors = dict(tensors)
         self.metadata = dict(metadata)
         self._links = links
+        self._whole = whole
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +76,15 @@ class Checkpoint:
         info = self.tensors[name]
         drop_pages(self._maps[info.file], info.start, info.nbytes)
 
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Only the tensors that are keys of ``names``, called as it says, in the same files."""
+        tensors = {names[name]: info for name, info in self.tensors.items() if name in names}
+        return Checkpoint(self.path, tensors, self.metadata, links=self._links, whole=self)
+
     @cached_property
     def _maps(self) -> dict[Path, mmap.mmap]:
+        if self._whole:
+            return self._whole._maps
         import warnings
 
         # torch warns that a read-only buffer must not be written to; that is the contract of tensor().

@@ -59,5 +59,7 @@ def _parameter(of: Declaration) -> inspect.Parameter:
     else:
         only_on = [of.flag] if of.kind is bool and not of.default else []  # no --no-… for what is off anyway
         names = only_on or ([] if of.flag == "--" + of.name.replace("_", "-") else [of.flag])
+        if of.former:
+            names = [of.flag, "--" + of.former.replace("_", "-")]
         info = typer.Option(*names, help=of.help, metavar=of.metavar, rich_help_panel=of.panel)
     return inspect.Parameter(of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])

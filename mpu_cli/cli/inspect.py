@@ -223,11 +223,9 @@ def _folder(path: Path) -> dict[str, object] | None:
 
 
 def _belonging(origin: CopyManifest) -> dict[str, object]:
-    from dataclasses import asdict
-
-    facts = asdict(origin)
-    return {"run": facts["run"], "round": facts["round"], "copy": f"{facts['copy']} of {facts['copies']}",
-            "symmetries": facts["symmetries"] or "not stated"}  # fmt: skip
+    lacks = {"layers left out": ", ".join(map(str, origin.omitted))} if origin.omitted else {}
+    return {"run": origin.run, "round": origin.round, "copy": f"{origin.copy} of {origin.copies}",
+            "symmetries": origin.symmetries or "not stated", **lacks}  # fmt: skip
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, object]:

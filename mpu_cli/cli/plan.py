@@ -12,7 +12,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, in_bytes, note
 from mpu_cli.errors import UsageError
-from mpu_cli.options.publishing import Copies, SharedNoise
+from mpu_cli.options.publishing import Copies, PermanentNoise
 from mpu_cli.options.unlearning import Optimizer, Training
 
 
@@ -20,7 +20,7 @@ from mpu_cli.options.unlearning import Optimizer, Training
 def plan(
     model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
     copies: Copies,
-    shared: SharedNoise,
+    shared: PermanentNoise,
     optim: Annotated[
         Optimizer, typer.Option(help="The client's optimiser, to estimate its memory.")
     ] = Training().optim,
@@ -81,12 +81,12 @@ def plan(
         f"copies are multiplied by up to {float(weights.abs().sum()):.3g} (their variance, if random, by "
         f"{scheme.variance_factor:.3g})"
     )
-    if shared.shared_noise:
+    if shared.permanent_noise:
         lines.append(
             "shared noise\tnothing cancels it: every weight that the client trains on is off by "
-            f"{shared.shared_noise:g} times the RMS of its block's task vector, and the aggregated update is off "
+            f"{shared.permanent_noise:g} times the RMS of its block's task vector, and the aggregated update is off "
             f"in proportion to that (first order; noise of --kappa: order {scheme.order}). "
-            "Rehearse with `mpu run --shared-noise`"
+            "Rehearse with `mpu run --permanent-noise`"
         )
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {

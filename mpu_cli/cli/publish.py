@@ -95,7 +95,7 @@ def publish(
 
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    scales = [name for name in ("kappa", "shared_noise") if _given(context, name)]
+    scales = [name for name in ("kappa", "permanent_noise") if _given(context, name)]
     publishing = publishing.scaled(scales, with_reference=reference is not None)
 
     from mpu_cli.architectures.layout import layout_of
@@ -161,6 +161,8 @@ def publish(
     secret = (
         "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     )
+    if publication.omitted:
+        note(f"left out: layers {few(map(str, publication.omitted))}; above, layers are numbered as in the copies")
     note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
     layout = layout_of(model.checkpoint.tensors, model.config, base)
     if bare := published_as_they_are(layout, model.checkpoint.tensors):
@@ -205,10 +207,12 @@ def _preview(
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.models.files import model_specs
+    from mpu_cli.models.shallow import shallow
     from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.profile import BUFFERS
     from mpu_cli.server.publish import check_publishable
 
+    base, reference = (model and shallow(model, publication.omitted) for model in (base, reference))
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
     manifests = [manifest for manifest in manifests if only is None or manifest.copy in only]
@@ -245,11 +249,11 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
     if publication.max_noise is not None and hidden.one_copy < HARDLY:
         warn(
             "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
-            "--shared-noise, without --max-noise, tries it all the same"
+            "--permanent-noise, without --max-noise, tries it all the same"
         )
     elif several and not publication.shared_kappa and hidden.all_copies < HARDLY and publication.kappa > 0:
         warn(
-            "a client that gets all copies takes the noise off; if one does, use noise that stays, --shared-noise "
+            "a client that gets all copies takes the noise off; if one does, use noise that stays, --permanent-noise "
             "(--copies 1 is then enough)"
         )
 
@@ -280,7 +284,7 @@ def report(published: Published, max_noise: float | None = None) -> None:
         columns = ["block", "copy", "σ", "survived", "unchanged"] if narrow else ["block", "weights", "RMS(v)"]
         for k in range(1, 1 if narrow else len(published.copies) + 1):
             columns += [f"σ of {k}", "survived", "unchanged"]
-        scale = f"κ = {kappa:g}" + (f" and κ_s = {shared:g}, shared" if shared else "")
+        scale = f"κ = {kappa:g}" + (f" and permanent noise of {shared:g}" if shared else "")
         scale += f", at most {max_noise:.1%} of the weights" if max_noise is not None else ""
         if calibration:
             scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"

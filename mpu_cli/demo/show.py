@@ -31,7 +31,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment, Mode
-from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_SHARED, Disguise
+from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT, Disguise
 from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
 from mpu_cli.records.reading import Record, read_records
 from mpu_cli.server.noise import scheme_of
@@ -81,7 +81,7 @@ REAL = Story(
     unlearning=Unlearning(
         algo="npo", epochs=8, training=Training(lr=3e-5, batch_size=10),
     ),
-    disguise=Disguise(copies=2, kappa=HIDING_KAPPA, shared_noise=HIDING_SHARED),
+    disguise=Disguise(copies=2, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT),
     metrics=KNOWLEDGE,
     retain_model=False,
 )  # fmt: skip

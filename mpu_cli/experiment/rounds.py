@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from pyrage.x25519 import Identity
 
+from mpu_cli.architectures.depth import parse_layers
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -62,12 +63,13 @@ from mpu_cli.version import __version__
 
 @dataclass(frozen=True)
 class Handout:
-    """What the server publishes with in a mode: noise, κ, κ_s, symmetries."""
+    """What the server publishes with in a mode: noise, κ, κ_s, symmetries, layers left out."""
 
     noise: Scheme
     kappa: float
     shared_kappa: float
     symmetries: str
+    omitted: tuple[int, ...] = ()
 
 
 def handout(experiment: Experiment) -> Handout:
@@ -80,7 +82,8 @@ def handout(experiment: Experiment) -> Handout:
     if experiment.mode == "noised":
         mean = math.fsum(noise.scales) / noise.copies
         return Handout(Scheme(ZERO_SUM, (mean,)), disguise.kappa, 0.0, "none")
-    return Handout(noise, disguise.kappa, disguise.shared_noise, disguise.symmetries)
+    omitted = parse_layers(disguise.omit_layers) if disguise.omit_layers else ()
+    return Handout(noise, disguise.kappa, disguise.permanent_noise, disguise.symmetries, omitted)
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -273,6 +276,7 @@ class _Round:
             kappa=self.handout.kappa,
             shared_kappa=self.handout.shared_kappa,
             symmetries=self.handout.symmetries,
+            omitted=self.handout.omitted,
         )
 
     def _keys(self) -> Keys:

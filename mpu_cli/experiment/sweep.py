@@ -52,11 +52,21 @@ from mpu_cli.toml import read_toml
 # of [eval]; those of the run by default
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
-_OF_COPIES = ("kappa", "shared_noise", "copies", "noise", "alphas", "nodes", "symmetries", "secret_seed")
+_OF_COPIES = (
+    "kappa",
+    "permanent_noise",
+    "omit_layers",
+    "copies",
+    "noise",
+    "alphas",
+    "nodes",
+    "symmetries",
+    "secret_seed",
+)
 IGNORED = {
     "clean": _OF_COPIES,
     "clean-rounds": _OF_COPIES,
-    "noised": ("shared_noise", "symmetries"),
+    "noised": ("permanent_noise", "omit_layers", "symmetries"),
 }
 FORGET_QUALITY = "forget_quality"
 LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it

@@ -58,7 +58,8 @@ class Declaration:
     """One option, as its group declares it.
 
     ``name``: in Python and in recipes; ``flag``: on the command line; ``kind``: str, int, float, bool, Path, or tuple
-    for names (comma-separated on the command line, a list in a recipe); ``optional``: whether None, for "not set", is a
+    for names (comma-separated on the command line, a list in a recipe); ``former``: the name that it had before, which is
+    accepted too; ``optional``: whether None, for "not set", is a
     value; ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by
     more than its last bits.
     """
@@ -75,6 +76,7 @@ class Declaration:
     range: Range | None
     argument: bool
     affects_result: bool
+    former: str | None = None
 
     @property
     def required(self) -> bool:
@@ -116,6 +118,7 @@ def option(
     below: float | None = None,
     argument: bool = False,
     affects_result: bool = True,
+    former: str | None = None,
 ) -> Any:
     """A field of a group. ``default`` ``...`` makes it required."""
     bounded = (least, above, below) != (None, None, None)
@@ -125,6 +128,7 @@ def option(
         "range": Range(least, above, below) if bounded else None,
         "argument": argument,
         "affects_result": affects_result,
+        "former": former,
     }
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
@@ -153,12 +157,19 @@ def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") ->
     a choice or out of range, and for a required option that is missing.
     """
     known = declared(cast(AnyClass, of))
+    values = by_present_names(of, values)
     for name in values:
         if name not in known:
             raise UsageError(f"{where}{name}: unknown option", f"choose from {', '.join(known)}")
     group = _build(of, values, where)
     check_ranges(group, where)
     return group
+
+
+def by_present_names(of: type[Group], values: Mapping[str, object]) -> dict[str, object]:
+    """``values`` with options that had another name before by the one that they have now."""
+    names = {each.former: name for name, each in declared(cast(AnyClass, of)).items() if each.former}
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _build(of: type[Group], values: Mapping[str, object], where: str) -> Group:
@@ -226,4 +237,5 @@ def _declaration(of: type, own: Field, hint: Any) -> Declaration:
         range=meta["range"],
         argument=meta["argument"],
         affects_result=meta["affects_result"],
+        former=meta["former"],
     )

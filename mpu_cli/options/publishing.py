@@ -16,7 +16,7 @@ RANDOM = "random"  # of --alphas
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
-HIDING_KAPPA, HIDING_SHARED = 1.0, 3.0
+HIDING_KAPPA, HIDING_PERMANENT = 1.0, 3.0
 MOST_OF_WEIGHTS = 0.03  # of the RMS of a block's weights: larger noise begins to cost what the model knows
 
 
@@ -29,7 +29,7 @@ class Copies:
     copies: int | None = option(
         None,
         "Number of copies, m (default: 3, or as many as --nodes or --alphas name). With 1, nothing cancels: "
-        "--shared-noise alone.",
+        "--permanent-noise alone.",
         metavar="M",
     )
     noise: NoiseKind | None = option(
@@ -59,22 +59,23 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedNoise:
+class PermanentNoise:
     """Noise that is the same in every copy."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
 
-    shared_noise: float = option(
+    permanent_noise: float = option(
         0.0,
-        "κ_s, scale of noise that is the same in every copy: no combination of copies removes it, and the update "
-        "is affected to first order.",
-        metavar="KAPPA",
+        "Scale of noise that is the same in every copy, in task vectors: no combination of copies removes it, and the "
+        "update is affected to first order.",
+        metavar="ETA",
         least=0,
+        former="shared_noise",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disguise(SharedNoise, Copies):
+class Disguise(PermanentNoise, Copies):
     """What every copy of a publication is hidden in."""
 
     def check_cancels(self) -> None:
@@ -82,14 +83,20 @@ class Disguise(SharedNoise, Copies):
         if self.count == 1 and self.kappa > 0:
             raise UsageError(
                 "--copies 1: noise that only several copies cancel would stay in the update",
-                "use --kappa 0 with --shared-noise, or more copies",
+                "use --kappa 0 with --permanent-noise, or more copies",
             )
 
     kappa: float = option(
         KAPPA,
         "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --pretrained`, with "
-        "neither this nor --shared-noise, chooses both so that they hide the task vector.",
+        "neither this nor --permanent-noise, chooses both so that they hide the task vector.",
         least=0,
+    )
+    omit_layers: str | None = option(
+        None,
+        "Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the "
+        "update leaves these layers as they are.",
+        metavar="LAYERS",
     )
     symmetries: Symmetries = option(
         "signed",
@@ -161,27 +168,27 @@ class Publishing:
         single copy would have none.
         """
         self.check_scale(given)
-        if self.calibration.epsilon is not None or {"kappa", "shared_noise"} & set(given):
+        if self.calibration.epsilon is not None or {"kappa", "permanent_noise"} & set(given):
             if self.calibration.epsilon is not None and self.max_noise is not None:
                 raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
             alone = self.disguise.count == 1 and "kappa" not in given
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
         if with_reference:
             kappa = 0.0 if self.disguise.count == 1 else HIDING_KAPPA
-            hiding = replace(self.disguise, kappa=kappa, shared_noise=HIDING_SHARED)
+            hiding = replace(self.disguise, kappa=kappa, permanent_noise=HIDING_PERMANENT)
             return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
         if self.disguise.count == 1:
             raise UsageError(
                 "--copies 1: its noise has to be permanent, because nothing cancels it",
-                "give --shared-noise, or --pretrained to have it chosen",
+                "give --permanent-noise, or --pretrained to have it chosen",
             )
         return self
 
     def check_scale(self, given: Collection[str]) -> None:
         """Raise UsageError if noise is scaled in two ways; ``given`` are the options that were set, by name."""
-        if self.calibration.epsilon is not None and {"kappa", "shared_noise"} & set(given):
+        if self.calibration.epsilon is not None and {"kappa", "permanent_noise"} & set(given):
             raise UsageError(
-                "--epsilon sets the same noise in every block; --kappa and --shared-noise would scale it to the "
+                "--epsilon sets the same noise in every block; --kappa and --permanent-noise would scale it to the "
                 "weights and leak them",
-                "leave out --kappa and --shared-noise",
+                "leave out --kappa and --permanent-noise",
             )

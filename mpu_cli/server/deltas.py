@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mpu_cli.architectures.depth import Shallow, without_layers
 from mpu_cli.architectures.layout import EMBEDDING, Layout, layout_of
 from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.checkpoint.fingerprint import fingerprint, hash_of
@@ -85,6 +86,16 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
     return [deltas[copy] for copy in sorted(deltas)]
 
 
+def check_delta(delta: Delta, base: Model, layout: Layout, copies: Shallow) -> None:
+    """Raise MpuError unless the delta has the tensors of the base, with ``layout``, that its ``copies`` have."""
+    if delta.manifest.inverted:
+        layout = replace(layout, tensors={name: layout.tensors[name] for name in copies.names})
+    else:
+        layout = copies.layout
+    own = {name: name if delta.manifest.inverted else copied for name, copied in copies.names.items()}
+    check_tensors(delta, layout, {own[name]: base.checkpoint.tensors[name].shape for name in own})
+
+
 def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise MpuError unless the delta has the tensors that its kind requires for a base of these shapes."""
     held = delta.checkpoint.tensors
@@ -106,10 +117,16 @@ def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, 
             )
 
 
-def check_same_tensors(deltas: Sequence[Delta]) -> None:
+def check_same_tensors(deltas: Sequence[Delta], copies: Shallow) -> None:
     """Raise MpuError if a round's deltas change different tensors: noise cancels only where all of them do."""
+    whole = {copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT, RIGHT)}
+
+    def in_base(delta: Delta) -> set[str]:
+        held = set(delta.checkpoint.tensors)
+        return held if delta.manifest.inverted else {whole.get(name, name) for name in held}
+
     for first, delta in itertools.product(deltas[:1], deltas[1:]):
-        if odd := set(first.checkpoint.tensors) ^ set(delta.checkpoint.tensors):
+        if odd := in_base(first) ^ in_base(delta):
             raise MpuError(
                 f"{delta.path}: tensors differ from {first.path} ({listed(odd)})",
                 "train all copies of a round with the same options",
@@ -203,15 +220,15 @@ def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggreg
     """The base's layout, after checking that the deltas fit it and each other."""
     check_ranges(options)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    shapes = {name: info.shape for name, info in base.checkpoint.tensors.items()}
+    copies = without_layers(layout, keys.omitted_layers)
     try:
         for delta in deltas:
-            check_tensors(delta, layout, shapes)
+            check_delta(delta, base, layout, copies)
     except MpuError:
         with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
             check_base(base, keys, pool)
         raise
-    check_same_tensors(deltas)
+    check_same_tensors(deltas, copies)
     return layout
 
 

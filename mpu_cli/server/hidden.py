@@ -10,14 +10,16 @@ with c the product of the cosines between its true and its observed singular vec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from mpu_cli.architectures.depth import without_layers
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model
 from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publication import Publication
@@ -41,7 +43,11 @@ class Hidden:
 
 def hidden(base: Model, public: Model, publication: Publication, published: Published) -> Hidden | None:
     """The estimate for all copies of a publication, from the singular values of ``base − public`` in some blocks; None
-    if the two do not differ. Reads those blocks."""
+    if the two do not differ. Of layers that the copies lack an attack knows nothing. Reads those blocks and layers."""
+    whole = layout_of(base.checkpoint.tensors, base.config, base.source)
+    gone = set(whole.tensors) - set(without_layers(whole, publication.omitted).names)
+    unseen = _squares(base, matching(base, whole, public) or {}, gone)
+    base, public = shallow(base, publication.omitted), shallow(public, publication.omitted)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     theirs = matching(base, layout, public) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
@@ -60,12 +66,22 @@ def hidden(base: Model, public: Model, publication: Publication, published: Publ
         torch.manual_seed(0)  # the same estimate every time
         known = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
     of_layers = torch.stack([known[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(2, 2)
-    left, together = torch.zeros(2, 2, dtype=torch.float64), 0.0
+    left, together = torch.full((2, 2), unseen, dtype=torch.float64), unseen
     for name, report in blocks.items():
         squares = report.rms**2 * report.weights
         left += squares * known.get(name, of_layers)
         together += squares
     return Hidden(*(left.amin(1) / together).sqrt().tolist()) if together else None
+
+
+def _squares(base: Model, public: Mapping[str, torch.Tensor], names: Iterable[str]) -> float:
+    """Σ v² over these tensors."""
+    total = 0.0
+    for name in names:
+        for ours, theirs in zip(base.checkpoint.tensor(name), public[name], strict=True):  # a row each
+            total += float((ours.double() - theirs.double()).square().sum())
+        base.checkpoint.forget_pages(name)
+    return total
 
 
 def left_of(shared: float, size: float, stored: torch.dtype, noise: Scheme) -> float:

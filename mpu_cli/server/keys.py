@@ -17,7 +17,8 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
 from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
 
-FORMAT, VERSION = "mpu-keys", 3
+FORMAT, VERSION = "mpu-keys", 4
+COMPLETE = 3  # the version for copies that have all layers
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -62,6 +63,7 @@ class Keys:
     shared_kappa: float = 0.0
     shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise all copies share
     calibration: Calibration | None = None  # if set, κ is 0 and σ is the same in every block
+    omitted_layers: tuple[int, ...] = ()  # of the base, which no copy has
 
     @property
     def permanent(self) -> float:
@@ -78,7 +80,12 @@ class Keys:
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
     """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
-    document = json.dumps({"format": FORMAT, "version": VERSION, **asdict(keys)}).encode()
+    # Nobody who could not undo it opens a publication that lacks layers: the version is higher.
+    facts = asdict(keys)
+    version = VERSION if facts["omitted_layers"] else COMPLETE
+    if version == COMPLETE:
+        del facts["omitted_layers"]
+    document = json.dumps({"format": FORMAT, "version": version, **facts}).encode()
     if passphrase is not None:
         return pyrage.passphrase.encrypt(document, passphrase)
     return pyrage.encrypt(document, list(recipients))
@@ -164,7 +171,7 @@ def _parse(document: bytes, path: Path) -> Keys:
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
     version = table.pop("version", None)
-    if version not in (1, 2, VERSION):
+    if version not in range(1, VERSION + 1):
         raise MpuError(
             f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})", "update mpu"
         )
@@ -181,7 +188,7 @@ def _parse(document: bytes, path: Path) -> Keys:
     if not sound:
         raise MpuError(f"{path}: key data is incomplete or invalid")
     noise = Scheme(keys.noise.kind, tuple(keys.noise.factors))
-    return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids))
+    return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids), omitted_layers=tuple(keys.omitted_layers))
 
 
 def _sound(keys: Keys) -> bool:
@@ -193,6 +200,8 @@ def _sound(keys: Keys) -> bool:
     if not isinstance(keys.shared_sigma, dict):
         return False
     if not isinstance(keys.noise.factors, list) or not isinstance(keys.copy_ids, list):
+        return False
+    if not all(type(layer) is int and layer >= 0 for layer in keys.omitted_layers):
         return False
     factors = keys.noise.factors
     if keys.symmetries not in SETS:

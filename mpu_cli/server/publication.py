@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+from mpu_cli.architectures.depth import parse_layers
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
@@ -28,8 +29,9 @@ class Publication:
 
     ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
     the same in every block, in their place (they are 0 then). ``max_noise`` lowers both, alike, where a copy's noise
-    would be more than this share of the RMS of a block's weights. ``dtype`` is safetensors' name of the dtype to store
-    in, None for each tensor's own. ``run`` defaults to a name drawn from the seed. The same publication of the same
+    would be more than this share of the RMS of a block's weights. ``omitted``: the base's layers, counted from 0, that
+    no copy has. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults
+    to a name drawn from the seed. The same publication of the same
     base has the same bytes. Raises UsageError for numbers out of range.
     """
 
@@ -44,9 +46,10 @@ class Publication:
     run: str = ""
     round: int = 1
     max_noise: float | None = None
+    omitted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_ranges(Disguise(kappa=self.kappa, shared_noise=self.shared_kappa))
+        check_ranges(Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa))
         if self.round < 1:
             raise UsageError(f"--round {self.round}: must be at least 1")
         if not self.run:
@@ -73,7 +76,7 @@ class Publication:
         """This publication with the secrets, names and noise of ``keys``, to make further copies of theirs."""
         return replace(
             self, seed=bytes.fromhex(keys.seed), seed_is_secret=keys.seed_is_secret, noise=keys.noise, run=keys.run,
-            round=keys.round,
+            round=keys.round, omitted=keys.omitted_layers,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -89,6 +92,7 @@ class Publication:
         facts += [self.shared_kappa] if self.shared_kappa else []
         facts += [asdict(self.calibration)] if self.calibration else []
         facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
+        facts += [{"omitted_layers": self.omitted}] if self.omitted else []
         facts += [self.noise.kind] if self.noise.kind == EXTRAPOLATE else []
         identity = json.dumps(facts)
         copies = self.noise.copies
@@ -100,6 +104,7 @@ class Publication:
                 copies,
                 self.randomness.key("copy id", identity, k).hex()[:32],
                 self.symmetries,
+                self.omitted,
             )
             for k in range(1, copies + 1)
         ]
@@ -132,13 +137,14 @@ def publication_of(
         seed_is_secret=seed is None,
         noise=noise,
         kappa=0.0 if calibration else disguise.kappa,
-        shared_kappa=0.0 if calibration else disguise.shared_noise,
+        shared_kappa=0.0 if calibration else disguise.permanent_noise,
         calibration=calibration,
         symmetries=disguise.symmetries,
         dtype=OPTION[options.stored.dtype] if options.stored.dtype else None,
         run=run,
         round=round_,
         max_noise=options.max_noise,
+        omitted=parse_layers(disguise.omit_layers) if disguise.omit_layers else (),
     )
 
 

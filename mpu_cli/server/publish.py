@@ -24,6 +24,7 @@ from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
 from mpu_cli.models.files import model_specs, write_json, write_small_files
+from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
@@ -108,6 +109,8 @@ def publish(
     Raises MpuError if the base or the reference does not fit, holds NaN, an output exists, or ``known`` belong to
     another publication.
     """
+    whole, base = base, shallow(base, publication.omitted)
+    reference = shallow(reference, publication.omitted) if reference else None
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
     if known and known.copy_ids != tuple(m.copy_id for m in manifests):
@@ -154,7 +157,7 @@ def publish(
                 hashed=hash_of(known.base.fingerprint) if known else NEWEST,
             )
             reports = writing.all_blocks(layout.blocks)
-            fingerprint = writing.fingerprint()
+            fingerprint = writing.fingerprint(whole)
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(base, folder, specs)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
@@ -176,6 +179,7 @@ def publish(
             shared_kappa=publication.shared_kappa,
             shared_sigma=writing.shared_sigma,
             calibration=publication.calibration,
+            omitted_layers=publication.omitted,
         )
         if keys_output:
             write_private(keys_output, target.seal(keys))
@@ -285,11 +289,15 @@ class _Writing:
             self.size[block],
         )
 
-    def fingerprint(self) -> str:
-        """The base's fingerprint, from the digests of the blocks and of the alias, which belongs to no block."""
-        if alias := self.layout.alias:
-            self._digests[alias] = list(piece_digests(self.base, alias, self.pool, self.hashed))
-        return combine(self.base.tensors, self._digests, self.hashed)
+    def fingerprint(self, whole: Model) -> str:
+        """The fingerprint of the ``whole`` base, from the digests of the blocks and of what belongs to none: the alias
+        and layers that are left out, which are read for it."""
+        ours = {info: name for name, info in self.base.tensors.items()}
+        digests = {}
+        for name, info in whole.checkpoint.tensors.items():
+            known = self._digests.get(ours.get(info, ""))
+            digests[name] = known or list(piece_digests(whole.checkpoint, name, self.pool, self.hashed))
+        return combine(whole.checkpoint.tensors, digests, self.hashed)
 
     def _read(self, tensor: TensorLayout) -> list[Future]:
         """Start summing v² over one tensor; its pieces are digested on the way, while they are in the cache."""

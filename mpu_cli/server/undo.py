@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mpu_cli.architectures.depth import without_layers
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
 from mpu_cli.checkpoint.pool import worker_pool
@@ -19,7 +20,7 @@ from mpu_cli.manifest import LEFT, RIGHT, as_metadata, delta_facts
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.randomness import Randomness
-from mpu_cli.server.deltas import Delta, check_finite, check_tensors
+from mpu_cli.server.deltas import Delta, check_delta, check_finite
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.publication import make_transform
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
@@ -71,25 +72,36 @@ Change = Full | LowRank
 
 
 class Undoing:
-    """Applies T_k⁻¹ to deltas, slice by slice; deltas that are already inverted are used as they are."""
+    """Applies T_k⁻¹ to deltas, slice by slice; deltas that are already inverted are used as they are.
+
+    ``layout`` is the base's; layers that the copies lack do not change.
+    """
 
     def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
         randomness = Randomness(bytes.fromhex(keys.seed))
         self.deltas = deltas
+        self._copies = without_layers(layout, keys.omitted_layers)
+        there = self._copies.layout
         self._transforms = [
-            None if d.manifest.inverted else make_transform(randomness, keys.round, d.copy, layout, keys.symmetries)
+            None if d.manifest.inverted else make_transform(randomness, keys.round, d.copy, there, keys.symmetries)
             for d in deltas
         ]
 
+    def _there(self, tensor: TensorLayout) -> TensorLayout:
+        """What the copies have of the base's ``tensor``, which must be one that they have."""
+        return self._copies.layout.tensors[self._copies.names[tensor.name]]
+
     def maps(self, tensor: TensorLayout) -> list[TensorMap]:
-        return [TensorMap(None, None) if t is None else t.of(tensor) for t in self._transforms]
+        return [TensorMap(None, None) if t is None else t.of(self._there(tensor)) for t in self._transforms]
 
     def names(self, tensor: TensorLayout) -> list[str]:
         """What each delta calls ``tensor``: in a copy, experts change places."""
-        return [tensor.name if t is None else t.name(tensor) for t in self._transforms]
+        return [tensor.name if t is None else t.name(self._there(tensor)) for t in self._transforms]
 
     def changes(self, tensor: TensorLayout) -> list[Change | None]:
-        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained)."""
+        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained, or left out)."""
+        if tensor.name not in self._copies.names:
+            return [None] * len(self.deltas)
         changes: list[Change | None] = []
         for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
             held = delta.checkpoint
@@ -113,13 +125,23 @@ def invert(
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    check_tensors(delta, layout, {name: info.shape for name, info in base.checkpoint.tensors.items()})
+    copies = without_layers(layout, keys.omitted_layers)
+    check_delta(delta, base, layout, copies)
     undoing = Undoing([delta], keys, layout)
-    specs: TensorSpecs = {name: (info.dtype, info.shape) for name, info in delta.checkpoint.tensors.items()}
+    held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}
+    held_tensors = delta.checkpoint.tensors
+    specs: TensorSpecs = {
+        name + end: (held_tensors[held + end].dtype, held_tensors[held + end].shape)
+        for name, held in held_of.items()
+        for end in ("", LEFT, RIGHT)
+        if held + end in held_tensors
+    }
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
+            if tensor.name not in copies.names:
+                continue
             [mapping], [held] = undoing.maps(tensor), undoing.names(tensor)
             ends = [end for end in ("", LEFT, RIGHT) if held + end in delta.checkpoint.tensors]
             rank = delta.checkpoint.tensors[held + LEFT].shape[-1] if len(ends) > 1 else 0

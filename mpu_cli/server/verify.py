@@ -14,6 +14,7 @@ from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.memory import in_memory
+from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.randomness import Randomness
@@ -77,6 +78,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
+    base = shallow(base, keys.omitted_layers)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
         t.name for t in layout_of(copy.checkpoint.tensors, copy.config, copy.source).parameters
