@@ -525,13 +525,16 @@ class TestOptionsFromAFile:
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
         (place / "mpu.toml").write_text(
-            '[publish]\nkappa = 0.5\nseed = 3\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
-        monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.125")
+        monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
         told = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=place)
-        assert "κ = 0.75 and κ_s = 0.125" in told.err
+        assert "κ = 0.75 and permanent noise of 0.125" in told.err
         assert told.json["noise"]["factors"] == [1, -1, 2]
+        monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
+        former = mpu("publish", "--config", "mpu.toml", "--force", cwd=place).err  # the name that it had before
+        assert "permanent noise of 0.25" in former
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=place).err
 
     @pytest.mark.parametrize(

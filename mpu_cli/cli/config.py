@@ -49,7 +49,7 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
         if name not in commands or not isinstance(table, dict):
             commanded = ", ".join(f"[{command}]" for command in commands)
             raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {commanded}")
-        known = {_option_name(parameter): parameter for parameter in commands[name].params}
+        known = {spelling: parameter for parameter in commands[name].params for spelling in _spellings(parameter)}
         defaults[name] = {}
         for option, value in table.items():
             parameter = known.get(option.replace("-", "_"))
@@ -81,6 +81,11 @@ def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -
         if name.startswith("MPU_") and name not in known and not name.startswith(OF_TESTS):
             near = difflib.get_close_matches(name, known, 1)
             yield f"{name}: no option has this variable" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _spellings(parameter: Any) -> list[str]:
+    """An option's name, and the one that it had before if it is accepted too."""
+    return [_option_name(parameter), *(flag[2:].replace("-", "_") for flag in parameter.opts if flag.startswith("--"))]
 
 
 def _option_name(parameter: Any) -> str:

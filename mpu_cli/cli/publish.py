@@ -162,7 +162,8 @@ def publish(
         "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     )
     if publication.omitted:
-        note(f"left out: layers {few(map(str, publication.omitted))}; above, layers are numbered as in the copies")
+        lacking = few([str(layer) for layer in publication.omitted])
+        note(f"left out: layers {lacking}; above, the others are numbered as in the copies")
     note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
     layout = layout_of(model.checkpoint.tensors, model.config, base)
     if bare := published_as_they_are(layout, model.checkpoint.tensors):
@@ -212,7 +213,8 @@ def _preview(
     from mpu_cli.server.profile import BUFFERS
     from mpu_cli.server.publish import check_publishable
 
-    base, reference = (model and shallow(model, publication.omitted) for model in (base, reference))
+    base = shallow(base, publication.omitted)
+    reference = shallow(reference, publication.omitted) if reference else None
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
     manifests = [manifest for manifest in manifests if only is None or manifest.copy in only]

@@ -12,14 +12,16 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import Model
 
 # How the entries of configs end that are lists of one value for each layer.
-PER_LAYER = ("layer_types", "rope_layers", "attention_layers", "block_type")
+PER_LAYER = ("layer_types", "rope_layers")
+UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
+DTYPES = ("dtype", "torch_dtype")
 
 
 def shallow(model: Model, omitted: Sequence[int]) -> Model:
     """``model`` without the layers ``omitted``, counted from 0, and the others renumbered.
 
-    Raises MpuError if its config decides by a layer's number what the layer computes in a way that cannot be carried
-    over, UsageError if there is no such layer.
+    Raises MpuError if what its layers compute depends on their number in a way that the config cannot say, UsageError
+    if there is no such layer.
     """
     if not omitted:
         return model
@@ -27,50 +29,49 @@ def shallow(model: Model, omitted: Sequence[int]) -> Model:
     cut = without_layers(layout, omitted)
     alias = {layout.alias: layout.alias} if layout.alias else {}
     checkpoint = model.checkpoint.renamed({**cut.names, **alias})
-    config = _config(model, layout, omitted)
-    reason = (
-        f"{model.source}: --omit-layers does not work with this model: what its layers compute depends on their number"
-    )
     try:
+        config = _config(model, layout, omitted)
         own = layout_of(checkpoint.tensors, config, model.source)
     except MpuError as error:
-        raise MpuError(reason) from error
+        raise MpuError(f"{model.source}: {UNLIKE}") from error
     if own.structures != cut.layout.structures or list(own.tensors) != list(cut.layout.tensors):
-        raise MpuError(reason)
+        raise MpuError(f"{model.source}: {UNLIKE}")
     return replace(model, checkpoint=checkpoint, config=config)
 
 
 def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, object]:
     """The config with fewer layers, and the lists in it that have an entry for each layer with as many fewer."""
     count = len(layout.structures)
+    own: Any = dict(model.config)
     inner = layout.family.text_config
-    nested = bool(inner) and isinstance(model.config.get(inner), dict)
+    if inner is None or not isinstance(own.get(inner), dict):
+        inner = None
+    section = dict(own[inner]) if inner else own
     source = layout.family.sizes["layers"]
-    keys = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, (list, tuple)) else ()
-
-    def cut(values: Sequence[Any]) -> list[Any]:
-        return [value for layer, value in enumerate(values) if layer not in omitted]
-
-    def lists(config: Mapping[str, object]) -> dict[str, list[Any]]:
-        held = _filled(config)
-        held = getattr(held, inner) if nested and inner else held
-        return {name: list(value) for name, value in vars(held).items() if name.endswith(PER_LAYER) and value}
-
-    section: dict[str, object] = dict(model.config[inner] if nested else model.config)  # type: ignore[call-overload]
-    named = [key for key in keys if section.get(key) == count]
-    if not named:
+    names = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, list | tuple) else ()
+    counts = {name: count - len(omitted) for name in names if section.get(name) == count}
+    if not counts:
         raise UsageError("--omit-layers: the model's config.json does not say how many layers it has")
-    per_layer = {name: cut(values) for name, values in lists(model.config).items()}
-    section |= {key: count - len(omitted) for key in named} | per_layer
-    config = {**model.config, inner: section} if nested else section
-    if lists(config) != per_layer:
-        raise MpuError(f"{model.source}: --omit-layers does not work with a model whose layers differ by their number")
+    lists = {
+        name: [value for layer, value in enumerate(values) if layer not in omitted]
+        for name, values in _of_layers(own, inner).items()
+    }
+    section |= counts | lists
+    config = {**own, inner: section} if inner else section
+    if _of_layers(config, inner) != lists:
+        raise MpuError(f"{model.source}: {UNLIKE}")
     return config
 
 
-def _filled(config: Mapping[str, object]) -> Any:
-    """What transformers makes of a config."""
+def _of_layers(config: Mapping[str, Any], inner: str | None) -> dict[str, list[Any]]:
+    """The entries with one value for each layer, as transformers fills them in."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    own = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
-    return AutoConfig.for_model(**own)
+    try:
+        filled = AutoConfig.for_model(**{name: value for name, value in config.items() if name not in DTYPES})
+        filled.validate()
+    except (StrictDataclassError, ValueError) as error:
+        raise MpuError(f"transformers does not take the config ({str(error).splitlines()[0]})") from error
+    held = vars(getattr(filled, inner) if inner else filled)
+    return {name: list(value) for name, value in held.items() if name.endswith(PER_LAYER) and value}

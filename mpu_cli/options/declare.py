@@ -57,11 +57,10 @@ class Range:
 class Declaration:
     """One option, as its group declares it.
 
-    ``name``: in Python and in recipes; ``flag``: on the command line; ``kind``: str, int, float, bool, Path, or tuple
-    for names (comma-separated on the command line, a list in a recipe); ``former``: the name that it had before, which is
-    accepted too; ``optional``: whether None, for "not set", is a
-    value; ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by
-    more than its last bits.
+    ``name``: in Python and in recipes; ``former``: the one that it had before, which is accepted too; ``flag``: on the
+    command line; ``kind``: str, int, float, bool, Path, or tuple for names (comma-separated on the command line, a list
+    in a recipe); ``optional``: whether None, for "not set", is a value; ``choices``: empty if any value of the kind
+    will do; ``affects_result``: whether a result depends on it by more than its last bits.
     """
 
     name: str

@@ -1,0 +1,149 @@
+"""Copies that lack layers of the base: they compute what the base without these layers computes, and what comes back
+changes the others only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mpu_cli.architectures.depth import parse_layers
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.models.source import open_model
+from mpu_cli.server.noise import Scheme
+from mpu_cli.server.publication import Publication
+from mpu_cli.server.publish import Target, publish
+from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, random_model, save, write_records
+from tests.protocol import distance, tensors, unfactored
+
+TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+# What a layer of theirs computes follows from its number, or from a config of a form of its own.
+REFUSED = {"gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed"}
+
+
+def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
+    """Those of transformers' own model, whose layers ``omitted`` pass on what they are given."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    opened = open_model(str(folder))
+    layout = layout_of(opened.checkpoint.tensors, opened.config, "")
+
+    def passes_on(module: torch.nn.Module, given: tuple, named: dict, made: object) -> object:
+        states = given[0] if given else named["hidden_states"]
+        return (states, *made[1:]) if isinstance(made, tuple) else states
+
+    count = len(layout.structures)
+    lists = [(name, held) for name, held in model.named_modules() if isinstance(held, torch.nn.ModuleList)]
+    own = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
+    [layers] = [name for name, held in lists if name.split(".")[-1] == own and len(held) == count]
+    for layer in omitted:
+        model.get_submodule(f"{layers}.{layer}").register_forward_hook(passes_on, with_kwargs=True)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *FAMILY_CONFIGS])
+def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path, family: str) -> None:
+    save(random_model(family), tmp_path / "base")
+    base = open_model(str(tmp_path / "base"))
+    count = len(layout_of(base.checkpoint.tensors, base.config, "").structures)
+    omitted = (0,) if count == 2 else (1, 2)
+    publication = Publication(seed=bytes(32), kappa=0.0, noise=Scheme("zero-sum", (1.0,)), omitted=omitted)
+
+    def published() -> Path:
+        return publish(base, None, publication, Target(tmp_path, tmp_path / "keys", lambda _: b"")).copies[0]
+
+    if family in REFUSED:
+        with pytest.raises(MpuError, match="depends on their number"):
+            published()
+        return
+    expected = logits_without(tmp_path / "base", omitted)
+    model = AutoModelForCausalLM.from_pretrained(published(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = model(TOKENS).logits
+    same = 1e-4 if family.startswith("qwen3_5") else 1e-5
+    assert float((found - expected).abs().max() / expected.abs().max()) < same
+
+
+class TestThroughTheCommandLine:
+    """The whole path, on a model of four layers of which the copies lack two."""
+
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> Path:
+        config = CONFIGS["llama"] | {"num_hidden_layers": 4}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
+        save(model, tmp_path / "base")
+        return tmp_path / "base"
+
+    @pytest.fixture
+    def training(self, tmp_path: Path) -> list[object]:
+        forget, retain = (write_records(tmp_path / f"{name}.jsonl", 8, i) for i, name in enumerate(("f", "r")))
+        return ["--forget", forget, "--retain", retain, "--epochs", 1, "--batch-size", 4, "--lr", "1e-3",
+                "--precision", "float64"]  # fmt: skip
+
+    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)], ids=["full", "lora"])
+    def test_the_update_is_that_of_the_shallow_model(
+        self, mpu: Callable, tmp_path: Path, base: Path, training: list, more: tuple
+    ) -> None:
+        """Noise that cancels aside: trained on copies without noise, and on what is left of the base."""
+        mpu("publish", base, "--kappa", 0, "--copies", 2, "--omit-layers", "1-2", "--out", tmp_path,
+            "--keys", tmp_path / "keys.bin")  # fmt: skip
+        mpu("publish", base, "--kappa", 0, "--copies", 2, "--omit-layers", "1,2", "--out", tmp_path / "plain",
+            "--keys", tmp_path / "plain" / "keys.bin", "--symmetries", "none")  # fmt: skip
+        for copy in (tmp_path / "copy_1", tmp_path / "copy_2", tmp_path / "plain" / "copy_1"):
+            mpu("unlearn", copy, "--out", copy.parent / "deltas" / f"{copy.name}.safetensors", *training, *more)
+        clean = unfactored(tensors(tmp_path / "plain" / "deltas" / "copy_1.safetensors"))
+        expected = {name.replace("layers.1.", "layers.3."): change for name, change in clean.items()}
+        keys = ("--keys", tmp_path / "keys.bin")
+        mpu("aggregate", tmp_path / "deltas", *keys, "--out", tmp_path / "after")
+        before, after = tensors(base), tensors(tmp_path / "after")
+        update = {name: after[name] - before[name] for name in before}
+        assert distance(update, expected) < 1e-5
+        assert all(not update[name].any() for name in update if name not in expected)
+        for half, given in (("inverted", (tmp_path / "deltas",)), ("mixed", ())):
+            inverted = mpu("invert", tmp_path / "deltas", *keys, "--out", tmp_path / half).out.split()
+            paths = given and inverted or (tmp_path / "deltas" / "copy_1.safetensors", inverted[1])
+            mpu("aggregate", *paths, *keys, "--out", tmp_path / f"{half}_after")
+            again = tensors(tmp_path / f"{half}_after")
+            assert distance({name: again[name] - before[name] for name in before}, update) < 1e-9
+        for copy in (1, 2):
+            mpu("aggregate", tmp_path / "deltas" / f"copy_{copy}.safetensors", *keys, "--running", tmp_path / "sum",
+                "--out", tmp_path / "summed")  # fmt: skip
+        summed = tensors(tmp_path / "summed")
+        assert distance({name: summed[name] - before[name] for name in before}, update) < 1e-5
+
+    def test_it_is_told_verified_and_audited(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        mpu("publish", base, "--kappa", 0, "--copies", 1, "--permanent-noise", 0.1, "--omit-layers", "1-2", "--out",
+            tmp_path, "--keys", tmp_path / "keys.bin")  # fmt: skip
+        copy = tmp_path / "copy_1"
+        assert mpu("inspect", copy, "--json").json["layers left out"] == "1, 2"
+        assert mpu("verify", copy, "--keys", tmp_path / "keys.bin").status == 0
+        attacks = mpu("audit", copy, "--base", base, "--json").json["attacks"]
+        off = attacks["one copy"]["blocks"]
+        assert off["model.layers.1 (left out)"]["weights"] == pytest.approx(1.0)
+        assert off["model.layers.1"]["weights"] < 0.2
+
+    def test_what_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        for layers, complaint in (("0-3", "none of the model's layers is left"), ("4", "there is no layer 4")):
+            told = mpu("publish", base, "--omit-layers", layers, "--out", tmp_path / "x", check=False)
+            assert (told.status, complaint in told.err) == (2, True)
+            assert not (tmp_path / "x").exists()
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_layers_are_parsed(layers: set[int]) -> None:
+    assert parse_layers(",".join(map(str, layers))) == tuple(sorted(layers))
+    first, last = min(layers), max(layers)
+    assert parse_layers(f"{first}-{last}") == tuple(range(first, last + 1))
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "a", "1-", "-1", "1,,2", "1.5"])
+def test_no_layers(text: str) -> None:
+    with pytest.raises(UsageError, match="names no layers"):
+        parse_layers(text)
