@@ -33,7 +33,7 @@ def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
     opened = open_model(str(folder))
     layout = layout_of(opened.checkpoint.tensors, opened.config, "")
 
-    def passes_on(module: torch.nn.Module, given: tuple, named: dict, made: object) -> object:
+    def passes_on(_: torch.nn.Module, given: tuple, named: dict, made: object) -> object:
         states = given[0] if given else named["hidden_states"]
         return (states, *made[1:]) if isinstance(made, tuple) else states
 
@@ -106,11 +106,10 @@ class TestThroughTheCommandLine:
         update = {name: after[name] - before[name] for name in before}
         assert distance(update, expected) < 1e-5
         assert all(not update[name].any() for name in update if name not in expected)
-        for half, given in (("inverted", (tmp_path / "deltas",)), ("mixed", ())):
-            inverted = mpu("invert", tmp_path / "deltas", *keys, "--out", tmp_path / half).out.split()
-            paths = given and inverted or (tmp_path / "deltas" / "copy_1.safetensors", inverted[1])
-            mpu("aggregate", *paths, *keys, "--out", tmp_path / f"{half}_after")
-            again = tensors(tmp_path / f"{half}_after")
+        inverted = mpu("invert", tmp_path / "deltas", *keys, "--out", tmp_path / "inverted").out.split()
+        for name, paths in (("all", inverted), ("mixed", (tmp_path / "deltas" / "copy_1.safetensors", inverted[1]))):
+            mpu("aggregate", *paths, *keys, "--out", tmp_path / name)
+            again = tensors(tmp_path / name)
             assert distance({name: again[name] - before[name] for name in before}, update) < 1e-9
         for copy in (1, 2):
             mpu("aggregate", tmp_path / "deltas" / f"copy_{copy}.safetensors", *keys, "--running", tmp_path / "sum",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpu_cli.server.deltas import Delta
     from mpu_cli.server.estimate import ErrorEstimate
     from mpu_cli.server.keys import Keys
+    from mpu_cli.server.step import Step
 
 
 @grouped
@@ -119,7 +120,8 @@ def aggregate(
             result = run_aggregate(model, opened_deltas, opened, aggregating, out=out, force=force, observer=observer)
     paths_of = {delta.copy: delta.path for delta in opened_deltas}
     _show("Deltas of this round", result)
-    note(f"applied with η = {aggregating.server_lr:g}; rounding on storage: {result.rounding:.1%} of the update")
+    _tell_step(result.step, aggregating)
+    note(f"rounding on storage: {result.rounding:.1%} of the update")
     for warning in result.warnings():
         warn(warning)
     if push:
@@ -139,6 +141,7 @@ def aggregate(
             "error_estimate": asdict(result.error),
             "trained_differently": result.trained_differently,
             "lost_to_rounding": result.rounding,
+            "step": asdict(result.step) if result.step else None,
             "outliers": [
                 {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
                 for name, copy, factor in result.outliers
@@ -181,9 +184,20 @@ def _of_owners(
     for i, one in enumerate(files):
         for j in range(i):
             note(f"cosine between the updates of {files[j]} and {one}: {float(result.cosines[i, j]):.3f}")
-    note(f"added with η = {aggregating.server_lr:g}; to leave an owner out, leave out its keys and deltas")
+    _tell_step(result.step, aggregating)
+    note("to leave an owner out, leave out its keys and deltas")
     emit([target], {"model": target, "owners": told, "cosines": result.cosines.tolist(),
                     "lost_to_rounding": result.rounding}, as_json)  # fmt: skip
+
+
+def _tell_step(step: Step | None, options: Aggregating) -> None:
+    """Which step was taken along the update, and what others would have cost."""
+    if step is None:
+        note(f"applied with a step of {options.server_lr:g}")
+        return
+    tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
+    table("Steps tried", ["step", f"loss per answer token on {options.probe}"], tried)
+    note(f"applied with a step of {step.chosen:g}, the largest found at which it rises by at most {step.max_rise:g}")
 
 
 def _show(title: str, result: Aggregation) -> None:

@@ -49,11 +49,15 @@ def _parameter(of: Declaration) -> inspect.Parameter:
     kind: Any = of.kind
     if of.choices:
         kind = Literal[of.choices]
-    elif of.kind is tuple:
+    elif of.kind is tuple or of.words:
         kind = str
     if of.optional or of.kind is tuple:
         kind = Optional[kind]  # noqa: UP045 (the kind is a value here)
-    default = None if of.kind is tuple else inspect.Parameter.empty if of.default is MISSING else of.default
+    default: Any = inspect.Parameter.empty if of.default is MISSING else of.default
+    if of.words:
+        default = str(default)
+    elif of.kind is tuple:
+        default = None
     if of.argument:
         info: Any = typer.Argument(help=of.help, metavar=of.metavar)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,6 +87,10 @@ def publish(
         int | None,
         typer.Option(help="For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"),
     ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(help="Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"),
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Report where the time went.")] = False,
     dry_run: options.DryRun = False,
     force: options.Force = False,
@@ -153,6 +158,7 @@ def publish(
     recovered = hidden(model, public, publication, published) if public and chosen is None else None
     if recovered:
         _tell_hidden(recovered, publication)
+    known_by = _known_by(probe, model, public, published) if probe and not clients else None
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
         note("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
@@ -188,6 +194,7 @@ def publish(
             "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
             "hidden": asdict(recovered) if recovered else None,
+            "probe": known_by,
             "blocks": [asdict(block) for block in published.blocks],
             "profile": laps.seconds if laps else None,
         },
@@ -258,6 +265,26 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
             "a client that gets all copies takes the noise off; if one does, use noise that stays, --permanent-noise "
             "(--copies 1 is then enough)"
         )
+
+
+def _known_by(probe: Path, base: Model, public: Model | None, published: Published) -> dict[str, float]:
+    """The loss per answer token, in nats, of the base, of a copy and of the public model, and a note about it."""
+
+    import torch
+
+    from mpu_cli.models.answers import read_answers
+    from mpu_cli.models.loading import load
+    from mpu_cli.models.source import open_model
+
+    models = {"the base": base, published.copies[0].name: open_model(str(published.copies[0]))}
+    models |= {"the public model": public} if public else {}
+    losses = {}
+    for name, source in models.items():
+        model, tokenizer = load(source, torch.float32, "auto")
+        losses[name] = read_answers(probe, tokenizer).loss(model)
+    told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in losses.items())
+    note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
+    return losses
 
 
 def _given(context: typer.Context, name: str) -> bool:

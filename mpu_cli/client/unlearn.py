@@ -29,7 +29,7 @@ from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, 
 from mpu_cli.client import lora
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.frozen import Reference, freeze, load_references, run, save_references
+from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
 from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down, write_losses
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.optimizers import ELEMENTWISE
@@ -50,16 +50,16 @@ from mpu_cli.client.training import (
 )
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.models.answers import Answers
 from mpu_cli.models.device import device_of, tell_accelerate
 from mpu_cli.models.loading import load, load_once_per_host, memory_in_mind, skeleton
-from mpu_cli.models.logits import separate_head
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges, declared, flat
 from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.dates import parse_date
-from mpu_cli.records.encoding import Encoding, Example, no_template, pad
+from mpu_cli.records.encoding import Encoding, Example, no_template
 from mpu_cli.records.reading import Record
 from mpu_cli.resumption import write_atomically
 
@@ -359,24 +359,14 @@ def unlearn(
     return Result(target, losses, norm, first, spent, before, after, lost, len(earlier))
 
 
-@torch.no_grad()
-def _measure(model: torch.nn.Module, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
+def _measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
     """The mean losses of ``model`` on the first records of each set, MEASURED at most."""
     size = options.training.micro_batch_size or options.training.batch_size
-    training, device = model.training, next(model.parameters()).device
+    training = model.training
     model.eval()
-    head = separate_head(model)
-
-    def loss(examples: Sequence[Example]) -> float:
-        total = tokens = 0.0
-        for start in range(0, len(examples), size):
-            batch = {name: value.to(device) for name, value in pad(examples[start : start + size]).items()}
-            log_probs = run(model, batch, head=head).log_probs
-            total, tokens = total - float(log_probs.double().sum()), tokens + len(log_probs)
-        return total / max(1.0, tokens)
-
     forget = sets["forget"].examples[:MEASURED]
-    measured = Measured(loss(forget), loss(sets["retain"].examples[: len(forget)]) if "retain" in sets else None)
+    retain = sets["retain"].examples[: len(forget)] if "retain" in sets else None
+    measured = Measured(Answers(forget, size).loss(model), Answers(retain, size).loss(model) if retain else None)
     model.train(training)
     return measured
 

@@ -44,7 +44,7 @@ from mpu_cli.experiment.finished import LOG, Outcome, remember
 from mpu_cli.experiment.launching import launched
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
-from mpu_cli.options.declare import check_ranges, declared, flat
+from mpu_cli.options.declare import check_ranges, declared, flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import Logging, Unlearning
@@ -328,7 +328,7 @@ class _Round:
             open_model(source),
             open_deltas([self.server / "deltas"], keys),
             keys,
-            Aggregating(server_lr=self.experiment.server_rate.server_lr, dtype=self.experiment.stored.dtype),
+            from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored)),
             out=self.server / "model",
             observer=self.observer,
         )

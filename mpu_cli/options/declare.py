@@ -59,8 +59,9 @@ class Declaration:
 
     ``name``: in Python and in recipes; ``former``: the one that it had before, which is accepted too; ``flag``: on the
     command line; ``kind``: str, int, float, bool, Path, or tuple for names (comma-separated on the command line, a list
-    in a recipe); ``optional``: whether None, for "not set", is a value; ``choices``: empty if any value of the kind
-    will do; ``affects_result``: whether a result depends on it by more than its last bits.
+    in a recipe); ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
+    ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by more than
+    its last bits.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Declaration:
     argument: bool
     affects_result: bool
     former: str | None = None
+    words: tuple[str, ...] = ()
 
     @property
     def required(self) -> bool:
@@ -83,8 +85,10 @@ class Declaration:
 
     def convert(self, value: object, where: str = "") -> object:
         """``value`` as this option's type. Raises UsageError if it is of another type or not a choice."""
-        if value is None and self.optional:
-            return None
+        if (value is None and self.optional) or value in self.words:
+            return value
+        if self.words and isinstance(value, str):
+            value = _number(value, f"{where}{self.name} = {value!r}: must be a number or {' or '.join(self.words)}")
         if self.kind is float and type(value) is int:
             value = float(value)
         if self.kind is Path and isinstance(value, str):
@@ -96,6 +100,13 @@ class Declaration:
         if self.choices and value not in self.choices:
             raise UsageError(f"{where}{self.name} = {value!r}: must be one of {', '.join(self.choices)}")
         return value
+
+
+def _number(text: str, complaint: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(complaint) from error
 
 
 def _names(value: object) -> object:
@@ -220,6 +231,9 @@ def _declaration(of: type, own: Field, hint: Any) -> Declaration:
     meta = own.metadata
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     optional = type(None) in parts
+    words = ()
+    if len(parts) > 1 and get_origin(parts[-1]) is Literal:
+        words, parts = get_args(parts[-1]), parts[:-1]
     [kind] = [part for part in parts if part is not type(None)]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     kind = str if choices else get_origin(kind) or kind
@@ -237,4 +251,5 @@ def _declaration(of: type, own: Field, hint: Any) -> Declaration:
         argument=meta["argument"],
         affects_result=meta["affects_result"],
         former=meta["former"],
+        words=words,
     )

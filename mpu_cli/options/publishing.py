@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
@@ -13,6 +14,7 @@ NoiseKind = Literal["extrapolate", "zero-sum"]
 Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 RANDOM = "random"  # of --alphas
+AUTO = "auto"  # of --server-lr
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
@@ -116,7 +118,25 @@ class Stored:
 class ServerRate:
     """How much of the aggregated update becomes the next model."""
 
-    server_lr: float = option(1.0, "η: how much of the update to apply.")
+    server_lr: float | Literal["auto"] = option(
+        1.0,
+        "How much of the update to apply, or auto: as much as --max-rise allows on the records of --probe. Updates "
+        "found on lossy copies may need more than 1.",
+        metavar="STEP",
+    )
+    probe: Path | None = option(
+        None, "For --server-lr auto: records of your own that the model is to keep.", metavar="FILE"
+    )
+    max_rise: float = option(
+        0.05, "For --server-lr auto: by how much the loss per answer token of --probe may rise, in nats.", above=0
+    )
+
+    def check_step(self) -> None:
+        """Raise UsageError for a step that depends on records, without records."""
+        if self.server_lr == AUTO and self.probe is None:
+            raise UsageError(
+                "--server-lr auto: needs records of your own that the model is to keep", "add --probe FILE"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

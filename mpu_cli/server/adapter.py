@@ -13,10 +13,10 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.files import write_json
 from mpu_cli.models.source import Model
-from mpu_cli.options.publishing import Aggregating
+from mpu_cli.options.publishing import AUTO, Aggregating
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import Delta, check_base, check_norms, check_round, outliers_of
@@ -32,6 +32,11 @@ def aggregate_adapter(
     Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
     Raises MpuError as ``aggregate`` does, and if a delta is not of kind lora.
     """
+    if options.server_lr == AUTO:
+        raise UsageError(
+            "--server-lr auto: finds the step for a model", "aggregate to one first, and name its step here"
+        )
+    rate = float(options.server_lr)
     for delta in deltas:
         if delta.manifest.kind != "lora":
             raise MpuError(
@@ -68,12 +73,12 @@ def aggregate_adapter(
                 )
         gram += products
         outliers += outliers_of(tensor.name, products, deltas)
-        left = torch.cat([options.server_lr * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
+        left = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
         right = torch.cat([f[1] for f in factors if f], 0)
         a, b = (left.T, right.T) if layout.family.transposed else (right, left)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    check_norms(gram, deltas, options.max_norm, weights * options.server_lr)
+    check_norms(gram, deltas, options.max_norm, weights * rate)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config = {

@@ -38,6 +38,7 @@ from mpu_cli.server.deltas import (
     outliers_of,
 )
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.step import settled
 from mpu_cli.server.undo import Change, Undoing
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, row_slices
 
@@ -69,15 +70,22 @@ def aggregate(
     """Write θ + η·Δ̄ to the model directory ``out``, unless a delta's norm is above ``--max-norm``.
 
     Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
-    published, or for NaN and Inf; UsageError if a number in ``options`` is out of range.
+    published, for NaN and Inf, or if no step suits ``--max-rise``; UsageError if a number is out of range.
     """
     layout, weights = check_round(base, deltas, keys, options)
     undoing = Undoing(deltas, keys, layout)
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
-        gram, facts = write_model(base, undoing, layout, weights, [keys], options, folder, observer)
-        check_norms(gram, deltas, options.max_norm, weights * options.server_lr)
-        result = replace(agreement(out, gram, keys, {delta.copy: delta.manifest for delta in deltas}), **facts)
+
+        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
+            return write_model(base, undoing, layout, weights, [keys], how, into, observer)
+
+        options, step = settled(base, options, write, out, observer)
+        gram, facts = write(folder, options)
+        check_norms(gram, deltas, options.max_norm, weights * float(options.server_lr))
+        result = replace(
+            agreement(out, gram, keys, {delta.copy: delta.manifest for delta in deltas}), **facts, step=step
+        )
         (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     return result
 
@@ -116,7 +124,7 @@ def write_model(
             digesting = piece_digests(source, tensor.name, pool, hashed)
             if not tensor.constant:
                 before = source.tensor(tensor.name)
-                return digesting, add_up(pool, tensor, before, undoing, weights * options.server_lr, writer)
+                return digesting, add_up(pool, tensor, before, undoing, weights * float(options.server_lr), writer)
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
             return digesting, []
 

@@ -13,6 +13,7 @@ from mpu_cli.manifest import DeltaManifest
 from mpu_cli.server.deltas import trained_differently
 from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.step import Step
 
 LOST = 0.3  # warn if rounding loses more than this share of the update's norm
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
@@ -33,7 +34,7 @@ class Aggregation:
     copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖, what the dtype of storage lost of the update, read
     off a slice or two of each tensor; ``error``: how far Δ̄ is from the clean update; ``outliers``: tensors of which one
     copy's change is far larger than the others', with the copy and by what factor; ``trained_differently``: two copies,
-    and in what their training differed, by the tags in their deltas.
+    and in what their training differed, by the tags in their deltas; ``step``: how the step was chosen, if it was.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Aggregation:
     outliers: tuple[tuple[str, int, float], ...] = ()
     trained_differently: tuple[tuple[int, int, str], ...] = ()
     algorithms: tuple[str, ...] = ()
+    step: Step | None = None
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the round, a sentence each; empty if nothing is."""

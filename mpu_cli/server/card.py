@@ -36,6 +36,14 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
         ("smallest cosine between copies", f"{result.pairwise:.3f}"),
         ("made by", f"mpu {__version__}"),
     ]
+    curve = []
+    if step := result.step:
+        rows.insert(-1, ("step along the update", f"{step.chosen:g}"))
+        curve = [
+            f"The step was chosen for the loss on records of the server's to rise by at most {step.max_rise:g} nats "
+            "per answer token:", "", "| step | loss |", "|---|---|",
+            *(f"| {tried:g} | {loss:.4f} |" for tried, loss in step.curve), "",
+        ]  # fmt: skip
     warnings = [f"- {text}" for text in result.warnings()]
     return "\n".join(
         [
@@ -45,6 +53,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
             "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
             "and returned weight changes only, which were combined here.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
+            *curve,
             *(["Warnings of `mpu aggregate`:", "", *warnings, ""] if warnings else []),
             "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
             "measures what is.", "",

@@ -219,6 +219,7 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
 def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
     """The base's layout, after checking that the deltas fit it and each other."""
     check_ranges(options)
+    options.check_step()
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     copies = without_layers(layout, keys.omitted_layers)
     try:

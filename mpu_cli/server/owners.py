@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from mpu_cli.server.aggregate import write_model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.deltas import Delta, check_norms, check_round, delta_paths, open_deltas
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.step import Step, settled
 from mpu_cli.server.undo import Change, Undoing
 
 
@@ -42,6 +44,7 @@ class Combined:
     updates: list[Aggregation]
     cosines: torch.Tensor
     rounding: float
+    step: Step | None = None
 
 
 class _Together:
@@ -90,15 +93,20 @@ def aggregate_owners(
     with Transaction(force=force) as transaction:
         folder = transaction.add(out, directory=True)
         publications = [owner.keys for owner in owners]
-        gram, facts = write_model(base, together, layout, weights, publications, options, folder, observer)
+
+        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
+            return write_model(base, together, layout, weights, publications, how, into, observer)
+
+        options, step = settled(base, options, write, out, observer)
+        gram, facts = write(folder, options)
         updates, picked, first = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
         for i, owner in enumerate(owners):
             own = slice(first, first := first + len(owner.deltas))
             picked[i, own] = weights[own]
-            check_norms(gram[own, own], owner.deltas, options.max_norm, weights[own] * options.server_lr)
+            check_norms(gram[own, own], owner.deltas, options.max_norm, weights[own] * float(options.server_lr))
             manifests = {delta.copy: delta.manifest for delta in owner.deltas}
             result = agreement(out, gram[own, own], owner.keys, manifests)
             updates.append(replace(result, rounding=facts["rounding"]))
     between = picked @ gram @ picked.T
     norms = between.diagonal().clamp(min=0).sqrt()
-    return Combined(out, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"])
+    return Combined(out, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"], step)

@@ -36,6 +36,7 @@ from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import Delta, check_fits, check_norms
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.step import settled
 from mpu_cli.server.undo import Change, Full, Undoing
 from mpu_cli.symmetry.transform import TensorMap, as_matrix
 
@@ -189,9 +190,14 @@ def _finish(
     with Transaction(force=force) as transaction:
         target = transaction.add(out, directory=True)
         ones = torch.ones(1, dtype=torch.float64)
-        gram, facts = write_model(base, summed, layout, ones, [keys], options, target, observer)
-        check_norms(gram, summed.deltas, options.max_norm, ones * options.server_lr)
-        result = replace(_agreement(running, keys, out), rounding=facts["rounding"])
+
+        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
+            return write_model(base, summed, layout, ones, [keys], how, into, observer)
+
+        options, step = settled(base, options, write, out, observer)
+        gram, facts = write(target, options)
+        check_norms(gram, summed.deltas, options.max_norm, ones * float(options.server_lr))
+        result = replace(_agreement(running, keys, out), rounding=facts["rounding"], step=step)
         (target / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     shutil.rmtree(folder)
     return result
