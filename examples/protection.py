@@ -45,41 +45,48 @@ ROUGE = ("forget_Q_A_ROUGE", "retain_Q_A_ROUGE")
 CLEAN = {"copies": 1, "kappa": 0.0, "symmetries": "none"}
 
 
-def settings() -> Iterator[dict]:
-    """What is published, and how it is unlearned; the first ones say most."""
+def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
+    """What is published, and how it is unlearned, the lossiest copies first; the first ones say most."""
+
+    def clean(**others: object) -> dict:
+        return {"publish": CLEAN, **others}
 
     def permanent(scale: float, draw: int = 1, **others: object) -> dict:
         return {"publish": {"copies": 1, "kappa": 0.0, "permanent_noise": scale, "seed": draw}, **others}
 
-    def shallow(layers: str, **others: object) -> dict:
-        return {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": layers, "seed": 1}, **others}
+    def shallow(omitted: str, **others: object) -> dict:
+        return {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": omitted, "seed": 1}, **others}
 
-    yield {"publish": CLEAN, "seed": 0}
-    yield permanent(10.0)
-    yield permanent(3.0)
-    yield permanent(10.0, 2)
-    yield {"publish": CLEAN, "seed": 1}
-    yield permanent(3.0, 2)
-    yield shallow("13-16")
-    yield {"publish": CLEAN, "algo": "simnpo"}
-    yield permanent(10.0, algo="simnpo")
-    yield {"publish": CLEAN, "algo": "graddiff"}
-    yield permanent(10.0, algo="graddiff")
-    yield {"publish": CLEAN, "lora_rank": 8, "lr": 3e-4}
-    yield permanent(10.0, lora_rank=8, lr=3e-4)
-    yield shallow("13-16", algo="graddiff")
-    yield {"publish": CLEAN, "alpha": 5.0}
-    yield {"publish": CLEAN, "weight_decay": 1.0}
-    yield permanent(10.0, 3)
-    yield {"publish": CLEAN, "seed": 2}
-    yield permanent(3.0, 3)
-    yield shallow("10-17")
-    yield {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": "13-16", "permanent_noise": 3.0, "seed": 1}}
-    yield {"publish": {"copies": 3, "kappa": 1.0, "permanent_noise": 10.0, "seed": 1}}
-    yield permanent(3.0, algo="simnpo")
-    yield permanent(3.0, algo="graddiff")
-    yield permanent(3.0, lora_rank=8, lr=3e-4)
-    yield permanent(1.0)
+    lora = {"lora_rank": 8, "lr": 3e-4}
+    largest, smaller = noises[:2]
+    yield clean(seed=0)
+    yield permanent(largest)
+    yield permanent(smaller)
+    yield permanent(largest, 2)
+    yield clean(seed=1)
+    yield permanent(smaller, 2)
+    yield shallow(layers[0])
+    yield clean(algo="simnpo")
+    yield permanent(largest, algo="simnpo")
+    yield clean(algo="graddiff")
+    yield permanent(largest, algo="graddiff")
+    yield clean(**lora)
+    yield permanent(largest, **lora)
+    yield shallow(layers[0], algo="graddiff")
+    yield clean(alpha=5.0)
+    yield clean(weight_decay=1.0)
+    yield permanent(largest, 3)
+    yield clean(seed=2)
+    yield permanent(smaller, 3)
+    yield from (shallow(omitted) for omitted in layers[1:])
+    yield {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": layers[0], "permanent_noise": smaller, "seed": 1}}
+    yield {"publish": {"copies": 3, "kappa": 1.0, "permanent_noise": largest, "seed": 1}}
+    yield shallow(layers[0], **lora)
+    yield shallow(layers[0], algo="simnpo")
+    yield permanent(smaller, algo="simnpo")
+    yield permanent(smaller, algo="graddiff")
+    yield permanent(smaller, **lora)
+    yield from (permanent(scale) for scale in noises[2:])
     yield {"publish": {"copies": 3, "kappa": 1.0, "seed": 1}}
     yield {"publish": {"copies": 2, "kappa": 1.0, "noise": "zero-sum", "symmetries": "paper", "seed": 1}}
     yield {"publish": {"copies": 3, "kappa": 0.01, "seed": 1}}
@@ -297,6 +304,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="protection.jsonl")
+    parser.add_argument("--noise", default="10,3,1", help="scales of permanent noise, two or more")
+    parser.add_argument("--omit", default="13-16,10-17", help="layers to leave out")
     parser.add_argument("--share", default="1/1", help="which part of the settings, of how many")
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
     given = parser.parse_args()
@@ -312,6 +321,7 @@ def main() -> None:
         name: float(value) if name == "lr" else int(value)
         for name, value in (part.split("=") for part in given.train.split(","))
     }
+    noises = [float(scale) for scale in given.noise.split(",")]
     out = Path(given.out)
     part, parts = map(int, given.share.split("/"))
     clean = Path(f"{out}.clean").absolute()  # updates without noise, by what else decides them
@@ -331,7 +341,7 @@ def main() -> None:
                 found = scored.losses(*SETS) | {"relearned": scored.relearned()} | rouge(folder, sets, Path(scratch))
                 _note(out, {"before" if name == "target" else "public": found})
         [level] = [line["public"]["forget"] for line in _done(out) if "public" in line]
-        for i, setting in enumerate(settings()):
+        for i, setting in enumerate(settings(noises, given.omit.split(","))):
             if i % parts != part - 1 or any(line.get("setting") == setting for line in done):
                 continue
             folder = Path(scratch) / "one"
