@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--out", default="protection.jsonl")
     parser.add_argument("--noise", default="10,3,1", help="scales of permanent noise, two or more")
     parser.add_argument("--omit", default="13-16,10-17", help="layers to leave out")
+    parser.add_argument("--level", type=float, help="loss to compare at, in nats (default: that of the public model)")
     parser.add_argument("--share", default="1/1", help="which part of the settings, of how many")
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
     given = parser.parse_args()
@@ -340,7 +341,8 @@ def main() -> None:
                 scored = Scored(folder, sets)
                 found = scored.losses(*SETS) | {"relearned": scored.relearned()} | rouge(folder, sets, Path(scratch))
                 _note(out, {"before" if name == "target" else "public": found})
-        [level] = [line["public"]["forget"] for line in _done(out) if "public" in line]
+        [as_public] = [line["public"]["forget"] for line in _done(out) if "public" in line]
+        level = given.level or as_public
         for i, setting in enumerate(settings(noises, given.omit.split(","))):
             if i % parts != part - 1 or any(line.get("setting") == setting for line in done):
                 continue
