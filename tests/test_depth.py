@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mpu_cli.architectures.depth import parse_layers
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import open_model
+from mpu_cli.options.publishing import parse_layers
 from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, publish

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.errors import UsageError
-
-_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -18,18 +15,6 @@ class Shallow:
 
     layout: Layout
     names: Mapping[str, str]
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """``13-16,20`` as the numbers of layers, counted from 0, ascending. Raises UsageError."""
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise UsageError(f"--omit-layers {text}: {part.strip()!r} names no layers", "write it as 13-16 or 3,7")
-        layers.update(range(first, last + 1))
-    return tuple(sorted(layers))
 
 
 def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:

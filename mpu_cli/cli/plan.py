@@ -12,7 +12,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, in_bytes, note
 from mpu_cli.errors import UsageError
-from mpu_cli.options.publishing import Copies, PermanentNoise
+from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
 from mpu_cli.options.unlearning import Optimizer, Training
 
 
@@ -21,6 +21,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
     copies: Copies,
     shared: PermanentNoise,
+    depth: Depth,
     optim: Annotated[
         Optimizer, typer.Option(help="The client's optimiser, to estimate its memory.")
     ] = Training().optim,
@@ -42,12 +43,13 @@ def plan(
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.experiment.cost import cost, measure_machine, training_tokens
+    from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
     from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.noise import scheme_of
 
     scheme = scheme_of(copies)
-    opened = open_model(model)
+    opened = shallow(open_model(model), depth.omitted)  # what is sent and trained on
     tokens = None
     if forget:
         tokens = 2 * epochs * training_tokens(opened, forget, data_dir)

@@ -18,6 +18,7 @@ import torch
 from mpu_cli.architectures.layout import EMBEDDING, layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.errors import MpuError
+from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.server.profile import BUFFERS
 
@@ -153,7 +154,7 @@ def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
             costs.append(None)
             continue
         try:
-            model = open_model(played.base)
+            model = shallow(open_model(played.base), handout(played).omitted)
             if where not in read:
                 read[where] = training_tokens(model, asked.records.forget, asked.records.data_dir)
         except MpuError:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from pyrage.x25519 import Identity
 
-from mpu_cli.architectures.depth import parse_layers
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -82,8 +81,7 @@ def handout(experiment: Experiment) -> Handout:
     if experiment.mode == "noised":
         mean = math.fsum(noise.scales) / noise.copies
         return Handout(Scheme(ZERO_SUM, (mean,)), disguise.kappa, 0.0, "none")
-    omitted = parse_layers(disguise.omit_layers) if disguise.omit_layers else ()
-    return Handout(noise, disguise.kappa, disguise.permanent_noise, disguise.symmetries, omitted)
+    return Handout(noise, disguise.kappa, disguise.permanent_noise, disguise.symmetries, disguise.omitted)
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -336,7 +334,7 @@ class _Round:
         self.rounds.log.add(
             "aggregate", round=self.number, norms=result.norms, cosines=result.cosines,
             smallest_pairwise_cosine=result.pairwise, norm=result.norm, lost_to_rounding=result.rounding,
-            error_estimate=estimate, seconds=round(time.monotonic() - started, 3),
+            error_estimate=estimate, **({"server_lr": result.step.chosen} if result.step else {}), seconds=round(time.monotonic() - started, 3),
             bytes=open_model(str(self.server / "model")).checkpoint.nbytes,
         )  # fmt: skip
         about = "" if estimate is None else f", estimated error {estimate:.1%}"

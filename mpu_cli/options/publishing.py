@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import group, option
+
+_LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
 Symmetries = Literal["signed", "paper", "all", "none"]
@@ -20,6 +23,18 @@ KAPPA = 0.01  # the paper's
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
 HIDING_KAPPA, HIDING_PERMANENT = 1.0, 3.0
 MOST_OF_WEIGHTS = 0.03  # of the RMS of a block's weights: larger noise begins to cost what the model knows
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``13-16,20`` as the numbers of layers, counted from 0, ascending. Raises UsageError."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = _LAYERS.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise UsageError(f"--omit-layers {text}: {part.strip()!r} names no layers", "write it as 13-16 or 3,7")
+        layers.update(range(first, last + 1))
+    return tuple(sorted(layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +92,26 @@ class PermanentNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disguise(PermanentNoise, Copies):
+class Depth:
+    """Which of the model's layers the copies have."""
+
+    PANEL: ClassVar[str] = "Noise and symmetries"
+
+    omit_layers: str | None = option(
+        None,
+        "Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the "
+        "update leaves these layers as they are.",
+        metavar="LAYERS",
+    )
+
+    @property
+    def omitted(self) -> tuple[int, ...]:
+        """The layers that no copy has, counted from 0. Raises UsageError."""
+        return parse_layers(self.omit_layers) if self.omit_layers else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disguise(Depth, PermanentNoise, Copies):
     """What every copy of a publication is hidden in."""
 
     def check_cancels(self) -> None:
@@ -93,12 +127,6 @@ class Disguise(PermanentNoise, Copies):
         "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --pretrained`, with "
         "neither this nor --permanent-noise, chooses both so that they hide the task vector.",
         least=0,
-    )
-    omit_layers: str | None = option(
-        None,
-        "Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the "
-        "update leaves these layers as they are.",
-        metavar="LAYERS",
     )
     symmetries: Symmetries = option(
         "signed",

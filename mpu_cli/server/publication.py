@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from mpu_cli.architectures.depth import parse_layers
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
@@ -144,7 +143,7 @@ def publication_of(
         run=run,
         round=round_,
         max_noise=options.max_noise,
-        omitted=parse_layers(disguise.omit_layers) if disguise.omit_layers else (),
+        omitted=disguise.omitted,
     )
 
 
