@@ -23,6 +23,7 @@ from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
+from mpu_cli.models.answers import read_answers
 from mpu_cli.models.source import open_model
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
 from mpu_cli.server.estimate import SAFETY
@@ -30,7 +31,7 @@ from mpu_cli.server.keys import unseal
 from mpu_cli.server.noise import Scheme
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
-from tests.models import CONFIGS, random_model, save, write_records
+from tests.models import CONFIGS, Trained, load, random_model, save, write_records
 from tests.protocol import tensors
 
 
@@ -794,3 +795,66 @@ class TestOwners:
             assert not (tmp_path / "bad").exists()
         assert "after aggregation" in mpu("inspect", "unlearned", cwd=tmp_path).out
         assert mpu("publish", "unlearned", "--out", "next", "--keys", "next.bin", cwd=tmp_path).out
+
+
+class TestTheStep:
+    """``--server-lr auto``, on the demo's model, which knows its records by heart."""
+
+    @pytest.fixture
+    def returned(self, mpu: Callable, tmp_path: Path, trained: Trained) -> Path:
+        mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 0.05, "--dtype", "float32", "--out", tmp_path,
+            "--keys", tmp_path / "keys.bin")  # fmt: skip
+        mpu("unlearn", tmp_path / "copy_1", "--forget", trained.forget, "--retain", trained.retain, "--epochs", 4,
+            "--lr", "3e-4", "--batch-size", 10, "--out", tmp_path / "deltas" / "copy_1.safetensors")  # fmt: skip
+        return tmp_path
+
+    def test_it_is_the_largest_that_is_allowed(self, mpu: Callable, returned: Path, trained: Trained) -> None:
+        """The losses that it reports are those of the models that these steps give; a larger bound, a larger step."""
+        steps = []
+        for i, bound in enumerate((0.02, 0.2)):
+            told = mpu(
+                "aggregate", returned / "deltas", "--keys", returned / "keys.bin", "--dtype", "float32", "--server-lr",
+                "auto", "--probe", trained.retain, "--max-rise", bound, "--out", returned / f"auto_{i}", "--json",
+            ).json["step"]  # fmt: skip
+            losses = {float(step): loss for step, loss in told["losses"].items()}
+            chosen = told["chosen"]
+            assert losses[chosen] - losses[0.0] <= bound
+            larger = [step for step in losses if step > chosen]
+            assert all(losses[step] - losses[0.0] > bound for step in larger) or chosen == 8
+            model, tokenizer = load(returned / f"auto_{i}", torch.float32, "cpu")
+            assert read_answers(trained.retain, tokenizer).loss(model) == pytest.approx(losses[chosen], abs=1e-4)
+            steps.append(chosen)
+        assert 0 < steps[0] <= steps[1]
+        assert f"| {steps[1]:g} |" in (returned / "auto_1" / "README.md").read_text()
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ((), "add --probe FILE"),
+            (("--probe", "RETAIN", "--as-adapter"), "name its step here"),
+            (("--probe", "nowhere.jsonl"), "nowhere.jsonl"),
+            (("--probe", "RETAIN", "--max-rise", 1e-12), "allow more with --max-rise"),
+        ],
+    )
+    def test_what_is_refused(
+        self, mpu: Callable, returned: Path, trained: Trained, options: tuple, complaint: str
+    ) -> None:
+        given = [trained.retain if option == "RETAIN" else option for option in options]
+        out = returned / "refused"
+        keys = ("--keys", returned / "keys.bin")
+        told = mpu("aggregate", returned / "deltas", *keys, "--server-lr", "auto", "--out", out, *given, check=False)
+        assert told.status != 0
+        assert complaint in told.err
+        assert not out.exists()
+        assert not list(returned.glob(".*partial"))
+
+
+def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+    """The losses on the server's records are those that an evaluation of the same models gives."""
+    told = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 0.2, "--probe", trained.forget, "--out",
+               tmp_path, "--keys", tmp_path / "keys.bin", "--json")  # fmt: skip
+    known = told.json["probe"]
+    assert known["copy_1"] > known["the base"]
+    assert "probability of an answer's tokens" in told.err
+    model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")
+    assert read_answers(trained.forget, tokenizer).loss(model) == pytest.approx(known["copy_1"], abs=1e-4)

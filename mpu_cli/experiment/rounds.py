@@ -331,10 +331,11 @@ class _Round:
             observer=self.observer,
         )
         estimate = None if math.isnan(result.error.relative) else result.error.relative
+        chosen = {"server_lr": result.step.chosen} if result.step else {}
         self.rounds.log.add(
             "aggregate", round=self.number, norms=result.norms, cosines=result.cosines,
             smallest_pairwise_cosine=result.pairwise, norm=result.norm, lost_to_rounding=result.rounding,
-            error_estimate=estimate, **({"server_lr": result.step.chosen} if result.step else {}), seconds=round(time.monotonic() - started, 3),
+            error_estimate=estimate, **chosen, seconds=round(time.monotonic() - started, 3),
             bytes=open_model(str(self.server / "model")).checkpoint.nbytes,
         )  # fmt: skip
         about = "" if estimate is None else f", estimated error {estimate:.1%}"

@@ -20,6 +20,7 @@ from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import AUTO, Aggregating
+from mpu_cli.records.reading import read_records
 
 LARGEST = 8.0  # times the update
 CLOSER = 5  # halvings of the interval in which the step lies, once it is known
@@ -53,6 +54,7 @@ def settled(
     if options.server_lr != AUTO:
         return options, None
     assert options.probe is not None  # Aggregating checks it
+    read_records(options.probe)  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
         write(folder, replace(options, server_lr=1.0, dtype="float32", max_norm=None))
