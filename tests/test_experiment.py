@@ -339,12 +339,20 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert cells[:4] == [
             "**forget_Q_A_Prob**",
             "",
-            "| algo | kappa | clean | mpu | mpu: % from clean |",
-            "|---|---|---|---|---|",
+            "| algo | kappa | before | clean | mpu | mpu: % from clean | mpu: % of clean's change |",
+            "|---|---|---|---|---|---|---|",
         ]
-        assert len(cells) == 10
+        assert len(cells) == 11
         assert cells[9].startswith("mpu: average degradation (distance from clean) over 2 algorithms: ")
-        assert cells[4].split("|")[3] == cells[5].split("|")[3]  # clean, next to both κ
+        assert cells[10].startswith("before: average degradation (distance from clean) over 2 algorithms: ")
+        assert "100 % of clean's change (forget_Q_A_Prob)" in cells[10]
+        assert cells[4].split("|")[4] == cells[5].split("|")[4]  # clean, next to both κ
+        [measured] = (place / "grid").glob("before-*.json")
+        before = json.loads(measured.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
+        row = [cell.strip() for cell in cells[4].split("|")[1:-1]]
+        assert row[2] == f"{before:.4g}"
+        clean, ours, share = float(row[3]), float(row[4]), float(row[6])
+        assert share == pytest.approx(100 * abs(ours - clean) / abs(before - clean), rel=0.05)
 
     @pytest.mark.slow
     def test_settings_jobs_and_what_others_measured(self, mpu: Callable, place: Path) -> None:
@@ -367,9 +375,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             assert one["metrics"]["forget_Q_A_Prob"] == pytest.approx(other["metrics"]["forget_Q_A_Prob"], rel=1e-2)
         assert len(list((place / "alone").glob("retain-*.json"))) == 1
         table = mpu(*options, "--out", "alone", cwd=place).out.splitlines()
-        assert table[2] == "| clean | mpu | published: us | mpu: % from clean |"
-        assert table[4].split("|")[3].strip() == "0.25"
-        assert table[-1].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
+        assert table[2] == "| before | clean | mpu | published: us | mpu: % from clean | mpu: % of clean's change |"
+        assert table[4].split("|")[4].strip() == "0.25"
+        assert table[-2].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", "--jobs", 2, cwd=place, check=False)
         assert failed.status == 1
         assert "2 of 2 experiments failed" in failed.err
@@ -390,8 +398,8 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ("clean", 1e-4, 1), ("mpu", 1e-4, 1), ("clean", 2e-4, 2), ("mpu", 2e-4, 2),
         ]  # fmt: skip
         means = mpu("sweep", "cases.toml", "--out", "cases", "--over", "lr,seed", cwd=place).out.splitlines()
-        assert means[2] == "| clean | mpu | mpu: % from clean |"
-        assert means[4].count("±") == 3
+        assert means[2] == "| before | clean | mpu | mpu: % from clean | mpu: % of clean's change |"
+        assert means[4].count("±") == 4
 
     @pytest.mark.slow
     def test_defaults_are_told_and_a_failure_stops_nothing(self, mpu: Callable, place: Path) -> None:

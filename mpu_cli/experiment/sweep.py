@@ -39,14 +39,14 @@ from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.rounds import handout, run
-from mpu_cli.experiment.tables import PUBLISHED, RESULTS
+from mpu_cli.experiment.tables import BEFORE, PUBLISHED, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import declared, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.resumption import append_line, read_lines
+from mpu_cli.resumption import alone_beside, append_line, read_lines
 from mpu_cli.toml import read_toml
 
 # of [eval]; those of the run by default
@@ -245,7 +245,20 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
-    return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, **_agreement(outcome.log)}
+    before = _before(cell, folder, own)
+    return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, BEFORE: before,
+            **_agreement(outcome.log)}  # fmt: skip
+
+
+def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, object]:
+    """The cell's metrics of the model before unlearning, measured once for all cells that agree on how."""
+    asked = json.dumps([cell.experiment.base, flat(cell.measuring)], sort_keys=True, default=str)
+    out = folder / f"{BEFORE}-{hashlib.sha256(asked.encode()).hexdigest()[:6]}.json"
+    with alone_beside(out, observer):
+        if out.exists():
+            forms = json.loads(out.read_text(encoding="utf-8"))["metrics"]
+            return {name: form["agg_value"] for name, form in forms.items()}
+        return _evaluate(Path(cell.experiment.base), cell, out, Within(observer, BEFORE))
 
 
 def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:

@@ -2,7 +2,8 @@
 
 Axes that only repeat an experiment, with different noise or a different order of the records, are averaged over: a cell
 is the mean of its runs ± half of its 95 % interval (Student's t). Next to the modes is the absolute distance of each
-run from the clean run with the same options and order.
+run from the clean run with the same options and order: in percent of clean's value, and of what clean changed. The
+first alone says little of a metric that unlearning hardly changes, since the model before it is as near.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpu_cli.errors import UsageError
 
 FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
-         "error_estimate", "seconds")  # fmt: skip
+         "error_estimate", "seconds", "before")  # fmt: skip
 RESULTS = "results.jsonl"  # of a sweep's folder
+BEFORE = "before"  # of a line: the metrics of the model before unlearning; also how their column is called
 PUBLISHED = "published"  # how the mode of what others measured begins
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95
@@ -51,26 +54,45 @@ def pivot(
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
     # A place that omits an axis gets no row of its own if others fill it in.
     rows = [place for place in places if not any(_covers(place, other) for other in places)]
+    told = [BEFORE] if any(line.get(BEFORE) for line in lines) else []
+    distances = [f"{head}: % from clean" for head in compared]
+    distances += [f"{head}: % of clean's change" for head in compared if told]
     tables = {}
     for metric in metrics:
-        table = [[*down, *map(str, heads), *(f"{head}: % from clean" for head in compared)]]
+        table = [[*down, *told, *map(str, heads), *distances]]
         for row in rows:
             where = dict(zip(down, row, strict=True))
             here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
-            cells = [_text([_value(line, metric) for line in here[head]]) for head in heads]
-            cells += [_text(_distances(here[head], here["clean"], metric, repeats)) for head in compared]
+            before = [_value(line, metric, BEFORE) for own in here.values() for line in own]
+            cells = [_text([*dict.fromkeys(before)]) for _ in told]
+            cells += [_text([_value(line, metric) for line in here[head]]) for head in heads]
+            apart = [_distances(here[head], here["clean"], metric, repeats) for head in compared]
+            cells += [_text([each.percent for each in own]) for own in apart]
+            cells += [_text([each.of_change for each in own]) for own in apart if told]
             table.append([*("–" if value is None else str(value) for value in row), *cells])
         tables[metric] = table
     return tables
 
 
-def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict[str, tuple[float, int]]]:
-    """How far each mode is from clean, in percent, and of how many algorithms that is the mean; by mode and metric.
+@dataclass(frozen=True)
+class Distance:
+    """How far from clean: ``percent`` of clean's value, ``of_change``: in percent of how far clean is from the model
+    before unlearning, None if that was not measured. ``count``: of how many algorithms it is the mean."""
+
+    percent: float
+    of_change: float | None = None
+    count: int = 1
+
+
+def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict[str, Distance]]:
+    """How far each mode, and the model before unlearning, is from clean, by mode and metric.
 
     An algorithm counts with the mean of its runs, each compared with the clean run that it agrees with.
     """
     clean = [line for line in lines if line.get("mode") == "clean"]
-    found: dict[str, dict[str, tuple[float, int]]] = {}
+    # Doing nothing is a mode, too.
+    lines = [*lines, *({**line, "mode": BEFORE, "metrics": line[BEFORE]} for line in clean if line.get(BEFORE))]
+    found: dict[str, dict[str, Distance]] = {}
     modes = dict.fromkeys(str(line.get("mode", "clean")) for line in lines)
     for mode in (mode for mode in modes if mode != "clean" and not mode.startswith(PUBLISHED)):
         for metric in metrics:
@@ -78,20 +100,33 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
             for algo in dict.fromkeys(line.get("algo") for line in lines):
                 runs = [line for line in lines if line.get("mode") == mode and line.get("algo") == algo]
                 distances = [d for line in runs for d in _distances([line], clean, metric, [*_axes(line)])]
-                means += [statistics.fmean(distances)] if distances else []
+                means += [_mean(distances)] if distances else []
             if means:
-                found.setdefault(mode, {})[metric] = statistics.fmean(means), len(means)
+                found.setdefault(mode, {})[metric] = replace(_mean(means), count=len(means))
     return found
 
 
-def sentences(found: Mapping[str, tuple[float, int]]) -> list[str]:
+def _mean(distances: Sequence[Distance]) -> Distance:
+    shares = [each.of_change for each in distances if each.of_change is not None]
+    return Distance(statistics.fmean(each.percent for each in distances), statistics.fmean(shares) if shares else None)
+
+
+def sentences(found: Mapping[str, Distance]) -> list[str]:
     """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
     said = []
-    for count in dict.fromkeys(count for _, count in found.values()):
-        parts = [f"{distance:.2g} % ({metric})" for metric, (distance, of) in found.items() if of == count]
+    for count in dict.fromkeys(distance.count for distance in found.values()):
+        parts = []
+        for metric, distance in found.items():
+            if distance.count == count:
+                share = "" if distance.of_change is None else f", {_percent(distance.of_change)} of clean's change"
+                parts.append(f"{_percent(distance.percent)}{share} ({metric})")
         plural = "s" if count > 1 else ""
-        said.append(f"average degradation (distance from clean) over {count} algorithm{plural}: {', '.join(parts)}")
+        said.append(f"average degradation (distance from clean) over {count} algorithm{plural}: {'; '.join(parts)}")
     return said
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
 
 
 def _axes(line: Line) -> list[str]:
@@ -103,19 +138,21 @@ def _fits(line: Line, where: Mapping[str, object]) -> bool:
     return all(name not in line or line[name] == value for name, value in where.items())
 
 
-def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[float]:
-    """How far each of ``lines`` is from its clean run in ``metric``, in percent."""
+def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[Distance]:
+    """How far each of ``lines`` is from its clean run in ``metric``."""
     distances = []
     for line in lines:
         aims = [other for other in clean if _fits(other, {name: line[name] for name in repeats if name in line})]
         value, aim = _value(line, metric), _value(aims[0], metric) if aims else None
         if value is not None and aim:
-            distances.append(100 * abs(value / aim - 1))
+            before = _value(line, metric, BEFORE)
+            share = None if before in (None, aim) else 100 * abs(value - aim) / abs(before - aim)
+            distances.append(Distance(100 * abs(value / aim - 1), share))
     return distances
 
 
-def _value(line: Line, metric: str) -> float | None:
-    value = line["metrics"].get(metric)
+def _value(line: Line, metric: str, of: str = "metrics") -> float | None:
+    value = (line.get(of) or {}).get(metric)
     return value if isinstance(value, int | float) else None
 
 
