@@ -344,7 +344,7 @@ def main() -> None:
         [as_public] = [line["public"]["forget"] for line in _done(out) if "public" in line]
         level = given.level or as_public
         for i, setting in enumerate(settings(noises, given.omit.split(","))):
-            if i % parts != part - 1 or any(line.get("setting") == setting for line in done):
+            if i % parts != part - 1 or any(line.get("setting") == setting for line in _done(out)):
                 continue
             folder = Path(scratch) / "one"
             folder.mkdir()
