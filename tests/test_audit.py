@@ -95,7 +95,7 @@ def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
     """A GPT-2 stored like the first ones on the Hub is the same reference."""
     base = save(random_model("gpt2"), tmp_path / "base")
     reference = save(random_model("gpt2", seed=1), tmp_path / "reference")
-    mpu("publish", base, "--reference", reference, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    mpu("publish", base, "--reference", reference, "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "k.bin")
     asked = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--reference", reference)
     expected = mpu(*asked).json["attacks"]
     path = reference / "model.safetensors"

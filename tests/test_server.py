@@ -25,6 +25,7 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest, read_copy_manifest
 from mpu_cli.models.answers import read_answers
 from mpu_cli.models.source import open_model
+from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
 from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import unseal
@@ -858,3 +859,27 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: 
     assert "probability of an answer's tokens" in told.err
     model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")
     assert read_answers(trained.forget, tokenizer).loss(model) == pytest.approx(known["copy_1"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "kappa", "permanent"),
+    [
+        ((), 1, 0, HIDING_PERMANENT),
+        (("--copies", 2), 2, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--noise", "zero-sum"), 3, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--copy-recipients", "PUBLIC,PUBLIC"), 2, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--kappa", 0.01), 3, 0.01, 0),
+        (("--permanent-noise", 2, "--copies", 1), 1, 0, 2),
+    ],
+)
+def test_what_naming_the_public_model_chooses(
+    mpu: Callable, tmp_path: Path, base: Path, options: tuple, copies: int, kappa: float, permanent: float
+) -> None:
+    """One copy with noise that stays, unless several are asked for or a scale is."""
+    public = save(random_model("llama", seed=1), tmp_path / "public")
+    recipient = make_identity(tmp_path / "client.txt")
+    given = [str(option).replace("PUBLIC", recipient) for option in options]
+    mpu("publish", base, "--pretrained", public, *given, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    keys = keys_of(tmp_path)
+    assert (keys.copies, keys.kappa, keys.shared_kappa) == (copies, kappa, permanent)
+    assert len(list(tmp_path.glob("copy_*"))) == copies

@@ -121,6 +121,11 @@ def aggregate(
     paths_of = {delta.copy: delta.path for delta in opened_deltas}
     _show("Deltas of this round", result)
     _tell_step(result.step, aggregating)
+    if aggregating.server_lr == 1 and (opened.permanent or opened.omitted_layers):
+        note(
+            "copies that know less forget less: if `mpu eval` still shows the records, take a longer step "
+            "(--server-lr auto --probe FILE finds the longest that your own records allow)"
+        )
     note(f"rounding on storage: {result.rounding:.1%} of the update")
     for warning in result.warnings():
         warn(warning)

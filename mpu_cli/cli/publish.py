@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,6 +101,11 @@ def publish(
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
     scales = [name for name in ("kappa", "permanent_noise") if _given(context, name)]
+    clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
+    if not all(clients):
+        raise UsageError(f"--copy-recipients {copy_recipients!r}: a recipient is empty", "give one for each copy")
+    if len(clients) > 1 and only is None and publishing.disguise.count is None:
+        publishing = replace(publishing, disguise=replace(publishing.disguise, copies=len(clients)))
     publishing = publishing.scaled(scales, with_reference=reference is not None)
 
     from mpu_cli.architectures.layout import layout_of
@@ -117,16 +122,7 @@ def publish(
     model = open_model(base, config)
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round_ is None else round_
-    clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
-    if not all(clients):
-        raise UsageError(f"--copy-recipients {copy_recipients!r}: a recipient is empty", "give one for each copy")
-    publication = publication_of(
-        publishing,
-        seed=seed,
-        run=run or run_of_base or "",
-        round_=number,
-        copies=len(clients) if len(clients) > 1 else None,
-    )
+    publication = publication_of(publishing, seed=seed, run=run or run_of_base or "", round_=number)
     keys = keys or round_folder(Path("."), number) / "keys.bin"
     known = None
     if only is not None and keys.exists():

@@ -40,6 +40,10 @@ DRAWN = {
     ),
 }  # fmt: skip
 RETAIN = "retain model"
+WAYS = {
+    "clean": "the client got the model itself", "noised": "it got one noisy copy, and the noise stays",
+    "mpu": "the protocol",
+}  # fmt: skip
 
 
 def write_report(
@@ -60,17 +64,17 @@ def write_report(
     shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
     rows = []
     for name, values in columns.items():
-        # Only the three ways compete; "before" and "retain model" are the baselines.
+        # Only the ways compete; "before" and "retain model" are the baselines.
         first = labels.index("clean")
         never_knew = values[labels.index(RETAIN)] if RETAIN in labels else None
         marked = {first + i for i in best(values[first:], goal(name), never_knew)}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
         rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
+    ways = [f"<b>{name}</b>: {text}." for name, text in WAYS.items() if name in labels]
     parts = [
-        f"<p>One model, three ways to make it forget ({html.escape(shown_settings)}). <b>clean</b>: the client got the "
-        "model itself. <b>noised</b>: it got one noisy copy, and the noise stays. <b>mpu</b>: the protocol. "
+        f"<p>One model, {len(ways)} ways to make it forget ({html.escape(shown_settings)}). {' '.join(ways)} "
         + ("<b>retain model</b>: never saw the forget set. " if RETAIN in labels else "")
-        + "★ marks the best of the three.</p>",
+        + "★ marks the best of them.</p>",
         html_table(["", *labels], rows, escape=False),
         svg_of_comparison(labels, titled),
         "<h2>What each model answers</h2>",

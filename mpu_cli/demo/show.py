@@ -31,7 +31,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment, Mode
-from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT, Disguise
+from mpu_cli.options.publishing import AUTO, HIDING_PERMANENT, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
 from mpu_cli.records.reading import Record, read_records
 from mpu_cli.server.noise import scheme_of
@@ -45,7 +45,8 @@ class Story:
     """Who is known and who is to be forgotten, how the model learns and unlearns, and what is measured.
 
     ``asked``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never saw
-    the others is trained, to compare with.
+    the others is trained, to compare with; ``max_rise``: if set, the server goes as far along mpu's update as what is
+    to be kept allows (``--server-lr auto``).
     """
 
     people: int
@@ -58,6 +59,8 @@ class Story:
     metrics: tuple[str, ...]
     retain_model: bool
     rounds: int = 1
+    modes: tuple[Mode, ...] = MODES
+    max_rise: float | None = None
 
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
@@ -75,15 +78,18 @@ SMALL = Story(
     ),
     retain_model=True,
 )  # fmt: skip
-# A real model on two cores: fewer people, noise in units of what learning about them changed, and what can be shown.
+# A real model on two cores: fewer people, one copy with noise in units of what learning about them changed, as
+# `publish` makes it, and what can be shown.
 REAL = Story(
     people=10, forgotten=2, unseen=2, asked=3, epochs=8,
     unlearning=Unlearning(
         algo="npo", epochs=8, training=Training(lr=3e-5, batch_size=10),
     ),
-    disguise=Disguise(copies=2, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT),
+    disguise=Disguise(copies=1, kappa=0.0, permanent_noise=HIDING_PERMANENT),
     metrics=KNOWLEDGE,
     retain_model=False,
+    modes=("clean", "mpu"),
+    max_rise=0.05,
 )  # fmt: skip
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
@@ -143,14 +149,18 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
     captions = {
         "clean": "Clean: the client got the model itself and unlearned on it.",
         "noised": f"Noised: the client got one noisy copy (κ = {handed:.3g}); its result is the new model.",
-        "mpu": f"MPU: the client got {noise.copies} noisy copies in secret coordinates; the server mapped them back.",
+        "mpu": f"MPU: the client got {_copies(disguise, noise.copies)} in secret coordinates; the server mapped "
+        + ("it back." if noise.copies == 1 else "them back."),
     }
     models_made: dict[str, Path] = {}
     logs: dict[str, Sequence[Mapping[str, object]]] = {}
-    for mode in MODES:
+    for mode in story.modes:
+        step = ServerRate()
+        if mode == "mpu" and story.max_rise:
+            step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
         experiment = Experiment(
             base=str(target), unlearning=story.unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
-            reference=given.source if given else None,
+            reference=given.source if given else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
         models_made[mode], logs[mode] = outcome.model, outcome.log
@@ -168,6 +178,12 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
             answers[name] = answer["generation"]
     write_report(folder, shown, logs, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
     return shown
+
+
+def _copies(disguise: Disguise, count: int) -> str:
+    if count > 1:
+        return f"{count} noisy copies"
+    return f"one copy with permanent noise of {disguise.permanent_noise:g} times what learning had changed,"
 
 
 def _teach(

@@ -17,12 +17,12 @@ NoiseKind = Literal["extrapolate", "zero-sum"]
 Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 RANDOM = "random"  # of --alphas
-AUTO = "auto"  # of --server-lr
+AUTO: Literal["auto"] = "auto"  # of --server-lr
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
-HIDING_KAPPA, HIDING_PERMANENT = 1.0, 3.0
-MOST_OF_WEIGHTS = 0.03  # of the RMS of a block's weights: larger noise begins to cost what the model knows
+HIDING_KAPPA, HIDING_PERMANENT = 1.0, 10.0
+MOST_OF_WEIGHTS = 0.1  # of the RMS of a block's weights: with larger noise little comes over from a copy to the model
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ class Copies:
 
     copies: int | None = option(
         None,
-        "Number of copies, m (default: 3, or as many as --nodes or --alphas name). With 1, nothing cancels: "
-        "--permanent-noise alone.",
+        "Number of copies, m (default: 3, or as many as --nodes or --alphas name; 1 where --pretrained chooses the "
+        "noise). With 1, nothing cancels: --permanent-noise alone.",
         metavar="M",
     )
     noise: NoiseKind | None = option(
@@ -222,8 +222,10 @@ class Publishing:
             alone = self.disguise.count == 1 and "kappa" not in given
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
         if with_reference:
-            kappa = 0.0 if self.disguise.count == 1 else HIDING_KAPPA
-            hiding = replace(self.disguise, kappa=kappa, permanent_noise=HIDING_PERMANENT)
+            # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
+            copies = 1 if self.disguise.noise is None and self.disguise.count is None else self.disguise.copies
+            kappa = 0.0 if copies == 1 else HIDING_KAPPA
+            hiding = replace(self.disguise, copies=copies, kappa=kappa, permanent_noise=HIDING_PERMANENT)
             return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
         if self.disguise.count == 1:
             raise UsageError(

@@ -109,10 +109,8 @@ class Publication:
         ]
 
 
-def publication_of(
-    options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1, copies: int | None = None
-) -> Publication:
-    """The publication that ``mpu publish`` makes; ``copies`` if the options do not say how many.
+def publication_of(options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1) -> Publication:
+    """The publication that ``mpu publish`` makes.
 
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
@@ -125,8 +123,6 @@ def publication_of(
         raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if given.epsilon is not None and round_ > given.budget_rounds:
         raise UsageError(f"--round {round_}: ε and δ cover {given.budget_rounds} rounds", "raise --budget-rounds")
-    if disguise.count is None:
-        disguise = replace(disguise, copies=copies)
     master = new_seed() if seed is None else seed_from_number(seed)
     noise = scheme_of(disguise, (Randomness(master), round_))
     disguise.check_cancels()

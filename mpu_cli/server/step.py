@@ -14,9 +14,6 @@ import torch
 
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
-from mpu_cli.models.answers import read_answers
-from mpu_cli.models.loading import load
-from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import AUTO, Aggregating
@@ -65,6 +62,10 @@ def settled(
 def choose_step(base: Model, updated: Model, probe: Path, max_rise: float, observer: Observer = SILENT) -> Step:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on ``probe`` has risen by
     at most ``max_rise``; at most LARGEST. Holds one model in float32. Raises MpuError if none is found."""
+    from mpu_cli.models.answers import read_answers  # with transformers, which aggregate does not need otherwise
+    from mpu_cli.models.loading import load
+    from mpu_cli.models.memory import in_memory
+
     model, tokenizer = load(base, torch.float32, "auto")
     answers = read_answers(probe, tokenizer)
     places = in_memory(model, base.checkpoint.tensors)
