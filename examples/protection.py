@@ -59,6 +59,7 @@ def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
 
     lora = {"lora_rank": 8, "lr": 3e-4}
     largest, smaller = noises[:2]
+    heavy = {"alpha": 5.0}  # more weight on what is to be kept
     yield clean(seed=0)
     yield permanent(largest)
     yield permanent(smaller)
@@ -66,28 +67,31 @@ def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
     yield clean(seed=1)
     yield permanent(smaller, 2)
     yield shallow(layers[0])
-    yield clean(alpha=5.0)
-    yield clean(algo="simnpo")
-    yield permanent(largest, algo="simnpo")
+    yield clean(**heavy)
+    yield permanent(largest, **heavy)
+    yield clean(seed=1, **heavy)
+    yield permanent(largest, 2, **heavy)
     yield clean(algo="graddiff")
+    yield shallow(layers[0], **heavy)
     yield permanent(largest, algo="graddiff")
     yield clean(**lora)
     yield permanent(largest, **lora)
-    yield shallow(layers[0], algo="graddiff")
-    yield clean(weight_decay=1.0)
+    yield permanent(smaller, 2, **heavy)
+    yield {"publish": {"copies": 3, "kappa": 1.0, "seed": 1}}
     yield permanent(largest, 3)
     yield clean(seed=2)
     yield permanent(smaller, 3)
+    yield clean(algo="simnpo")
+    yield permanent(largest, algo="simnpo")
+    yield shallow(layers[0], algo="graddiff")
+    yield clean(weight_decay=1.0)
     yield from (shallow(omitted) for omitted in layers[1:])
     yield {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": layers[0], "permanent_noise": smaller, "seed": 1}}
     yield {"publish": {"copies": 3, "kappa": 1.0, "permanent_noise": largest, "seed": 1}}
     yield shallow(layers[0], **lora)
-    yield shallow(layers[0], algo="simnpo")
-    yield permanent(smaller, algo="simnpo")
     yield permanent(smaller, algo="graddiff")
     yield permanent(smaller, **lora)
     yield from (permanent(scale) for scale in noises[2:])
-    yield {"publish": {"copies": 3, "kappa": 1.0, "seed": 1}}
     yield {"publish": {"copies": 2, "kappa": 1.0, "noise": "zero-sum", "symmetries": "paper", "seed": 1}}
     yield {"publish": {"copies": 3, "kappa": 0.01, "seed": 1}}
 
