@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ from mpu_cli.checkpoint.header import AGE_HEADER
 from mpu_cli.errors import MpuError
 
 _BUFFER = 1 << 20  # bytes
+SECRET_BYTES = 32
 
 
 def default_identity_path() -> Path:
@@ -44,6 +48,25 @@ def make_identity(path: Path) -> str:
     finally:
         fresh.unlink(missing_ok=True)
     return recipient
+
+
+def own_secret(path: Path, what: str) -> bytes:
+    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` they are, for messages. Raises MpuError if the file
+    is invalid, OSError if it cannot be made."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
+                os.link(file.name, path)
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except (OSError, ValueError) as error:
+        raise MpuError(f"{path}: cannot be read as {what}", "remove it to create a new one") from error
+    if len(secret) != SECRET_BYTES:
+        raise MpuError(f"{path}: not {SECRET_BYTES} bytes in hexadecimal", "remove it to create a new one")
+    return secret
 
 
 def write_private(path: Path, content: bytes) -> None:

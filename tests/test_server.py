@@ -30,6 +30,7 @@ from mpu_cli.sealing import default_identity_path, make_identity, read_identitie
 from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import unseal
 from mpu_cli.server.noise import Scheme
+from mpu_cli.server.publication import default_secret_path
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 from tests.models import CONFIGS, Trained, load, random_model, save, write_records
@@ -883,3 +884,53 @@ def test_what_naming_the_public_model_chooses(
     keys = keys_of(tmp_path)
     assert (keys.copies, keys.kappa, keys.shared_kappa) == (copies, kappa, permanent)
     assert len(list(tmp_path.glob("copy_*"))) == copies
+
+
+class TestPermanentNoise:
+    """Without a seed it is the same in every publication of a base, so that they cannot be averaged."""
+
+    def noise(self, mpu: Callable, base: Path, out: Path, *options: object) -> torch.Tensor:
+        plain = ("--copies", 1, "--symmetries", "none", "--dtype", "float64")
+        mpu("publish", base, *plain, *options, "--out", out, "--keys", out / "keys.bin")
+        mpu("verify", out / "copy_1", "--keys", out / "keys.bin")
+        name = "model.embed_tokens.weight"
+        return (tensors(out / "copy_1")[name] - tensors(base)[name]).flatten()
+
+    def test_it_is_one_draw(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        one = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
+        assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), one)
+        # of two multiples of one draw, anyone could compute it
+        others = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2)]
+        other = save(random_model("llama", seed=1), tmp_path / "other")
+        others.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
+        default_secret_path().unlink()
+        others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1))
+        for noise in others:
+            assert abs(float(torch.corrcoef(torch.stack([one, noise]))[0, 1])) < 5 / math.sqrt(len(one))
+
+    def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):
+            mpu("publish", base, "--copies", 1, "--symmetries", "none", "--permanent-noise", 1, *options, "--out",
+                tmp_path / name, "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+        mpu("verify", tmp_path / "shallow" / "copy_1", "--keys", tmp_path / "shallow" / "keys.bin")
+        whole, shallow = (tensors(tmp_path / name / "copy_1") for name in ("whole", "shallow"))
+        for name, held in shallow.items():
+            assert torch.equal(held, whole[name.replace("layers.0.", "layers.1.")])
+
+    def test_a_further_copy_later(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
+        several = ("--copies", 2, "--kappa", 0.1, "--permanent-noise", 1, "--symmetries", "none", "--dtype", "float64")
+        for number in (1, 2):
+            mpu("publish", base, *several, "--only", number, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+            default_secret_path().unlink(missing_ok=True)
+            mpu("verify", tmp_path / f"copy_{number}", "--keys", tmp_path / "keys.bin")
+
+    def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert stat.S_IMODE(default_secret_path().stat().st_mode) == 0o600
+        keys = keys_of(tmp_path)
+        assert keys.permanent_seed
+        assert not [secret for secret in (keys.seed, keys.permanent_seed) if secret in repr(keys)]
+        default_secret_path().write_text("short")
+        told = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
+        assert (told.status, "cannot be read as the server's secret" in told.err) == (1, True)

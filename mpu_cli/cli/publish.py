@@ -122,7 +122,7 @@ def publish(
     model = open_model(base, config)
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round_ is None else round_
-    publication = publication_of(publishing, seed=seed, run=run or run_of_base or "", round_=number)
+    publication = publication_of(publishing, model, seed=seed, run=run or run_of_base or "", round_=number)
     keys = keys or round_folder(Path("."), number) / "keys.bin"
     known = None
     if only is not None and keys.exists():

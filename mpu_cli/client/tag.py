@@ -7,20 +7,15 @@ that differ under the same key belong to copies that were trained differently.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
-import os
-import secrets
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from mpu_cli.errors import MpuError
-from mpu_cli.sealing import default_identity_path
+from mpu_cli.sealing import default_identity_path, own_secret
 
 KEY_BYTES, TAG_BYTES = 32, 16
 
@@ -32,20 +27,7 @@ def default_secret_path() -> Path:
 
 def client_secret(path: Path) -> bytes:
     """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:
-            file.write(secrets.token_hex(KEY_BYTES) + "\n")
-            file.flush()
-            with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
-                os.link(file.name, path)
-    try:
-        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
-    except (OSError, ValueError) as error:
-        raise MpuError(f"{path}: cannot be read as the client's secret", "remove it to create a new one") from error
-    if len(secret) != KEY_BYTES:
-        raise MpuError(f"{path}: not {KEY_BYTES} bytes in hexadecimal", "remove it to create a new one")
-    return secret
+    return own_secret(path, "the client's secret")
 
 
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:

@@ -39,6 +39,12 @@ def shallow(model: Model, omitted: Sequence[int]) -> Model:
     return replace(model, checkpoint=checkpoint, config=config)
 
 
+def names_in_base(model: Model, omitted: Sequence[int]) -> dict[str, str]:
+    """What the tensors of ``shallow(model, omitted)`` are called in ``model``."""
+    layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    return {own: name for name, own in without_layers(layout, omitted).names.items()}
+
+
 def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, object]:
     """The config with fewer layers, and the lists in it that have an entry for each layer with as many fewer."""
     count = len(layout.structures)

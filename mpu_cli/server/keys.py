@@ -18,7 +18,7 @@ from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, pa
 from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
 
 FORMAT, VERSION = "mpu-keys", 4
-COMPLETE = 3  # the version for copies that have all layers
+SINCE_4 = ("omitted_layers", "permanent_seed")
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -51,7 +51,7 @@ class Keys:
 
     run: str
     round: int
-    seed: str  # 32 bytes in hexadecimal
+    seed: str = field(repr=False)  # 32 bytes in hexadecimal
     seed_is_secret: bool
     noise: Scheme
     kappa: float
@@ -64,6 +64,7 @@ class Keys:
     shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise all copies share
     calibration: Calibration | None = None  # if set, κ is 0 and σ is the same in every block
     omitted_layers: tuple[int, ...] = ()  # of the base, which no copy has
+    permanent_seed: str | None = field(default=None, repr=False)  # of permanent noise, if not ``seed``; in hexadecimal
 
     @property
     def permanent(self) -> float:
@@ -74,17 +75,20 @@ class Keys:
         return 0.0 if not shared else shared / own if own else math.inf
 
     @property
+    def permanent_randomness_seed(self) -> bytes | None:
+        return bytes.fromhex(self.permanent_seed) if self.permanent_seed else None
+
+    @property
     def copies(self) -> int:
         return self.noise.copies
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
     """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
-    # Nobody who could not undo it opens a publication that lacks layers: the version is higher.
     facts = asdict(keys)
-    version = VERSION if facts["omitted_layers"] else COMPLETE
-    if version == COMPLETE:
-        del facts["omitted_layers"]
+    since = {name: facts.pop(name) for name in SINCE_4}
+    version = VERSION if any(since.values()) else VERSION - 1  # older versions of mpu read what they understand
+    facts |= since if version == VERSION else {}
     document = json.dumps({"format": FORMAT, "version": version, **facts}).encode()
     if passphrase is not None:
         return pyrage.passphrase.encrypt(document, passphrase)
@@ -194,7 +198,15 @@ def _parse(document: bytes, path: Path) -> Keys:
 def _sound(keys: Keys) -> bool:
     """Whether every entry is valid: a key file may have been sealed by someone else. Raises UsageError if the noise
     factors do not form a scheme."""
-    texts = (keys.run, keys.seed, keys.symmetries, keys.base.path, keys.base.config, keys.base.fingerprint)
+    texts = (
+        keys.run,
+        keys.seed,
+        keys.permanent_seed or "",
+        keys.symmetries,
+        keys.base.path,
+        keys.base.config,
+        keys.base.fingerprint,
+    )
     if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
         return False
     if not isinstance(keys.shared_sigma, dict):
@@ -226,7 +238,7 @@ def _sound(keys: Keys) -> bool:
         and all(isinstance(copy_id, str) for copy_id in keys.copy_ids)
         and len(factors) == len(keys.copy_ids) >= 1
         and type(keys.round) is int
-        and re.fullmatch("[0-9a-f]{64}", keys.seed) is not None
+        and all(re.fullmatch("[0-9a-f]{64}", seed) for seed in (keys.seed, keys.permanent_seed or keys.seed))
     )
 
 

@@ -208,7 +208,8 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 class Noise:
     """A publication's noise for the copies ``only`` (counted from 1; None for all), for any slice of a tensor.
 
-    ``double``: draw in float64, for calibrated noise.
+    ``double``: draw in float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn
+    from, if not from the publication's own seed.
     """
 
     def __init__(
@@ -219,8 +220,10 @@ class Noise:
         only: Sequence[int] | None = None,
         *,
         double: bool = False,
+        permanent: Randomness | None = None,
     ):
         self._randomness = randomness
+        self._permanent = permanent
         self._round = round_
         weights = scheme.mixing
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
@@ -231,9 +234,13 @@ class Noise:
         purposes: list[tuple[str | int, ...]] = []
         if sigma:
             purposes += [("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
-        if shared_sigma:
-            purposes.append(("shared noise", self._round, tensor))
-        return [self._randomness.key(*purpose) for purpose in purposes]
+        keys = [self._randomness.key(*purpose) for purpose in purposes]
+        if shared_sigma and self._permanent:
+            # Noise of another scale is another draw: from two multiples of one, anyone could compute it.
+            keys.append(self._permanent.key("permanent noise", tensor, shared_sigma.hex()))
+        elif shared_sigma:
+            keys.append(self._randomness.key("shared noise", self._round, tensor))
+        return keys
 
     def draws(self, keys: Sequence[bytes], start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Standard normals for elements ``start … stop`` of a tensor, (stop − start,) for each of its ``keys``."""

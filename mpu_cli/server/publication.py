@@ -7,19 +7,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+
+from blake3 import blake3
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
+from mpu_cli.models.source import Model
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
+from mpu_cli.sealing import default_identity_path, own_secret
 from mpu_cli.server.calibration import calibrate
 from mpu_cli.server.keys import Calibration, Keys
 from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
+
+SAMPLE = 4096  # bytes of each tensor
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Publication:
     the same in every block, in their place (they are 0 then). ``max_noise`` lowers both, alike, where a copy's noise
     would be more than this share of the RMS of a block's weights. ``omitted``: the base's layers, counted from 0, that
     no copy has. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults
-    to a name drawn from the seed. The same publication of the same
+    to a name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication
+    of a base, so that publications cannot be averaged; None for ``seed``. The same publication of the same
     base has the same bytes. Raises UsageError for numbers out of range.
     """
 
@@ -46,6 +54,7 @@ class Publication:
     round: int = 1
     max_noise: float | None = None
     omitted: tuple[int, ...] = ()
+    permanent_seed: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_ranges(Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa))
@@ -67,6 +76,10 @@ class Publication:
     def randomness(self) -> Randomness:
         return Randomness(self.seed)
 
+    @property
+    def permanent(self) -> Randomness | None:
+        return Randomness(self.permanent_seed) if self.permanent_seed else None
+
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1."""
         return make_transform(self.randomness, self.round, copy, layout, self.symmetries)
@@ -75,7 +88,7 @@ class Publication:
         """This publication with the secrets, names and noise of ``keys``, to make further copies of theirs."""
         return replace(
             self, seed=bytes.fromhex(keys.seed), seed_is_secret=keys.seed_is_secret, noise=keys.noise, run=keys.run,
-            round=keys.round, omitted=keys.omitted_layers,
+            round=keys.round, omitted=keys.omitted_layers, permanent_seed=keys.permanent_randomness_seed,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -109,8 +122,10 @@ class Publication:
         ]
 
 
-def publication_of(options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1) -> Publication:
-    """The publication that ``mpu publish`` makes.
+def publication_of(
+    options: Publishing, base: Model, *, seed: int | None = None, run: str = "", round_: int = 1
+) -> Publication:
+    """The publication of ``base`` that ``mpu publish`` makes.
 
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
@@ -127,6 +142,7 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
     noise = scheme_of(disguise, (Randomness(master), round_))
     disguise.check_cancels()
     calibration = None if given.epsilon is None else calibrate(given, min(noise.scales))
+    stays = seed is None and calibration is None and disguise.permanent_noise > 0
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
@@ -140,7 +156,30 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
         round=round_,
         max_noise=options.max_noise,
         omitted=disguise.omitted,
+        permanent_seed=_permanent_seed(base) if stays else None,
     )
+
+
+def default_secret_path() -> Path:
+    """``mpu/server.key`` in the user's configuration directory: what permanent noise is drawn from."""
+    return default_identity_path().with_name("server.key")
+
+
+def _permanent_seed(base: Model) -> bytes:
+    """What the permanent noise of every publication of ``base`` is drawn from: the server's own secret, and a digest of
+    the beginning of each tensor, which tells models apart without reading them. Raises MpuError without a secret."""
+    path = default_secret_path()
+    try:
+        secret = own_secret(path, "the server's secret")
+    except OSError as error:
+        raise MpuError(
+            f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
+        ) from error
+    digest = blake3()
+    for name, info in sorted(base.checkpoint.tensors.items()):
+        digest.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
+        digest.update(base.checkpoint.raw(name)[:SAMPLE])
+    return Randomness(secret).key("permanent noise", digest.hexdigest())
 
 
 def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layout, symmetries: str) -> Transform:

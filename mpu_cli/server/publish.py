@@ -24,7 +24,7 @@ from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
 from mpu_cli.models.files import model_specs, write_json, write_small_files
-from mpu_cli.models.shallow import shallow
+from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
@@ -147,6 +147,7 @@ def publish(
                     publication.noise,
                     [m.copy for m in written],
                     double=publication.calibration is not None,
+                    permanent=publication.permanent,
                 ),
                 scales=[publication.noise.scales[m.copy - 1] for m in written],
                 transforms=[publication.transform(m.copy, layout) for m in written],
@@ -154,6 +155,7 @@ def publish(
                 pool=stack.enter_context(worker_pool()),
                 observer=observer,
                 clock=profile.begin if profile else no_clock,
+                whole_names=names_in_base(whole, publication.omitted),
                 hashed=hash_of(known.base.fingerprint) if known else NEWEST,
             )
             reports = writing.all_blocks(layout.blocks)
@@ -180,6 +182,7 @@ def publish(
             shared_sigma=writing.shared_sigma,
             calibration=publication.calibration,
             omitted_layers=publication.omitted,
+            permanent_seed=publication.permanent_seed.hex() if publication.permanent_seed else None,
         )
         if keys_output:
             write_private(keys_output, target.seal(keys))
@@ -216,6 +219,7 @@ class _Writing:
     pool: Executor
     observer: Observer
     clock: Callable[[], Callable[[str], None]]
+    whole_names: Mapping[str, str]  # of tensors, in the base with all its layers
     hashed: str = NEWEST
     sigma: dict[str, float] = field(default_factory=dict)
     shared_sigma: dict[str, float] = field(default_factory=dict)
@@ -340,7 +344,7 @@ class _Writing:
         targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
         maps = [transform.of(tensor) for transform in self.transforms]
         shared = self.shared_sigma.get(tensor.block, 0.0)
-        subkeys = self.noise.subkeys(tensor.name, sigma, shared)
+        subkeys = self.noise.subkeys(self.whole_names[tensor.name], sigma, shared)
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
         if self.publication.calibration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.memory import in_memory
-from mpu_cli.models.shallow import shallow
+from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.randomness import Randomness
@@ -78,6 +78,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
+    names = names_in_base(base, keys.omitted_layers)
     base = shallow(base, keys.omitted_layers)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
@@ -89,9 +90,17 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(randomness, keys.round, keys.noise, [manifest.copy], double=keys.calibration is not None),
+        Noise(
+            randomness,
+            keys.round,
+            keys.noise,
+            [manifest.copy],
+            double=keys.calibration is not None,
+            permanent=Randomness(seed) if (seed := keys.permanent_randomness_seed) else None,
+        ),
         make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
         manifest.copy,
+        names,
     )
     observer.stage("verify", base.checkpoint.nbytes)
     blocks = []
@@ -128,6 +137,7 @@ class _Again:
     noise: Noise
     transform: Transform
     number: int
+    whole_names: Mapping[str, str]  # of tensors, in the base with all its layers
 
     def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
         name = self.transform.name(tensor)
@@ -138,7 +148,7 @@ class _Again:
         dtype = torch.float64 if self.keys.calibration else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
-        subkeys = self.noise.subkeys(tensor.name, sigma, shared)
+        subkeys = self.noise.subkeys(self.whole_names[tensor.name], sigma, shared)
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
