@@ -278,10 +278,32 @@ def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     for out in "ab":
         mpu("publish", base, "--out", out, "--keys", f"{out}/keys.bin", cwd=tmp_path)
-    mixed = mpu("audit", "a/copy_1", "b/copy_2", "--base", base, check=False, cwd=tmp_path)
-    assert (mixed.status, "different publications" in mixed.err) == (2, True)
+    mixed = mpu("audit", "a/copy_1", "b/copy_2", "--base", base, "--nodes", "1,-1", check=False, cwd=tmp_path)
+    assert (mixed.status, "those of one publication" in mixed.err) == (2, True)
     other = save(random_model("llama", seed=1), tmp_path / "other")
     wrong = mpu("audit", "a/copy_1", "--base", other, "--keys", "a/keys.bin", check=False, cwd=tmp_path)
     assert (wrong.status, "is not the model that was published" in wrong.err) == (1, True)
     same = mpu("audit", "a/copy_1", "--base", base, "--reference", base, check=False, cwd=tmp_path)
     assert (same.status, "the same weights as --base" in same.err) == (2, True)
+
+
+def test_several_publications_together(mpu: Callable, tmp_path: Path) -> None:
+    """One copy of each of n publications of a base: noise that cancels within each averages over them, by 1/√n, and
+    permanent noise, one draw for all, does not; two copies of one of them remove what cancels."""
+    base = save(random_model("llama"), tmp_path / "base")
+    for name, options in (("own", ("--kappa", 0.1)), ("permanent", ("--copies", 1, "--permanent-noise", 0.1))):
+        for number in range(4):
+            out = tmp_path / name / str(number)
+            mpu("publish", base, *options, "--dtype", "float32", "--out", out, "--keys", out / "keys.bin")
+
+    def off(name: str, copies: int) -> float:
+        paths = [tmp_path / name / str(number) / "copy_1" for number in range(copies)]
+        attacks = mpu("audit", *paths, "--base", base, "--json").json["attacks"]
+        return attacks["all copies" if copies > 1 else "one copy"]["weights"]
+
+    for copies in (2, 4):
+        assert off("own", copies) == pytest.approx(off("own", 1) / copies**0.5, rel=0.1)
+        assert off("permanent", copies) == pytest.approx(off("permanent", 1), rel=0.02)
+    paths = [tmp_path / "own" / place for place in ("0/copy_1", "0/copy_2", "1/copy_1", "1/copy_2")]
+    attacks = mpu("audit", *paths, "--base", base, "--json").json["attacks"]
+    assert attacks["all copies"]["weights"] < 1e-5

@@ -142,13 +142,15 @@ def audit(
     noise: Scheme,
     symmetries: str,
     fast: bool,
+    publications: Sequence[object] | None = None,
     observer: Observer = SILENT,
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
-    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes. For layers that
-    the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError if a model's
-    shapes differ from the base's, UsageError if there is not one factor per copy.
+    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes; ``publications``
+    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. For
+    layers that the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError
+    if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
     whole, public, omitted = base, reference, _omitted(copies)
     base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
@@ -158,7 +160,7 @@ def audit(
     names = {id(base): {t.name: t.name for t in layout.parameters}}
     for model in [*copies, *([reference] if reference else [])]:
         names[id(model)] = _names(model, base, layout)
-    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names)
+    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names, publications or [0] * len(copies))
     blocks = _chosen(layout, fast)
     observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
@@ -199,16 +201,26 @@ def _chosen(layout: Layout, fast: bool) -> list[str]:
     return [block for block in blocks if block not in layers or block in kept]
 
 
+def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
+    """The weights that cancel the noise of each publication and average over the publications, float64 (copies,)."""
+    weights = torch.zeros(noise.copies, dtype=torch.float64)
+    for publication in dict.fromkeys(publications):
+        own = [i for i, other in enumerate(publications) if other == publication]
+        weights[own] = Scheme(noise.kind, tuple(noise.factors[i] for i in own)).fitted_weights
+    return weights / len(set(publications))
+
+
 class _Attacker:
     def __init__(
         self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
-        symmetries: str, names: Mapping[int, Mapping[str, str]],
+        symmetries: str, names: Mapping[int, Mapping[str, str]], publications: Sequence[object],
     ):  # fmt: skip
         self._tensor_names = names  # of each model, by its id
         self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
         self._symmetries = symmetries
         self._noise = noise
-        self._weights_of_copies = noise.fitted_weights
+        self._several = len(set(publications)) > 1
+        self._weights_of_copies = _weights(noise, publications)
         self.attacks = {name: Recovered() for name in self._names()}
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
@@ -225,7 +237,7 @@ class _Attacker:
             attack.name
             for attack in ATTACKS.values()
             if (copies > 1 or not attack.several)
-            and (not attack.one_draw or (self._noise.kind == EXTRAPOLATE and copies > 2))
+            and (not attack.one_draw or (self._noise.kind == EXTRAPOLATE and copies > 2 and not self._several))
             and (self._reference or not attack.reference)
         ]
 

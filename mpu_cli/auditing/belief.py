@@ -43,15 +43,20 @@ def audit_as_believed(
     """Audit ``copies`` under what is given of noise and symmetries, else under what the copies say of themselves and
     the defaults of `mpu publish`, one after the other; the attempt that explains the copies best.
 
-    Raises UsageError for copies of different publications, a copy given twice, and a reference that is the base.
+    Copies may be of several publications of the base. Raises UsageError for a copy given twice, factors of several
+    publications, and a reference that is the base.
     """
     models = list(copies)
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    _check_together(manifests)
+    _check_different(manifests)
+    publications = [(manifest.run, manifest.round) if manifest else None for manifest in manifests]
+    if len(set(publications)) > 1 and (alphas or nodes):
+        raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
     attempts = []
     schemes = _believed_noise(manifests, noise, alphas, nodes)
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
-        found = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast, observer=observer)
+        found = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
+                      publications=publications, observer=observer)  # fmt: skip
         if reference and not sum(found.task.values()):
             raise UsageError(f"--reference {reference.source}: has the same weights as --base", "leave it out")
         explained = min((found.plain_error(name) for name in found.attacks if ATTACKS[name].believes), default=0.0)
@@ -80,10 +85,8 @@ def _believed_symmetries(manifests: _Manifests, given: str | None) -> list[str]:
     return [named] if named in tried else tried
 
 
-def _check_together(manifests: _Manifests) -> None:
-    """Raise UsageError if copies are of different publications, which reveal nothing together, or one is repeated."""
+def _check_different(manifests: _Manifests) -> None:
+    """Raise UsageError if a copy is given twice."""
     known = [manifest for manifest in manifests if manifest is not None]
-    if len({(manifest.run, manifest.round) for manifest in known}) > 1:
-        raise UsageError("the copies belong to different publications", "audit each publication separately")
     if len({manifest.copy_id for manifest in known}) < len(known):
         raise UsageError("the same copy is given twice")

@@ -23,7 +23,8 @@ HELD = 0.5  # share of a block's weights unchanged in a copy, above which this i
 
 def audit(
     copies: Annotated[
-        list[str], typer.Argument(help="Copies of one publication, or - for standard input.", metavar="COPY…")
+        list[str],
+        typer.Argument(help="Copies of BASE, also of several publications, or - for standard input.", metavar="COPY…"),
     ],
     base: Annotated[str, typer.Option(help="The published model, to score the attacks with.", metavar="MODEL")],
     reference: Annotated[
