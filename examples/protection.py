@@ -11,9 +11,9 @@ A line of JSON each; those that are there are not run again, so it can be stoppe
 run in two processes. `mpu audit` says what a client recovers. Set the training with
 `--train lr=3e-5,epochs=4,batch_size=8`.
 
-python examples/protection.py --table protection.jsonl --plot protection.png
+python examples/protection.py --table smollm2.jsonl toy.jsonl --plot protection.png
 
-prints what was measured as a table, and draws it.
+prints what was measured as tables, and draws it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ from mpu_cli.records.reading import read_records
 AT_ONCE = 8  # records
 SETS = ("forget", "retain", "unseen")
 LARGEST_STEP, RELEARNING_RATE = 16, 1e-5
+OPTIONS = {"alpha": "α =", "weight_decay": "weight decay"}
 ROUGE = ("forget_Q_A_ROUGE", "retain_Q_A_ROUGE")
 CLEAN = {"copies": 1, "kappa": 0.0, "symmetries": "none"}
 
@@ -244,60 +245,87 @@ def play(
 
 
 def name_of(setting: dict) -> str:
-    """A setting in words."""
+    """What the client gets, in words."""
     noise = setting["publish"]
-    own, shared, copies = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0), noise["copies"]
-    words = ["the model itself"] if not own and not shared else []
-    words += [f"{copies} copies, κ = {own:g}" + (" (zero-sum)" if "noise" in noise else "")] if own else []
-    words += [("one copy, " if copies == 1 else "") + f"permanent {shared:g}"] if shared else []
+    own, permanent, copies = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0), noise["copies"]
+    words = [f"{copies} copies, κ = {own:g}" + (" (zero-sum)" if "noise" in noise else "")] if own else []
+    words += [f"permanent {permanent:g}"] if permanent else []
     words += [f"without layers {noise['omit_layers']}"] if "omit_layers" in noise else []
-    words += [f"{key.replace('_', ' ')} {setting[key]:g}" for key in ("alpha", "weight_decay") if key in setting]
-    number = noise.get("seed") if own or shared else setting.get("seed", 0) + 1
-    return ", ".join(words) + (f" ({number})" if number else "")
+    return ", ".join(words) or "the model itself"
 
 
 def way_of(setting: dict) -> str:
-    return setting.get("algo", "npo") + (", LoRA" if "lora_rank" in setting else "")
+    """How it is unlearned, in words."""
+    words = [setting.get("algo", "npo")] + (["LoRA"] if "lora_rank" in setting else [])
+    return ", ".join(words + [f"{name} {setting[key]:g}" for key, name in OPTIONS.items() if key in setting])
+
+
+def number_of(setting: dict) -> int:
+    """Which draw of the noise it is, or order of the records."""
+    return setting.get("seed", 0) + 1 if name_of(setting) == "the model itself" else setting["publish"].get("seed", 1)
+
+
+def played(lines: list[dict]) -> list[dict]:
+    """The settings that were played, those that are alike together."""
+    own = [line for line in lines if "setting" in line]
+    ways = list(dict.fromkeys(way_of(line["setting"]) for line in own))
+    names = list(dict.fromkeys(name_of(line["setting"]) for line in own))
+    return sorted(own, key=lambda line: (ways.index(way_of(line["setting"])), names.index(name_of(line["setting"]))))
 
 
 def table(lines: list[dict]) -> str:
-    """All lines as Markdown: losses on records to forget, to keep and unseen ones, and ROUGE on the first two."""
-    columns = ("forget", "retain", "unseen")
-    rouges = ("forget_rouge", "retain_rouge")
+    """All lines as Markdown. Losses are of records to be forgotten / to be kept, ROUGE likewise."""
 
-    def cells(of: dict | None) -> list[str]:
-        if not of:
-            return ["–", "–"]
-        return [" / ".join(f"{of[name]:.2f}" for name in columns), " / ".join(f"{of[name]:.2f}" for name in rouges)]
+    def pair(of: dict | None, names: tuple[str, str], digits: int = 2) -> str:
+        return " / ".join(f"{of[name]:.{digits}f}" for name in names) if of else "–"
 
-    rows = [["", "algorithm", "the copy: losses", "ROUGE", "the model after: losses", "ROUGE", "update from clean"]]
-    rows += [["before", "", "", "", *cells(line["before"]), ""] for line in lines if "before" in line]
-    played = [line for line in lines if "setting" in line]
-    for line in sorted(played, key=lambda line: (way_of(line["setting"]) != "npo", way_of(line["setting"]))):
-        apart = f"{line['distance']:.0%}" if "distance" in line else "–"
-        rows.append([name_of(line["setting"]), way_of(line["setting"]), *cells(line.get("copy")),
-                     *cells(line["after"]), apart])  # fmt: skip
+    losses, rouges = ("forget", "retain"), ("forget_rouge", "retain_rouge")
+    rows = [["the client gets", "algorithm", "draw", "copy: losses", "ROUGE", "after, step 1", "step", "kept: loss",
+             "ROUGE", "relearned", "update from clean"]]  # fmt: skip
+    for name in ("before", "public"):
+        for line in (line[name] for line in lines if name in line):
+            again = f"{line['relearned'][0]:.2f} → {line['relearned'][-1]:.2f}"
+            rows.append([f"*{name}*", "", "", pair(line, losses), pair(line, rouges), "", "", "", "", again, ""])
+    for line in played(lines):
+        equal, copy = line.get("equal"), line.get("copy")
+        at_level = ["none", "–", "–", "–"]
+        if equal:
+            again = f"{equal['relearned'][0]:.2f} → {equal['relearned'][-1]:.2f}"
+            at_level = [f"{equal['step']:.2g}", f"{equal['retain']:.3f}", pair(equal, rouges), again]
+        rows.append([
+            name_of(line["setting"]), way_of(line["setting"]), str(number_of(line["setting"])), pair(copy, losses),
+            pair(copy, rouges), pair(line["after"], losses), *at_level,
+            f"{line['distance']:.0%}" if "distance" in line else "–",
+        ])  # fmt: skip
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def draw(lines: list[dict], path: Path) -> None:
-    """What is forgotten against what is lost, a point for each setting."""
+def draw(files: list[Path], path: Path) -> None:
+    """What unlearning costs at equal forgetting: a panel for each file, a row for each setting, a dot for each draw."""
 
-    def panel(axes: Axes) -> None:
-        played = [line for line in lines if "setting" in line and way_of(line["setting"]) == "npo"]
-        for line in played:
-            noise = line["setting"]["publish"]
-            own, shared = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0)
-            colour = PALETTE[0 if not own and not shared else 1 if not own else 2 if not shared else 3]
-            x, y = line["after"]["retain"], line["after"]["forget"]
-            axes.scatter([x], [y], color=colour)
-            axes.annotate(name_of(line["setting"]), (x, y), fontsize=6, xytext=(4, 3), textcoords="offset points")
-        axes.set_xlabel("loss per answer token on what is to be kept", fontsize=9)
-        axes.set_ylabel("… on what is to be forgotten", fontsize=9)
-        axes.margins(x=0.25, y=0.1)
+    def panel(file: Path) -> Callable[[Axes], None]:
+        lines = _done(file)
+        [before] = [line["before"]["retain"] for line in lines if "before" in line]
+        found: dict[tuple[str, str], list[float]] = {}
+        for line in played(lines):
+            if "equal" in line:
+                key = way_of(line["setting"]), name_of(line["setting"])
+                found.setdefault(key, []).append(line["equal"]["retain"])
 
-    write_figure(make_figure([panel], None), path, "Unlearning on noisy copies", [], [], force=True)
+        def drawn(axes: Axes) -> None:
+            for row, ((_, name), values) in enumerate(found.items()):
+                colour = PALETTE[6 if name == "the model itself" else 0]
+                axes.scatter(values, [-row] * len(values), color=colour, s=18)
+            axes.axvline(before, color=PALETTE[7], linewidth=0.8)
+            axes.set_yticks([-row for row in range(len(found))], [f"{way}: {name}" for way, name in found], fontsize=7)
+            axes.set_xscale("log")
+            axes.set_xlabel("loss per answer token on what is to be kept\n(line: before unlearning)", fontsize=8)
+            axes.set_title(file.stem, fontsize=9)
+
+        return drawn
+
+    write_figure(make_figure([panel(file) for file in files], None), path, "Unlearning on copies", [], [], force=True)
 
 
 def main() -> None:
@@ -305,7 +333,7 @@ def main() -> None:
     parser.add_argument("target", nargs="?")
     for name in ("pretrained", "forget", "retain", "unseen"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="protection.jsonl")
     parser.add_argument("--noise", default="10,3,1", help="scales of permanent noise, two or more")
@@ -315,10 +343,10 @@ def main() -> None:
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
     given = parser.parse_args()
     if given.table:
-        lines = [json.loads(line) for line in given.table.read_text().splitlines()]
-        print(table(lines))
+        for file in given.table:
+            print(table(_done(file)), end="\n\n")
         if given.plot:
-            draw(lines, given.plot)
+            draw(given.table, given.plot)
         return
     if not all((given.target, given.pretrained, given.forget, given.retain, given.unseen)):
         parser.error("TARGET, --pretrained, --forget, --retain and --unseen are needed")
@@ -353,7 +381,7 @@ def main() -> None:
             folder = Path(scratch) / "one"
             folder.mkdir()
             line = {"setting": setting} | play(setting, given, training, sets, level, folder)
-            compared = clean / way_of(setting).replace(", ", "-")
+            compared = clean / way_of(setting).replace(", ", "-").replace("α = ", "alpha-").replace(" ", "-")
             if setting["publish"] == CLEAN and not compared.exists():
                 compared.parent.mkdir(exist_ok=True)
                 (folder / "after").rename(compared)
