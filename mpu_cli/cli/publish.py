@@ -166,7 +166,8 @@ def publish(
     if publication.omitted:
         lacking = few([str(layer) for layer in publication.omitted])
         note(f"left out: layers {lacking}; above, the others are numbered as in the copies")
-    note(f"noise: {scheme.kind}{secret}, cancels up to order {scheme.order - 1}; symmetries: {publication.symmetries}")
+    kind = "permanent" if scheme.copies == 1 else f"{scheme.kind}{secret}, cancels up to order {scheme.order - 1}"
+    note(f"noise: {kind}; symmetries: {publication.symmetries}")
     layout = layout_of(model.checkpoint.tensors, model.config, base)
     if bare := published_as_they_are(layout, model.checkpoint.tensors):
         warn(bare)
