@@ -78,7 +78,7 @@ def publish(
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round
     folder = round_folder(Path("."), number)
-    publication = publication_of(how, model, seed=seed, run=run or run_of_base or "", round_=number)
+    publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)
     seal = _keys.sealer(
         recipients=recipients, passphrase=passphrase, identity=Path(identity) if identity else None, note=observer.note
     )

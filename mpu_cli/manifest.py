@@ -162,6 +162,13 @@ def _is_table(value: object, of: Any) -> bool:
     )
 
 
+def are_layers(value: object) -> bool:
+    """Whether ``value`` lists numbers of layers, ascending."""
+    if not isinstance(value, list) or len(value) > MOST_LAYERS or not all(type(n) is int and n >= 0 for n in value):
+        return False
+    return value == sorted(set(value))
+
+
 def _check_version(facts: Mapping[str, object], path: Path) -> None:
     if facts.get("version") not in READABLE:
         raise MpuError(
@@ -183,9 +190,8 @@ def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
         raise MpuError(f"{path}: claims to be copy {copy} of {copies}", "get it again")
     symmetries = facts.get("symmetries")
     omitted = facts.get("omitted_layers", [])
-    numbers_only = isinstance(omitted, list) and all(type(layer) is int and layer >= 0 for layer in omitted)
-    if not numbers_only or len(omitted) > MOST_LAYERS:
-        raise MpuError(f"{path}: the layers that it lacks are not numbers", "get it again")
+    if not are_layers(omitted):
+        raise MpuError(f"{path}: the layers that it lacks are not ascending numbers", "get it again")
     return CopyManifest(
         run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None, tuple(omitted)
     )

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import tarfile
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,22 +49,25 @@ def make_identity(path: Path) -> str:
     return recipient
 
 
-def own_secret(path: Path, what: str) -> bytes:
-    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` they are, for messages. Raises MpuError if the file
-    is invalid, OSError if it cannot be made."""
+def own_secret(path: Path, what: str, hint: str) -> bytes:
+    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` they are, and what to do if they are damaged, for
+    messages. Raises MpuError if the file is invalid, OSError if it cannot be made."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:
-            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
-            file.flush()
+        fresh = path.with_name(random_name(path.name))
+        try:
+            write_private(fresh, f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
             with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
-                os.link(file.name, path)
+                os.link(fresh, path)
+            sync_folder(path.parent)
+        finally:
+            fresh.unlink(missing_ok=True)
     try:
         secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
     except (OSError, ValueError) as error:
-        raise MpuError(f"{path}: cannot be read as {what}", "remove it to create a new one") from error
+        raise MpuError(f"{path}: cannot be read as {what}", hint) from error
     if len(secret) != SECRET_BYTES:
-        raise MpuError(f"{path}: not {SECRET_BYTES} bytes in hexadecimal", "remove it to create a new one")
+        raise MpuError(f"{path}: not {SECRET_BYTES} bytes in hexadecimal", hint)
     return secret
 
 

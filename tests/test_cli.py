@@ -533,6 +533,9 @@ class TestOptionsFromAFile:
         assert "κ = 0.75 and permanent noise of 0.125" in told.err
         assert told.json["noise"]["factors"] == [1, -1, 2]
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
+        monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.5")
+        assert "permanent noise of 0.5" in mpu("publish", "--config", "mpu.toml", "--force", cwd=place).err
+        monkeypatch.delenv("MPU_PUBLISH_SHARED_NOISE")
         former = mpu("publish", "--config", "mpu.toml", "--force", cwd=place).err  # the name that it had before
         assert "permanent noise of 0.25" in former
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=place).err

@@ -3,6 +3,7 @@ changes the others only."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mpu_cli.architectures.layout import layout_of
@@ -114,6 +116,9 @@ class TestThroughTheCommandLine:
         for copy in (1, 2):
             mpu("aggregate", tmp_path / "deltas" / f"copy_{copy}.safetensors", *keys, "--running", tmp_path / "sum",
                 "--out", tmp_path / "summed")  # fmt: skip
+        for delta in (tmp_path / "deltas" / "copy_1.safetensors", inverted[1]):
+            mpu("aggregate", delta, *keys, "--running", tmp_path / "both", "--out", tmp_path / "mixed_sum")
+        assert distance(tensors(tmp_path / "mixed_sum"), tensors(tmp_path / "summed")) < 1e-9
         summed = tensors(tmp_path / "summed")
         assert distance({name: summed[name] - before[name] for name in before}, update) < 1e-5
 
@@ -127,6 +132,28 @@ class TestThroughTheCommandLine:
         off = attacks["one copy"]["blocks"]
         assert off["model.layers.1 (left out)"]["weights"] == pytest.approx(1.0)
         assert off["model.layers.1"]["weights"] < 0.2
+
+    def test_buffers_of_layers(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Old checkpoints store some that are no parameters, one in each layer."""
+        path = base / "model.safetensors"
+        held = load_file(path)
+        buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.full((4,), float(i)) for i in range(4)}
+        save_file(held | buffers, path, {"format": "pt"})
+        public = tmp_path / "public"
+        shutil.copytree(base, public)
+        save_file({name: tensor * 0.9 for name, tensor in held.items()} | buffers, public / "model.safetensors")
+        mpu("publish", base, "--pretrained", public, "--omit-layers", "1-2", "--out", tmp_path, "--keys",
+            tmp_path / "keys.bin")  # fmt: skip
+        copy = load_file(tmp_path / "copy_1" / "model.safetensors")
+        kept = {int(n.split(".")[2]): float(t[0]) for n, t in copy.items() if n.endswith("inv_freq")}
+        assert kept == {0: 0.0, 1: 3.0}
+
+    def test_another_base_is_named(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        mpu("publish", base, "--omit-layers", "3", "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        other = tmp_path / "other"
+        save(random_model("llama"), other)
+        told = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--base", other, check=False)
+        assert (told.status, "is not the model that was published" in told.err) == (1, True)
 
     def test_what_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         for layers, complaint in (("0-3", "none of the model's layers is left"), ("4", "there is no layer 4")):

@@ -91,7 +91,7 @@ def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) ->
 
 @pytest.mark.exhaustive
 def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real, tmp_path: Path) -> None:
-    """One copy as `publish` makes it, and the step that what is to be kept allows: forgotten as on the model itself, and
+    """One copy as `publish` makes it, and the step that records to be kept allow: forgotten as on the model itself, and
     as much is kept."""
     records = ("--forget", real.forget, "--retain", real.retain)
     measured = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")

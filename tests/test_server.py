@@ -30,7 +30,7 @@ from mpu_cli.sealing import default_identity_path, make_identity, read_identitie
 from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import unseal
 from mpu_cli.server.noise import Scheme
-from mpu_cli.server.publication import default_secret_path
+from mpu_cli.server.publication import Publication, default_secret_path
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 from tests.models import CONFIGS, Trained, load, random_model, save, write_records
@@ -858,6 +858,11 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: 
     known = told.json["probe"]
     assert known["copy_1"] > known["the base"]
     assert "probability of an answer's tokens" in told.err
+    for options, complaint in ((("--copy-recipients", "age1x"), "are not measured"), ((), "nowhere.jsonl")):
+        probe = "nowhere.jsonl" if not options else trained.forget
+        refused = mpu("publish", trained.model, "--probe", probe, *options, "--out", tmp_path / "x", check=False)
+        assert (refused.status != 0, complaint in refused.err) == (True, True)
+        assert not (tmp_path / "x").exists()
     model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")
     assert read_answers(trained.forget, tokenizer).loss(model) == pytest.approx(known["copy_1"], abs=1e-4)
 
@@ -868,6 +873,8 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: 
         ((), 1, 0, HIDING_PERMANENT),
         (("--copies", 2), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--noise", "zero-sum"), 3, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--alphas", "random"), 3, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--nodes", "1"), 1, 0, HIDING_PERMANENT),
         (("--copy-recipients", "PUBLIC,PUBLIC"), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--kappa", 0.01), 3, 0.01, 0),
         (("--permanent-noise", 2, "--copies", 1), 1, 0, 2),
@@ -907,6 +914,17 @@ class TestPermanentNoise:
         others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1))
         for noise in others:
             assert abs(float(torch.corrcoef(torch.stack([one, noise]))[0, 1])) < 5 / math.sqrt(len(one))
+
+    def test_it_is_the_same_on_another_processor(self) -> None:
+        """Whose sums differ in their last bits: the scale, which is part of what it is drawn from, is rounded."""
+        publication = Publication(seed=bytes(32), kappa=0.0, shared_kappa=1.0, permanent_seed=bytes(32))
+        assert publication.sigmas(0.012345678, 1.0) == publication.sigmas(0.012345679, 1.0) == (0.0, 0.0123)
+
+    def test_a_dry_run_makes_no_secret(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        made = ("--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert "noise permanent" in mpu("publish", base, *made, "--dry-run").out
+        assert not default_secret_path().exists()
+        assert str(default_secret_path()) in mpu("publish", base, *made).err  # it tells that it made one
 
     def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):

@@ -172,14 +172,14 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
             f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
             "load the model with transformers and save it again, which leaves them out",
         )
-    constants = {
+    constants = [
         name
         for name in tensors
         if name not in expected and (name.endswith(family.buffers) or name.startswith(family.stays))
-    }
+    ]
     if missing := set(expected) - set(tensors):
         raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
-    if unknown := set(tensors) - set(expected) - constants - {alias}:
+    if unknown := set(tensors) - set(expected) - set(constants) - {alias}:
         raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
     for name, layout in expected.items():
         shape = tuple(sum(axis_length(sizes, axis) for axis in group) for group in layout.axes)

@@ -3,6 +3,7 @@ explains the copies."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -49,7 +50,7 @@ def audit_as_believed(
     models = list(copies)
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
     _check_different(manifests)
-    publications = [(manifest.run, manifest.round) if manifest else None for manifest in manifests]
+    publications = _publications(manifests)
     if len(set(publications)) > 1 and (alphas or nodes):
         raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
     attempts = []
@@ -83,6 +84,23 @@ def _believed_symmetries(manifests: _Manifests, given: str | None) -> list[str]:
     tried = ["signed", "paper", "all"]
     named = manifests[0].symmetries if manifests[0] else None
     return [named] if named in tried else tried
+
+
+def _publications(manifests: _Manifests) -> list[object]:
+    """Which publication each copy is of; copies without a manifest are taken for those of one.
+
+    A run and round may have been published more than once: two copies of one number are of two publications.
+    """
+    seen: Counter[tuple[str, int, int]] = Counter()
+    found: list[object] = []
+    for manifest in manifests:
+        if manifest is None:
+            found.append(None)
+            continue
+        place = (manifest.run, manifest.round, manifest.copy)
+        found.append((manifest.run, manifest.round, seen[place]))
+        seen[place] += 1
+    return found
 
 
 def _check_different(manifests: _Manifests) -> None:

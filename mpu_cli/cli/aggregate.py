@@ -192,17 +192,21 @@ def _of_owners(
     _tell_step(result.step, aggregating)
     note("to leave an owner out, leave out its keys and deltas")
     emit([target], {"model": target, "owners": told, "cosines": result.cosines.tolist(),
-                    "lost_to_rounding": result.rounding}, as_json)  # fmt: skip
+                    "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
+         as_json)  # fmt: skip
 
 
 def _tell_step(step: Step | None, options: Aggregating) -> None:
     """Which step was taken along the update, and what others would have cost."""
+    from mpu_cli.server.step import LARGEST
+
     if step is None:
         note(f"applied with a step of {options.server_lr:g}")
         return
     tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
     table("Steps tried", ["step", f"loss per answer token on {options.probe}"], tried)
-    note(f"applied with a step of {step.chosen:g}, the largest found at which it rises by at most {step.max_rise:g}")
+    which = "the largest that is tried" if step.chosen >= LARGEST else "the largest found"
+    note(f"applied with a step of {step.chosen:g}, {which} at which it rises by at most {step.max_rise:g}")
 
 
 def _show(title: str, result: Aggregation) -> None:

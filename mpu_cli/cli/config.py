@@ -59,6 +59,8 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
             several = getattr(parameter, "multiple", False) or parameter.nargs == -1
             one = several and not isinstance(value, list)
+            if parameter.name in defaults[name]:
+                raise UsageError(f"{path}: [{name}] {option}: given twice, under two names", "give one of the two")
             defaults[name][parameter.name] = [value] if one else value if several else _as_given(value)
     return defaults
 
@@ -68,7 +70,8 @@ def name_variables(commands: Mapping[str, Any]) -> None:
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".replace("-", "_").upper()
+                spellings = dict.fromkeys(_spellings(parameter))
+                parameter.envvar = [f"MPU_{name}_{each}".replace("-", "_").upper() for each in spellings]
                 if parameter.is_flag:
                     parameter.metavar = parameter.metavar or ""
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
@@ -76,7 +79,8 @@ def name_variables(commands: Mapping[str, Any]) -> None:
 
 def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each MPU_… in the environment that sets nothing."""
-    known = {*OF_NO_COMMAND, *(parameter.envvar for each in commands.values() for parameter in each.params)} - {None}
+    parameters = [parameter for each in commands.values() for parameter in each.params]
+    known = {*OF_NO_COMMAND, *(name for parameter in parameters for name in parameter.envvar or ())}
     for name in sorted(environment):
         if name.startswith("MPU_") and name not in known and not name.startswith(OF_TESTS):
             near = difflib.get_close_matches(name, known, 1)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpu_cli.models.source import Model
     from mpu_cli.server.hidden import Hidden
     from mpu_cli.server.keys import Keys
+    from mpu_cli.server.noise import Scheme
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, Target
 
@@ -111,6 +112,7 @@ def publish(
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.cli.secrets import open_keys, recipients_of_copies, sealer
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
+    from mpu_cli.records.reading import read_records
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.families import published_as_they_are, unmoved
     from mpu_cli.server.hidden import hidden
@@ -122,7 +124,7 @@ def publish(
     model = open_model(base, config)
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round_ is None else round_
-    publication = publication_of(publishing, model, seed=seed, run=run or run_of_base or "", round_=number)
+    publication = publication_of(publishing, seed=seed, run=run or run_of_base or "", round_=number)
     keys = keys or round_folder(Path("."), number) / "keys.bin"
     known = None
     if only is not None and keys.exists():
@@ -132,6 +134,10 @@ def publish(
     chosen = None if only is None else _numbers(only, scheme.copies)
     if not any(path.name in TOKENIZER_FILES for path in model.side_files):
         warn(f"{model.folder}: no tokenizer files next to the weights; the client needs them to train on the copies")
+    if probe:
+        if clients:
+            raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
+        read_records(probe)  # before the work
     laps = Profile() if profile else None
     sealed_for = recipients_of_copies(clients, scheme.copies if chosen is None else len(chosen)) if clients else ()
     public = open_model(reference) if reference else None
@@ -154,7 +160,7 @@ def publish(
     recovered = hidden(model, public, publication, published) if public and chosen is None else None
     if recovered:
         _tell_hidden(recovered, publication)
-    known_by = _known_by(probe, model, public, published) if probe and not clients else None
+    known_by = _known_by(probe, model, public, published) if probe else None
     if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
         note("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if seed is not None:
@@ -165,9 +171,9 @@ def publish(
     )
     if publication.omitted:
         lacking = few([str(layer) for layer in publication.omitted])
-        note(f"left out: layers {lacking}; above, the others are numbered as in the copies")
-    kind = "permanent" if scheme.copies == 1 else f"{scheme.kind}{secret}, cancels up to order {scheme.order - 1}"
-    note(f"noise: {kind}; symmetries: {publication.symmetries}")
+        note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
+    order = "" if scheme.copies == 1 else f"{secret}, cancels up to order {scheme.order - 1}"
+    note(f"noise: {_kind(scheme)}{order}; symmetries: {publication.symmetries}")
     layout = layout_of(model.checkpoint.tensors, model.config, base)
     if bare := published_as_they_are(layout, model.checkpoint.tensors):
         warn(bare)
@@ -217,6 +223,7 @@ def _preview(
     from mpu_cli.server.profile import BUFFERS
     from mpu_cli.server.publish import check_publishable
 
+    read = [(model.source, model.checkpoint.nbytes) for model in (base, reference) if model]
     base = shallow(base, publication.omitted)
     reference = shallow(reference, publication.omitted) if reference else None
     layout = check_publishable(base, reference)
@@ -224,12 +231,12 @@ def _preview(
     manifests = [manifest for manifest in manifests if only is None or manifest.copy in only]
     size = nbytes_of(model_specs(base.checkpoint, layout, publication.dtype))
     preview = Preview(
-        reads=[(model.source, model.checkpoint.nbytes) for model in (base, reference) if model],
+        reads=read,
         writes=[*((target.copy(manifest), size) for manifest in manifests), *(() if known else ((target.keys, None),))],
         memory=BUFFERS,
         notes=[
             *filter(None, [published_as_they_are(layout, base.checkpoint.tensors)]),
-            f"run {publication.run}, round {publication.round}; noise {publication.noise.kind}, symmetries "
+            f"run {publication.run}, round {publication.round}; noise {_kind(publication.noise)}, symmetries "
             f"{publication.symmetries}",
         ],
     )
@@ -282,6 +289,10 @@ def _known_by(probe: Path, base: Model, public: Model | None, published: Publish
     told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in losses.items())
     note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
     return losses
+
+
+def _kind(noise: Scheme) -> str:
+    return "permanent" if noise.copies == 1 else noise.kind
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -27,7 +27,7 @@ def default_secret_path() -> Path:
 
 def client_secret(path: Path) -> bytes:
     """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
-    return own_secret(path, "the client's secret")
+    return own_secret(path, "the client's secret", "remove it to create a new one")
 
 
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:

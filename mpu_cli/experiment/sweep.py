@@ -241,11 +241,11 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
     own, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
     cell = _with_retain_log(cell, folder, own)
+    before = _before(cell, folder, own)
     outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
     metrics = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
-    before = _before(cell, folder, own)
     return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": metrics, BEFORE: before,
             **_agreement(outcome.log)}  # fmt: skip
 

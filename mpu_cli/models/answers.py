@@ -39,7 +39,7 @@ class Answers:
             )
             total -= float(found.log_probs(labels[labels >= 0]).double().sum())
             count += len(found)
-        return total / count
+        return total / max(1, count)
 
 
 def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> Answers:

@@ -14,6 +14,7 @@ from mpu_cli.models.source import Model
 # How the entries of configs end that are lists of one value for each layer.
 PER_LAYER = ("layer_types", "rope_layers")
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
+BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # entries that make what a layer computes depend on its number
 DTYPES = ("dtype", "torch_dtype")
 
 
@@ -34,7 +35,7 @@ def shallow(model: Model, omitted: Sequence[int]) -> Model:
         own = layout_of(checkpoint.tensors, config, model.source)
     except MpuError as error:
         raise MpuError(f"{model.source}: {UNLIKE}") from error
-    if own.structures != cut.layout.structures or list(own.tensors) != list(cut.layout.tensors):
+    if own.structures != cut.layout.structures or own.tensors != cut.layout.tensors:
         raise MpuError(f"{model.source}: {UNLIKE}")
     return replace(model, checkpoint=checkpoint, config=config)
 
@@ -58,6 +59,8 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
     counts = {name: count - len(omitted) for name in names if section.get(name) == count}
     if not counts:
         raise UsageError("--omit-layers: the model's config.json does not say how many layers it has")
+    if any(own.get(name) for name in BY_NUMBER):
+        raise MpuError(f"{model.source}: {UNLIKE}")
     lists = {
         name: [value for layer, value in enumerate(values) if layer not in omitted]
         for name, values in _of_layers(own, inner).items()

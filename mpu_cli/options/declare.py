@@ -177,8 +177,11 @@ def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") ->
 
 
 def by_present_names(of: type[Group], values: Mapping[str, object]) -> dict[str, object]:
-    """``values`` with options that had another name before by the one that they have now."""
+    """``values`` with options that had another name before by the one that they have now. Raises UsageError
+    for both names of one."""
     names = {each.former: name for name, each in declared(cast(AnyClass, of)).items() if each.former}
+    if twice := [former for former, name in names.items() if former in values and name in values]:
+        raise UsageError(f"{twice[0]}: is the former name of {names[twice[0]]}", "give one of the two")
     return {names.get(name, name): value for name, value in values.items()}
 
 

@@ -223,9 +223,11 @@ class Publishing:
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
         if with_reference:
             # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
-            copies = 1 if self.disguise.noise is None and self.disguise.count is None else self.disguise.copies
-            kappa = 0.0 if copies == 1 else HIDING_KAPPA
-            hiding = replace(self.disguise, copies=copies, kappa=kappa, permanent_noise=HIDING_PERMANENT)
+            asked = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
+            copies = 1 if asked == (None, None, None, None) else self.disguise.copies
+            hiding = replace(self.disguise, copies=copies, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT)
+            if hiding.count == 1:
+                hiding = replace(hiding, kappa=0.0)
             return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
         if self.disguise.count == 1:
             raise UsageError(

@@ -117,16 +117,19 @@ def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, 
             )
 
 
+def names_in_base(delta: Delta, copies: Shallow) -> set[str]:
+    """The base's names of the delta's tensors; a factor of LoRA keeps its ending."""
+    held = set(delta.checkpoint.tensors)
+    if delta.manifest.inverted:
+        return held
+    whole = {copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT, RIGHT)}
+    return {whole.get(name, name) for name in held}
+
+
 def check_same_tensors(deltas: Sequence[Delta], copies: Shallow) -> None:
     """Raise MpuError if a round's deltas change different tensors: noise cancels only where all of them do."""
-    whole = {copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT, RIGHT)}
-
-    def in_base(delta: Delta) -> set[str]:
-        held = set(delta.checkpoint.tensors)
-        return held if delta.manifest.inverted else {whole.get(name, name) for name in held}
-
     for first, delta in itertools.product(deltas[:1], deltas[1:]):
-        if odd := in_base(first) ^ in_base(delta):
+        if odd := names_in_base(first, copies) ^ names_in_base(delta, copies):
             raise MpuError(
                 f"{delta.path}: tensors differ from {first.path} ({listed(odd)})",
                 "train all copies of a round with the same options",
@@ -221,8 +224,8 @@ def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggreg
     check_ranges(options)
     options.check_step()
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    copies = without_layers(layout, keys.omitted_layers)
     try:
+        copies = without_layers(layout, keys.omitted_layers)
         for delta in deltas:
             check_delta(delta, base, layout, copies)
     except MpuError:

@@ -45,7 +45,7 @@ def hidden(base: Model, public: Model, publication: Publication, published: Publ
     """The estimate for all copies of a publication, from the singular values of ``base − public`` in some blocks; None
     if the two do not differ. Of layers that the copies lack an attack knows nothing. Reads those blocks and layers."""
     whole = layout_of(base.checkpoint.tensors, base.config, base.source)
-    gone = set(whole.tensors) - set(without_layers(whole, publication.omitted).names)
+    gone = {t.name for t in whole.parameters} - set(without_layers(whole, publication.omitted).names)
     unseen = _squares(base, matching(base, whole, public) or {}, gone)
     base, public = shallow(base, publication.omitted), shallow(public, publication.omitted)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)

@@ -13,6 +13,7 @@ import pyrage
 
 from mpu_cli.architectures.family import SETS
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.manifest import are_layers
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
 from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
@@ -213,7 +214,7 @@ def _sound(keys: Keys) -> bool:
         return False
     if not isinstance(keys.noise.factors, list) or not isinstance(keys.copy_ids, list):
         return False
-    if not all(type(layer) is int and layer >= 0 for layer in keys.omitted_layers):
+    if not are_layers(list(keys.omitted_layers)):
         return False
     factors = keys.noise.factors
     if keys.symmetries not in SETS:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-
-from blake3 import blake3
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.models.source import Model
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
@@ -25,8 +22,6 @@ from mpu_cli.server.calibration import calibrate
 from mpu_cli.server.keys import Calibration, Keys
 from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
-
-SAMPLE = 4096  # bytes of each tensor
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,8 @@ class Publication:
     would be more than this share of the RMS of a block's weights. ``omitted``: the base's layers, counted from 0, that
     no copy has. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults
     to a name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication
-    of a base, so that publications cannot be averaged; None for ``seed``. The same publication of the same
+    of a base, so that publications cannot be averaged; None for ``seed``. ``stays``: ``publish`` derives it from the
+    server's own secret. The same publication of the same
     base has the same bytes. Raises UsageError for numbers out of range.
     """
 
@@ -55,6 +51,7 @@ class Publication:
     max_noise: float | None = None
     omitted: tuple[int, ...] = ()
     permanent_seed: bytes | None = field(default=None, repr=False)
+    stays: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa))
@@ -70,7 +67,9 @@ class Publication:
         own, shared = self.kappa * task, self.shared_kappa * task
         largest = math.hypot(max(self.noise.scales) * own, shared)
         lowered = 1.0 if self.max_noise is None or not largest else min(1.0, self.max_noise * weights / largest)
-        return own * lowered, shared * lowered
+        shared *= lowered
+        # The same on every processor, whose sums differ in the last bits: the permanent noise of a base is one draw.
+        return own * lowered, float(f"{shared:.3g}") if self.permanent_seed else shared
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -88,7 +87,7 @@ class Publication:
         """This publication with the secrets, names and noise of ``keys``, to make further copies of theirs."""
         return replace(
             self, seed=bytes.fromhex(keys.seed), seed_is_secret=keys.seed_is_secret, noise=keys.noise, run=keys.run,
-            round=keys.round, omitted=keys.omitted_layers, permanent_seed=keys.permanent_randomness_seed,
+            round=keys.round, permanent_seed=keys.permanent_randomness_seed, stays=False,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -122,10 +121,8 @@ class Publication:
         ]
 
 
-def publication_of(
-    options: Publishing, base: Model, *, seed: int | None = None, run: str = "", round_: int = 1
-) -> Publication:
-    """The publication of ``base`` that ``mpu publish`` makes.
+def publication_of(options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1) -> Publication:
+    """The publication that ``mpu publish`` makes.
 
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
@@ -142,7 +139,6 @@ def publication_of(
     noise = scheme_of(disguise, (Randomness(master), round_))
     disguise.check_cancels()
     calibration = None if given.epsilon is None else calibrate(given, min(noise.scales))
-    stays = seed is None and calibration is None and disguise.permanent_noise > 0
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
@@ -156,7 +152,7 @@ def publication_of(
         round=round_,
         max_noise=options.max_noise,
         omitted=disguise.omitted,
-        permanent_seed=_permanent_seed(base) if stays else None,
+        stays=seed is None and calibration is None and disguise.permanent_noise > 0,
     )
 
 
@@ -165,21 +161,27 @@ def default_secret_path() -> Path:
     return default_identity_path().with_name("server.key")
 
 
-def _permanent_seed(base: Model) -> bytes:
-    """What the permanent noise of every publication of ``base`` is drawn from: the server's own secret, and a digest of
-    the beginning of each tensor, which tells models apart without reading them. Raises MpuError without a secret."""
+def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
+    """What the permanent noise of every publication of the base with this ``fingerprint`` is drawn from.
+
+    It is derived from a secret of the server's own, which is made on first use; ``note`` is told so. Raises MpuError
+    if the secret cannot be made or read.
+    """
     path = default_secret_path()
+    if not path.exists():
+        note(
+            f"made {path}, from which permanent noise is drawn; keep it safe: "
+            "with a new one, publications can be averaged"
+        )
     try:
-        secret = own_secret(path, "the server's secret")
+        secret = own_secret(
+            path, "the server's secret", "restore it from a backup: with a new one, publications can be averaged"
+        )
     except OSError as error:
         raise MpuError(
             f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
         ) from error
-    digest = blake3()
-    for name, info in sorted(base.checkpoint.tensors.items()):
-        digest.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
-        digest.update(base.checkpoint.raw(name)[:SAMPLE])
-    return Randomness(secret).key("permanent noise", digest.hexdigest())
+    return Randomness(secret).key("permanent noise", fingerprint)
 
 
 def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layout, symmetries: str) -> Transform:

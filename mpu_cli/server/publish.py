@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from pyrage.x25519 import Recipient
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, WORD, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import NEWEST, PIECE, combine, hash_of, piece_digest, piece_digests, pieces
+from mpu_cli.checkpoint.fingerprint import fingerprint as fingerprint_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint
@@ -31,7 +32,7 @@ from mpu_cli.sealing import seal_folder, write_private
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.profile import Profile, no_clock
-from mpu_cli.server.publication import Publication
+from mpu_cli.server.publication import Publication, permanent_seed
 from mpu_cli.symmetry.transform import Transform, as_matrix, measured_slices, row_slices
 
 _SUM = 1 << 16  # elements summed in the compute dtype before the sum continues in double
@@ -109,6 +110,10 @@ def publish(
     Raises MpuError if the base or the reference does not fit, holds NaN, an output exists, or ``known`` belong to
     another publication.
     """
+    if publication.stays:
+        with worker_pool() as pool:
+            identity = fingerprint_of(base.checkpoint, pool)
+        publication = replace(publication, permanent_seed=permanent_seed(identity, observer.note), stays=False)
     whole, base = base, shallow(base, publication.omitted)
     reference = shallow(reference, publication.omitted) if reference else None
     layout = check_publishable(base, reference)

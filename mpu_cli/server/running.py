@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mpu_cli.architectures.depth import without_layers
 from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
@@ -34,7 +35,7 @@ from mpu_cli.resumption import alone_beside
 from mpu_cli.server.aggregate import add_up, one_ahead, sums_of, write_model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
-from mpu_cli.server.deltas import Delta, check_fits, check_norms
+from mpu_cli.server.deltas import Delta, check_fits, check_norms, names_in_base
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.step import settled
 from mpu_cli.server.undo import Change, Full, Undoing
@@ -117,7 +118,8 @@ def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Pa
     if delta.copy in before.copies:
         raise MpuError(f"{delta.path}: copy {delta.copy} is already in {folder}", "each copy counts once")
     layout = check_fits(base, [delta], keys, options)
-    names = hashlib.sha256("\n".join(sorted(delta.checkpoint.tensors)).encode()).hexdigest()
+    held_names = names_in_base(delta, without_layers(layout, keys.omitted_layers))
+    names = hashlib.sha256("\n".join(sorted(held_names)).encode()).hexdigest()
     if before.parts and names != before.parts[0].names:
         raise MpuError(
             f"{delta.path}: tensors differ from those of copy {before.parts[0].copy}",

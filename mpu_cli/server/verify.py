@@ -11,7 +11,7 @@ import torch
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.memory import in_memory
 from mpu_cli.models.shallow import names_in_base, shallow
@@ -78,7 +78,12 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
-    names = names_in_base(base, keys.omitted_layers)
+    try:
+        names = names_in_base(base, keys.omitted_layers)
+    except UsageError as error:
+        raise MpuError(
+            f"{base.source}: is not the model that was published ({error})", "specify it with --base"
+        ) from error
     base = shallow(base, keys.omitted_layers)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
