@@ -110,16 +110,16 @@ def publish(
     Raises MpuError if the base or the reference does not fit, holds NaN, an output exists, or ``known`` belong to
     another publication.
     """
-    if publication.stays:
-        with worker_pool() as pool:
-            identity = fingerprint_of(base.checkpoint, pool)
-        publication = replace(publication, permanent_seed=permanent_seed(identity, observer.note), stays=False)
     whole, base = base, shallow(base, publication.omitted)
     reference = shallow(reference, publication.omitted) if reference else None
     layout = check_publishable(base, reference)
     manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
     if known and known.copy_ids != tuple(m.copy_id for m in manifests):
         raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
+    if publication.stays:
+        with worker_pool() as pool:
+            identity = fingerprint_of(whole.checkpoint, pool)
+        publication = replace(publication, permanent_seed=permanent_seed(identity, observer.note), stays=False)
     written = [m for m in manifests if only is None or m.copy in only]
     specs = model_specs(base.checkpoint, layout, publication.dtype)
     observer.stage("publish", base.checkpoint.nbytes)
