@@ -83,13 +83,13 @@ SMALL = Story(
 REAL = Story(
     people=10, forgotten=2, unseen=2, asked=3, epochs=8,
     unlearning=Unlearning(
-        algo="npo", epochs=8, training=Training(lr=3e-5, batch_size=10),
+        algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
     ),
     disguise=Disguise(copies=1, kappa=0.0, permanent_noise=HIDING_PERMANENT),
     metrics=KNOWLEDGE,
     retain_model=False,
     modes=("clean", "mpu"),
-    max_rise=0.05,
+    max_rise=0.1,
 )  # fmt: skip
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
