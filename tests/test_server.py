@@ -116,7 +116,7 @@ class TestPublish:
         name = "model.embed_tokens.weight"
         left = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
         assert float(left.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
-        assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name])
+        assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name], rel=5e-3)  # it is rounded
         for copy, scale in zip(copies, keys.noise.scales, strict=True):
             found = float((copy[name] - before[name]).square().mean().sqrt())
             assert found == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
