@@ -804,8 +804,8 @@ class TestTheStep:
 
     @pytest.fixture
     def returned(self, mpu: Callable, tmp_path: Path, trained: Trained) -> Path:
-        mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 0.05, "--dtype", "float32", "--out", tmp_path,
-            "--keys", tmp_path / "keys.bin")  # fmt: skip
+        noise = ("--copies", 1, "--permanent-noise", 0.05, "--seed", 1, "--dtype", "float32")
+        mpu("publish", trained.model, *noise, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         mpu("unlearn", tmp_path / "copy_1", "--forget", trained.forget, "--retain", trained.retain, "--epochs", 4,
             "--lr", "3e-4", "--batch-size", 10, "--out", tmp_path / "deltas" / "copy_1.safetensors")  # fmt: skip
         return tmp_path
@@ -846,7 +846,7 @@ class TestTheStep:
 
 def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
     """The losses on the server's records are those that an evaluation of the same models gives."""
-    told = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 0.2, "--probe", trained.forget, "--out",
+    told = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 1, "--probe", trained.forget, "--out",
                tmp_path, "--keys", tmp_path / "keys.bin", "--json")  # fmt: skip
     known = told.json["probe"]
     assert known["copy_1"] > known["the base"]
