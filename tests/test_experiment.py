@@ -447,6 +447,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
             ('base = "base"\neval = 3', "[eval]"),
             ('base = "base"\nkappa = []', "needs a value"),
+            ('base = "base"\nserver_lr = "auto"', "add --probe FILE"),
             ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of tofu, muse, wmdp, qa"),
         ],
     )

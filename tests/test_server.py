@@ -935,6 +935,10 @@ class TestPermanentNoise:
             mpu("publish", base, *several, "--only", number, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
             default_secret_path().unlink(missing_ok=True)
             mpu("verify", tmp_path / f"copy_{number}", "--keys", tmp_path / "keys.bin")
+        name = "model.embed_tokens.weight"
+        copies = [tensors(tmp_path / f"copy_{number}")[name] for number in (1, 2)]
+        left = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
+        assert float(left.square().mean().sqrt()) == pytest.approx(keys_of(tmp_path).shared_sigma[name], rel=0.05)
 
     def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")

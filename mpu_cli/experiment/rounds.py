@@ -48,7 +48,7 @@ from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.randomness import new_seed, seed_from_number
-from mpu_cli.records.reading import Record
+from mpu_cli.records.reading import Record, read_records
 from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate
@@ -119,6 +119,9 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     """
     check_ranges(experiment)
     check_options(experiment.unlearning)
+    experiment.server_rate.check_step()
+    if experiment.server_rate.probe:
+        read_records(experiment.server_rate.probe)  # before the work
     played = uninterrupted(experiment)
     _begin(folder, _facts(played, data))
     with alone_in(folder, "run", "--out"):

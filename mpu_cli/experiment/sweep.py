@@ -207,6 +207,7 @@ def sweep(
     for cell in cells:
         check_options(cell.experiment.unlearning)
         handout(cell.experiment)
+        cell.experiment.server_rate.check_step()
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)

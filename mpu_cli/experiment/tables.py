@@ -16,10 +16,10 @@ from typing import Any
 
 from mpu_cli.errors import UsageError
 
-FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
-         "error_estimate", "seconds", "before")  # fmt: skip
-RESULTS = "results.jsonl"  # of a sweep's folder
 BEFORE = "before"  # of a line: the metrics of the model before unlearning; also how their column is called
+FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
+         "error_estimate", "seconds", BEFORE)  # fmt: skip
+RESULTS = "results.jsonl"  # of a sweep's folder
 PUBLISHED = "published"  # how the mode of what others measured begins
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95

@@ -34,10 +34,9 @@ class Answers:
             given = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
             with input_of(head) as states:
                 made = model(**given, use_cache=False).logits
-            found = (
-                Logits(states[0][:, :-1][labels >= 0], head) if head is not None else Logits(made[:, :-1][labels >= 0])
-            )
-            total -= float(found.log_probs(labels[labels >= 0]).double().sum())
+            asked = labels >= 0
+            found = Logits((made if head is None else states[0])[:, :-1][asked], head)
+            total -= float(found.log_probs(labels[asked]).double().sum())
             count += len(found)
         return total / max(1, count)
 
