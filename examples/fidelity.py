@@ -93,7 +93,7 @@ def mean(values: Sequence[float], form: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--reference")
+    parser.add_argument("--pretrained")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -116,7 +116,7 @@ def main() -> None:
                 "--train-embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr,
                 "--epochs", options.epochs,
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
-                "--dtype", "float32", *(["--reference", options.reference] if options.reference else []),
+                "--dtype", "float32", *(["--pretrained", options.pretrained] if options.pretrained else []),
                 *(["--layer", options.layer] if algorithm == "rmu" else []),
             ]  # fmt: skip
             model = options.work / f"clean-{hashlib.sha256(repr(training).encode()).hexdigest()[:16]}"

@@ -20,13 +20,13 @@ import numpy as np
 from fidelity import mpu
 from safetensors.numpy import load_file
 
-from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_nodes
+from mpu_cli.server.scheme import Extrapolated
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 OPTIMIZERS = {"sgd": "1e-2", "adamw-blockwise": "1e-4", "adamw": "1e-4"}
-NODES = default_nodes(4)
+NODES = Extrapolated.default(4).factors
 MARKS = ("o", "s", "^", "D")
 
 
@@ -53,7 +53,7 @@ def measure(
         inverted = mpu("invert", here / "deltas", "--keys", keys, "--out", here / "inverted").split()
         deltas = np.stack([flat(Path(path)) for path in inverted])
         for m, found in errors.items():
-            weights = Scheme(EXTRAPOLATE, NODES[:m]).weights.numpy() if m > 1 else np.ones(1)
+            weights = Extrapolated(NODES[:m]).weights.numpy() if m > 1 else np.ones(1)
             found.append(float(np.linalg.norm(weights @ deltas[:m] - clean) / np.linalg.norm(clean)))
     return errors
 
@@ -81,7 +81,7 @@ def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--reference")
+    parser.add_argument("--pretrained")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
@@ -96,7 +96,7 @@ def main() -> None:
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (Path(scratch) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             training += [f"--{name}", str(Path(scratch) / f"{name}.jsonl")]
-        reference = ["--reference", options.reference] if options.reference else []
+        reference = ["--pretrained", options.pretrained] if options.pretrained else []
         measured = {}
         for optimizer, rate in OPTIMIZERS.items():
             chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", rate]

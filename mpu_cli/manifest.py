@@ -23,6 +23,12 @@ LONGEST_RUN, MOST_FACTS, MOST_COPIES, MOST_LAYERS = 200, 20, 10**6, 10_000
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
+TAGS = {  # of a delta's training, in words
+    "tokens": "records (or template, date, tokenizer)",
+    "options": "options or seed",
+    "versions": "library versions",
+}
+VERSIONS = "versions"
 
 
 @dataclass(frozen=True)

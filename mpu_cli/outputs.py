@@ -28,6 +28,12 @@ def round_folder(parent: Path, number: int) -> Path:
     return parent if number == 1 else parent / f"round_{number}"
 
 
+def keys_path(base: Path, number: int | None) -> Path:
+    """Where `mpu publish` puts the keys of round ``number`` (default: the one after that which made the model in
+    ``base``)."""
+    return round_folder(Path("."), next_round(base)[1] if number is None else number) / "keys.bin"
+
+
 def model_folder(number: int) -> Path:
     """Where `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
     return Path("unlearned" if number == 1 else f"unlearned_{number}")

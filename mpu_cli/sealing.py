@@ -99,14 +99,27 @@ def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
 
 
 def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[pyrage.x25519.Recipient]:
-    """Public keys from ``age1…`` strings. Raises MpuError, naming ``option``, if one is invalid."""
+    """Public keys from ``age1…`` strings, or from files that contain one. Raises MpuError, naming ``option``, if one is
+    invalid."""
     recipients = []
     for text in texts:
+        text = text if text.startswith("age1") else _public_key_in(text, option)
         try:
             recipients.append(pyrage.x25519.Recipient.from_str(text))
         except pyrage.RecipientError as error:
             raise MpuError(f"{option} {text!r}: not an age public key (age1…)") from error
     return recipients
+
+
+def _public_key_in(path: str, option: str) -> str:
+    try:
+        words = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MpuError(f"{option} {path}: neither an age public key (age1…) nor a file containing one") from error
+    public_keys = sorted({word for word in words if word.startswith("age1")})
+    if len(public_keys) != 1:
+        raise MpuError(f"{path}: contains {len(public_keys)} age public keys, expected one")
+    return public_keys[0]
 
 
 def is_sealed(path: Path) -> bool:

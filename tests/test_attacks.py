@@ -1102,7 +1102,7 @@ class TestSmallThings:
         save(random_model("llama", seed=6), place / "reference")
         refused = mpu("publish", "base", *asked, "--only", 2, check=False, cwd=place)
         assert refused.status == 1
-        assert "another reference" in refused.err
+        assert "another pretrained model" in refused.err
         assert not (place / "copy_2").exists()
 
     def test_max_norm_bounds_the_update(self, mpu: Callable, place: Path) -> None:

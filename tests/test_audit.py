@@ -23,9 +23,7 @@ from mpu_cli.auditing.align import (
 )
 from mpu_cli.auditing.shrinkage import AS_IT_IS, SCALED, SPECTRAL, estimates
 from mpu_cli.models.source import open_model
-from mpu_cli.randomness import Randomness
 from mpu_cli.server.hidden import seen_of
-from mpu_cli.server.publication import make_transform
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from mpu_cli.symmetry.sampling import plane_matrices
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
@@ -52,7 +50,7 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
     keys = open_keys(tmp_path / "keys.bin", None, None)
     copy, model = open_model(str(tmp_path / "copy_1")), open_model(str(base))
     layout = layout_of(model.checkpoint.tensors, model.config, "")
-    true = make_transform(Randomness(bytes.fromhex(keys.seed)), 1, 1, layout, symmetries)
+    true = keys.publication.transform(1, layout)
     held = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
     residual = residual_map(layout, *held, symmetries)
     if symmetries != "paper":

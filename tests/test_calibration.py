@@ -22,7 +22,7 @@ GRID = [(epsilon, delta) for epsilon in (0.01, 0.1, 1.0, 3.0, 8.0) for delta in 
 
 def noise(epsilon: float, delta: float, sensitivity: float = 1.0, **options: object) -> float:
     """σ of the noise that all copies share."""
-    return calibrate(Calibration(epsilon=epsilon, delta=delta, sensitivity=sensitivity, **options), 1.0).shared_sigma
+    return calibrate(Calibration(epsilon=epsilon, dp_delta=delta, sensitivity=sensitivity, **options), 1.0).shared_sigma
 
 
 class TestCalibrate:
@@ -50,7 +50,7 @@ class TestCalibrate:
         assert accountant.get_epsilon(1e-5) == pytest.approx(2.0, rel=1e-3)
 
     def test_one_copy_has_what_it_needs_from_its_own_noise(self) -> None:
-        found = calibrate(Calibration(epsilon=1.0, delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
+        found = calibrate(Calibration(epsilon=1.0, dp_delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
         assert 0.5 * found.sigma == pytest.approx(noise(1.0, 1e-5))
         assert found.shared_sigma == 0
 
@@ -64,7 +64,7 @@ class TestPublished:
         """σ in every block of every copy; all copies together leave only the shared noise, or none."""
         base = save(random_model("llama"), tmp_path / "base")
         told = mpu(
-            "publish", base, "--epsilon", 4, "--delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
+            "publish", base, "--epsilon", 4, "--dp-delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
             "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
             "--keys", tmp_path / "k.bin", "--json",
         )  # fmt: skip
@@ -87,7 +87,19 @@ class TestPublished:
 
     def test_says_what_it_holds_against(self, mpu: Callable, tmp_path: Path) -> None:
         base = save(random_model("gpt2"), tmp_path / "base")
-        common = ("publish", base, "--epsilon", 1, "--delta", 1e-5, "--sensitivity", 0.01, "--out", tmp_path, "--keys")
+        common = (
+            "publish",
+            base,
+            "--epsilon",
+            1,
+            "--dp-delta",
+            1e-5,
+            "--sensitivity",
+            0.01,
+            "--out",
+            tmp_path,
+            "--keys",
+        )
         told = mpu(*common, tmp_path / "k.bin").err
         assert "every copy" in told
         assert "Computational" in told
@@ -97,16 +109,16 @@ class TestPublished:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ("--epsilon 1", "--delta and --sensitivity"),
-            ("--delta 1e-5", "for --epsilon"),
-            ("--epsilon 0 --delta 1e-5 --sensitivity 1", "above 0"),
-            ("--epsilon 1 --delta 1 --sensitivity 1", "between 0 and 1"),
-            ("--epsilon 1 --delta 1e-5 --sensitivity inf", "finite"),
-            ("--epsilon 2 --delta 1e-5 --sensitivity 1 --bound classical", "ε ≤ 1"),
-            ("--epsilon 100 --delta 1e-10 --sensitivity 1", "smaller ε"),
-            ("--epsilon 1 --delta 1e-5 --sensitivity 1 --kappa 0.01", "leak them"),
-            ("--epsilon 1 --delta 1e-5 --sensitivity 1 --seed 1", "guessed"),
-            ("--epsilon 1 --delta 1e-5 --sensitivity 1 --round 2", "--budget-rounds"),
+            ("--epsilon 1", "--dp-delta and --sensitivity"),
+            ("--dp-delta 1e-5", "for --epsilon"),
+            ("--epsilon 0 --dp-delta 1e-5 --sensitivity 1", "above 0"),
+            ("--epsilon 1 --dp-delta 1 --sensitivity 1", "between 0 and 1"),
+            ("--epsilon 1 --dp-delta 1e-5 --sensitivity inf", "finite"),
+            ("--epsilon 2 --dp-delta 1e-5 --sensitivity 1 --bound classical", "ε ≤ 1"),
+            ("--epsilon 100 --dp-delta 1e-10 --sensitivity 1", "smaller ε"),
+            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --kappa 0.01", "leak them"),
+            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --seed 1", "guessed"),
+            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --round 2", "--budget-rounds"),
         ],
     )
     def test_refuses(self, mpu: Callable, tmp_path: Path, arguments: str, says: str) -> None:

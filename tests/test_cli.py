@@ -35,7 +35,7 @@ from mpu_cli.options.declare import declared
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import Loss, Unlearning
 from mpu_cli.records.reading import read_records
-from mpu_cli.server.noise import SCHEMES
+from mpu_cli.server.scheme import SCHEMES
 from tests.benchmarks.shapes import make
 from tests.models import load, random_model, save, write_records
 from tests.stopping import stopped

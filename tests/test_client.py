@@ -182,7 +182,7 @@ class TestLosses:
 
     def test_simnpo(self, batch):
         terms = [self.log_sigmoid(-4.5 / len(row) * sum(row) - 4.5 * 0.25) for row in self.by_example(batch["forget"])]
-        found = self.found("simnpo", batch, delta=0.25)
+        found = self.found("simnpo", batch, simnpo_delta=0.25)
         assert found == pytest.approx(-2 / 4.5 * sum(terms) / len(terms), abs=1e-10)
 
     def test_undial(self, batch):

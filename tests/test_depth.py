@@ -18,9 +18,9 @@ from mpu_cli.architectures.layout import layout_of
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import open_model
 from mpu_cli.options.publishing import parse_layers
-from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publication import Publication
-from mpu_cli.server.publish import Target, publish
+from mpu_cli.server.publish import Target, plan_publish, publish
+from mpu_cli.server.scheme import ZeroSum
 from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, random_model, save, write_records
 from tests.protocol import distance, tensors, unfactored
 
@@ -55,10 +55,12 @@ def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path
     base = open_model(str(tmp_path / "base"))
     count = len(layout_of(base.checkpoint.tensors, base.config, "").structures)
     omitted = (0,) if count == 2 else (1, 2)
-    publication = Publication(seed=bytes(32), kappa=0.0, noise=Scheme("zero-sum", (1.0,)), omitted=omitted)
+    publication = Publication(seed=bytes(32), kappa=0.0, scheme=ZeroSum((1.0,)), omitted=omitted)
 
     def published() -> Path:
-        return publish(base, None, publication, Target(tmp_path, tmp_path / "keys", lambda _: b"")).copies[0]
+        return publish(
+            plan_publish(base, None, publication, Target(tmp_path, tmp_path / "keys", lambda _: b""))
+        ).copies[0]
 
     if family in REFUSED:
         with pytest.raises(MpuError, match="depends on their number"):

@@ -98,7 +98,7 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
     assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
-    assert (published.keys.kappa, published.keys.symmetries) == (0.5, "none")
+    assert (published.keys.publication.kappa, published.keys.publication.symmetries) == (0.5, "none")
     found = mpu_cli.audit(published.copies, base).audit
     assert found.function_error("all copies") < 1e-3 < found.function_error("one copy")
     with pytest.raises(UsageError, match="colour: unknown option"):

@@ -254,7 +254,7 @@ class TestRun:
         )  # fmt: skip
         server, client = place / "out/server", place / "out/client"
         keys = unseal(server / "round_1/keys.bin", read_identities(server / "identity.txt"))
-        secrets = [bytes.fromhex(keys.seed), keys.seed.encode(), b"1.2345", b"2.3456", b"AGE-SECRET-KEY"]
+        secrets = [keys.publication.seed, keys.publication.seed.hex().encode(), b"1.2345", b"2.3456", b"AGE-SECRET-KEY"]
         secrets += [repr(sigma).encode() for sigma in keys.sigma.values() if sigma]
         weights = AutoModelForCausalLM.from_pretrained(place / "base").state_dict()
         secrets += [

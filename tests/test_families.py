@@ -19,9 +19,9 @@ from mpu_cli.architectures.families import FAMILIES
 from mpu_cli.architectures.family import LAYER_AXES, Permutation, Rotation, Turns
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.models.source import Model, open_model
-from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publication import Publication
-from mpu_cli.server.publish import Target, publish
+from mpu_cli.server.publish import Target, plan_publish, publish
+from mpu_cli.server.scheme import Extrapolated
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.sampling import plane_matrices, sample
 from mpu_cli.symmetry.transform import Transform, as_matrix, name_in_copy, row_slices, tensor_map
@@ -68,11 +68,9 @@ def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> N
     base, layout = opened(make(family, tmp_path / "base"))
     expected = logits(tmp_path / "base")
     for symmetries in SETS:
-        publication = Publication(
-            seed=bytes(32), kappa=0.0, symmetries=symmetries, noise=Scheme("extrapolate", (1.0, -1.0))
-        )
+        publication = Publication(seed=bytes(32), kappa=0.0, symmetries=symmetries, scheme=Extrapolated((1.0, -1.0)))
         folder = tmp_path / symmetries
-        publish(base, None, publication, Target(folder, folder / "keys", lambda _: b""))
+        publish(plan_publish(base, None, publication, Target(folder, folder / "keys", lambda _: b"")))
         copies = [open_model(str(folder / f"copy_{k}")).checkpoint for k in (1, 2)]
         for k in (1, 2):
             same = 1e-4 if family.startswith("qwen3_5") else 1e-5  # a delta net amplifies rounding

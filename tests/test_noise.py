@@ -13,24 +13,15 @@ from scipy import stats
 
 from mpu_cli.errors import UsageError
 from mpu_cli.randomness import Randomness, Stream, keystream, standard_normals
-from mpu_cli.server.noise import (
-    EXTRAPOLATE,
-    ZERO_SUM,
-    Noise,
-    Scheme,
-    check_alphas,
-    check_nodes,
-    default_alphas,
-    default_nodes,
-    mixing_matrix,
-)
+from mpu_cli.server.noise import Noise
+from mpu_cli.server.scheme import Extrapolated, ZeroSum, given_factors, mixing_matrix
 
 KEY = bytes(range(32))
 N = 400_000
 
 
-def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZERO_SUM):
-    noise = Noise(Randomness(KEY), 1, Scheme(kind, tuple(factors)))
+def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZeroSum):
+    noise = Noise(Randomness(KEY), 1, kind(tuple(factors)))
     return torch.stack(noise.of_copies(noise.draws(noise.subkeys("t", sigma), 0, n, dtype), sigma))
 
 
@@ -45,7 +36,7 @@ def test_noise_over_alpha_sums_to_zero(copies):
 @pytest.mark.parametrize("copies", [2, 3, 4, 5])
 def test_covariance_is_the_papers(copies):
     """D B D·σ² with B = m/(m−1)·I − 1/(m−1)·11ᵀ (appendix A.1), within five standard errors."""
-    alphas, sigma = default_alphas(copies), 0.5
+    alphas, sigma = ZeroSum.default(copies).factors, 0.5
     d = torch.diag(torch.tensor(alphas, dtype=torch.float64))
     m = copies
     expected = sigma**2 * d @ (m / (m - 1) * torch.eye(m, dtype=torch.float64) - torch.ones(m, m) / (m - 1)) @ d
@@ -141,17 +132,17 @@ NODES = [(1, -1), (1, -2), (1, -1, 1.5), (1, -1, 1.5, -1.5), (0.7, 3, -1.1, 2, -
 def test_weights_read_polynomials_at_zero(nodes):
     """For any polynomial of degree below m, the weights give its value at 0 from its values at the nodes."""
     m = len(nodes)
-    c, weights = torch.tensor(nodes, dtype=torch.float64), Scheme(EXTRAPOLATE, nodes).weights
+    c, weights = torch.tensor(nodes, dtype=torch.float64), Extrapolated(tuple(nodes)).weights
     for seed in range(5):
         coefficients = torch.randn(m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         values = sum(a * c**i for i, a in enumerate(coefficients))
         assert float(weights @ values) == pytest.approx(float(coefficients[0]), rel=0, abs=1e-12)
-    assert abs(float(weights @ c**m)) == pytest.approx(Scheme(EXTRAPOLATE, nodes).remainder)
+    assert abs(float(weights @ c**m)) == pytest.approx(Extrapolated(tuple(nodes)).remainder)
 
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_copies_are_multiples_of_one_draw(nodes):
-    noise = noise_of(nodes, kind=EXTRAPOLATE)
+    noise = noise_of(nodes, kind=Extrapolated)
     assert stats.kstest((noise[0] / (0.5 * nodes[0])).numpy(), "norm").pvalue > 1e-3
     for c, copy in zip(nodes, noise, strict=True):
         torch.testing.assert_close(copy / c, noise[0] / nodes[0], rtol=1e-6, atol=0)
@@ -159,18 +150,18 @@ def test_copies_are_multiples_of_one_draw(nodes):
 
 def test_two_nodes_are_the_papers_scheme():
     """At (α₁, −α₂): bit-for-bit the same noise, and the same weights."""
-    assert torch.equal(noise_of((1.0, -2.0), kind=EXTRAPOLATE), noise_of((1.0, 2.0)))
-    weights = Scheme(EXTRAPOLATE, (1.0, -2.0)).weights
-    torch.testing.assert_close(weights, Scheme(ZERO_SUM, (1.0, 2.0)).weights)
+    assert torch.equal(noise_of((1.0, -2.0), kind=Extrapolated), noise_of((1.0, 2.0)))
+    weights = Extrapolated((1.0, -2.0)).weights
+    torch.testing.assert_close(weights, ZeroSum((1.0, 2.0)).weights)
 
 
 @pytest.mark.parametrize("copies", range(2, 9))
 def test_default_nodes(copies):
     """At least σ of noise in each copy, nodes on both sides of 0, and weights that stay small."""
-    nodes = check_nodes(default_nodes(copies), copies)
+    nodes = Extrapolated.default(copies).factors
     assert min(map(abs, nodes)) == 1
     assert min(nodes) < 0 < max(nodes)
-    assert float(Scheme(EXTRAPOLATE, nodes).weights.abs().sum()) < 20
+    assert float(Extrapolated(tuple(nodes)).weights.abs().sum()) < 20
 
 
 @pytest.mark.parametrize(
@@ -178,10 +169,10 @@ def test_default_nodes(copies):
 )
 def test_nodes_that_are_none(nodes):
     with pytest.raises(UsageError, match="--nodes"):
-        check_nodes(nodes, 2)
+        given_factors(None, None, ",".join(map(str, nodes)), 2)
 
 
 @pytest.mark.parametrize("alphas", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (1.0, math.inf), (1.0, 2.0, 3.0)])
 def test_alphas_that_are_none(alphas):
     with pytest.raises(UsageError, match="--alphas"):
-        check_alphas(alphas, 2)
+        given_factors(None, ",".join(map(str, alphas)), None, 2)

@@ -29,8 +29,8 @@ from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
 from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import unseal
-from mpu_cli.server.noise import Scheme
 from mpu_cli.server.publication import Publication, default_secret_path
+from mpu_cli.server.scheme import ZeroSum
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 from tests.models import CONFIGS, Trained, load, random_model, save, write_records
@@ -67,8 +67,9 @@ def write_delta(copy, target, seed=0, change=lambda tensors: tensors, facts=None
 
 
 def aggregate(mpu, folder, *arguments, check=True):
+    # Random deltas have nothing in common, which only --force aggregates.
     return mpu("aggregate", *(arguments or [folder / "deltas"]), "--keys", folder / "keys.bin", "--dtype", "float64",
-               "--out", folder / "unlearned", check=check)  # fmt: skip
+               "--force", "--out", folder / "unlearned", check=check)  # fmt: skip
 
 
 class TestPublish:
@@ -112,12 +113,12 @@ class TestPublish:
         assert "permanent noise of 0.2" in told
         keys, before = keys_of(tmp_path), tensors(base)
         copies = [tensors(tmp_path / f"copy_{k}") for k in (1, 2, 3)]
-        weights = keys.noise.weights.tolist()
+        weights = keys.publication.scheme.weights.tolist()
         name = "model.embed_tokens.weight"
         left = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
         assert float(left.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
         assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name], rel=5e-3)  # it is rounded
-        for copy, scale in zip(copies, keys.noise.scales, strict=True):
+        for copy, scale in zip(copies, keys.publication.scheme.scales, strict=True):
             found = float((copy[name] - before[name]).square().mean().sqrt())
             assert found == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
         mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
@@ -129,7 +130,7 @@ class TestPublish:
         for name in "ab":
             out = mpu("publish", base, "--alphas", "random", "--copies", 3, "--out", tmp_path / name,
                       "--keys", tmp_path / name / "keys.bin")  # fmt: skip
-            drawn.append(keys_of(tmp_path / name).noise.factors)
+            drawn.append(keys_of(tmp_path / name).publication.scheme.factors)
             assert not [a for a in drawn[-1] if f"{a:g}" in out.out + out.err]
         assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
         assert len({alpha for alphas in drawn for alpha in alphas}) == 6
@@ -163,15 +164,16 @@ class TestPublish:
         (base / "training_args.bin").write_text("private")
         out = mpu("publish", base, "--alphas", "1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         keys = keys_of(tmp_path)
-        secrets = [keys.seed, "1.25", "1.75", "secret-model", str(base), *(repr(s) for s in keys.sigma.values())]
+        secrets = [keys.publication.seed.hex(), "1.25", "1.75", "secret-model", str(base)]
+        secrets += [repr(sigma) for sigma in keys.sigma.values()]
         for path in [p for k in (1, 2) for p in (tmp_path / f"copy_{k}").iterdir()]:
             raw = path.read_bytes()
             if path.suffix == ".safetensors":
                 raw = raw[: 8 + int.from_bytes(raw[:8], "little")]
             assert not [s for s in secrets if s.encode() in raw], path
             assert path.name != "training_args.bin"
-        assert keys.seed not in out.out + out.err
-        assert keys.seed not in mpu("inspect", tmp_path / "keys.bin", "--json").out
+        assert keys.publication.seed.hex() not in out.out + out.err
+        assert keys.publication.seed.hex() not in mpu("inspect", tmp_path / "keys.bin", "--json").out
 
     def test_shards_publish_as_one_file_does(self, mpu, tmp_path, base):
         AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
@@ -383,7 +385,7 @@ class TestKeys:
         document = json.loads(pyrage.decrypt((tmp_path / "keys.bin").read_bytes(), [identity]))
         older = {name: value for name, value in document.items() if name != "noise"} | {"alphas": [1, 3], "version": 1}
         (tmp_path / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(older).encode(), [identity.to_public()]))
-        assert keys_of(tmp_path).noise == Scheme("zero-sum", (1, 3))
+        assert keys_of(tmp_path).publication.scheme == ZeroSum((1, 3))
         assert "right" in mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin", "--no-logits").out
 
     @pytest.mark.parametrize(
@@ -443,7 +445,7 @@ class TestAggregate:
     def test_a_hostile_delta(self, mpu, published):
         """A huge norm is refused if there is a bound, and a poisoned tensor is named."""
         arguments = ("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "u")
-        honest = mpu(*arguments, "--json").json
+        honest = mpu(*arguments, "--force", "--json").json
         assert honest["outliers"] == []
         path = published / "deltas/copy_2.safetensors"
         held, metadata = tensors(path), open_checkpoint(path).metadata
@@ -473,16 +475,23 @@ class TestAggregate:
         mpu("unlearn", "copy_1", "--algo", "npo", *common, cwd=tmp_path)
         for options, complaint in (
             (("--algo", "npo"), None),
-            (("--algo", "graddiff"), "different algorithms (graddiff, npo)"),
-            (("--algo", "npo", "--lr", 1e-3), "times another's"),
+            (("--algo", "graddiff"), "copies 1 and 2 were trained with different options or seed"),
+            (("--algo", "npo", "--lr", 1e-3), "copies 1 and 2 were trained with different options or seed"),
         ):
             mpu("unlearn", "copy_2", *options, *common, cwd=tmp_path)
+            for dry in ((), ("--dry-run",)) if complaint else ():
+                refused = mpu("aggregate", "deltas", "--out", "never", *dry, check=False, cwd=tmp_path)
+                assert (refused.status, refused.is_one_error) == (1, True)
+                assert (
+                    "copy_2.safetensors: was trained with different options or seed than deltas/copy_1" in refused.err
+                )
+                assert not (tmp_path / "never").exists()
             told = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
             assert complaint in told if complaint else "warning" not in told
 
     def test_norms_and_cosines_are_what_they_say(self, mpu, published):
         told = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
-                   "--out", published / "unlearned", "--json")  # fmt: skip
+                   "--out", published / "unlearned", "--force", "--json")  # fmt: skip
         assert "disagree" in told.err  # random deltas have nothing in common
         paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
         flat = [torch.cat([t.flatten() for t in tensors(Path(path)).values()]) for path in paths.split()]
@@ -495,16 +504,16 @@ class TestAggregate:
         apart = [float((x - mean).norm() / mean.norm()) for x in flat]
         error = told.json["error_estimate"]
         assert error["one_order_lower"] == pytest.approx(float((flat[0] - flat[1]).norm() / 2 / mean.norm()))
-        assert error["relative"] == pytest.approx(SAFETY * error["one_order_lower"] ** 2)
+        assert error["relative"] == pytest.approx(min(SAFETY * error["one_order_lower"] ** 2, error["one_order_lower"]))
         assert error["variance_factor"] == pytest.approx(0.5)
         assert error["signal_to_noise"] == pytest.approx(1 / sum(0.25 * d * d for d in apart))
         assert "error of the update: about" in told.err
-        assert "the noise hardly cancels" in told.err
+        assert told.err.count("warning") == 1  # the cause, and not what follows from it
 
     def test_the_result_is_a_model(self, mpu, published):
-        mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "unlearned")
+        aggregate(mpu, published)
         model = AutoModelForCausalLM.from_pretrained(published / "unlearned")
-        assert model.dtype == torch.float32
+        assert model.dtype == torch.float64
         assert (published / "unlearned/tokenizer.json").exists()
 
     @pytest.mark.parametrize(
@@ -579,7 +588,7 @@ class TestAggregate:
     def test_paths_from_a_pipe(self, published):
         paths = "".join(f"{published}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
         done = subprocess.run(
-            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", published / "keys.bin", "--out",
+            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", published / "keys.bin", "--force", "--out",
              published / "unlearned"], input=paths, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout == f"{published}/unlearned\n"
@@ -883,7 +892,7 @@ def test_what_naming_the_public_model_chooses(
     given = [str(option).replace("PUBLIC", recipient) for option in options]
     mpu("publish", base, "--pretrained", public, *given, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
     keys = keys_of(tmp_path)
-    assert (keys.copies, keys.kappa, keys.shared_kappa) == (copies, kappa, permanent)
+    assert (keys.copies, keys.publication.kappa, keys.publication.shared_kappa) == (copies, kappa, permanent)
     assert len(list(tmp_path.glob("copy_*"))) == copies
 
 
@@ -945,8 +954,11 @@ class TestPermanentNoise:
         mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         assert stat.S_IMODE(default_secret_path().stat().st_mode) == 0o600
         keys = keys_of(tmp_path)
-        assert keys.permanent_seed
-        assert not [secret for secret in (keys.seed, keys.permanent_seed) if secret in repr(keys)]
+        of = keys.publication
+        assert of.permanent_seed
+        for secret in (of.seed, of.permanent_seed):
+            assert str(secret) not in repr(keys)
+            assert secret.hex() not in repr(keys)
         default_secret_path().write_text("short")
         told = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
         assert (told.status, "cannot be read as the server's secret" in told.err) == (1, True)

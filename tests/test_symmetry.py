@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.architectures.family import LAYER_AXES
 from mpu_cli.architectures.layout import axis_length, layout_of
 from mpu_cli.models.source import open_model
-from mpu_cli.randomness import Randomness
 from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server.keys import unseal
-from mpu_cli.server.publication import make_transform
+from mpu_cli.server.publication import Publication
 from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.transform import as_matrix, row_slices, tensor_map
 from tests.models import CONFIGS, VOCABULARY, random_model, save
@@ -80,7 +79,7 @@ def test_signed_copies_lose_nothing_in_bfloat16(mpu, tmp_path, family):
     layout = layout_of(model.checkpoint.tensors, model.config, "")
     [identity] = read_identities(default_identity_path())
     keys = unseal(tmp_path / "k.bin", [identity])
-    transform = make_transform(Randomness(bytes.fromhex(keys.seed)), 1, 2, layout, "signed")
+    transform = keys.publication.transform(2, layout)
     back = applied(transform, layout, {t.name: copy.tensor(t.name) for t in layout.parameters}, inverse=True)
     for name, tensor in back.items():
         assert torch.equal(tensor.view(torch.int16), opened.tensor(name).view(torch.int16)), name
@@ -142,7 +141,7 @@ def opened(request, tmp_path):
 def test_inverse_undoes(opened, symmetries):
     layout, checkpoint = opened
     weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
-    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, symmetries)
+    transform = Publication(seed=bytes(32), symmetries=symmetries).transform(1, layout)
     back = applied(transform, layout, applied(transform, layout, weights), inverse=True)
     for name, tensor in weights.items():
         torch.testing.assert_close(back[name], tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()))
@@ -158,7 +157,7 @@ def test_transform_is_orthogonal_and_linear(opened, symmetries):
         return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
     a, b = random_delta(), random_delta()
-    transform = make_transform(Randomness(bytes(32)), 1, 2, layout, symmetries)
+    transform = Publication(seed=bytes(32), symmetries=symmetries).transform(2, layout)
     total = applied(transform, layout, {name: a[name] + 3 * b[name] for name in a}, inverse=True)
     parts = applied(transform, layout, a, inverse=True), applied(transform, layout, b, inverse=True)
     for name in a:
@@ -170,7 +169,7 @@ def test_slices_do_not_show(opened, monkeypatch):
     """The result does not depend on how tensors are sliced."""
     layout, checkpoint = opened
     weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
-    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, "all")
+    transform = Publication(seed=bytes(32), symmetries="all").transform(1, layout)
     whole = applied(transform, layout, weights)
     monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 300)
     pieces = applied(transform, layout, weights)
@@ -182,7 +181,7 @@ def test_grouping_of_heads_is_kept(tmp_path):
     """Under head permutations a query head stays with the KV head that serves it."""
     model = open_model(str(save(random_model("llama"), tmp_path / "base")))
     layout = layout_of(model.checkpoint.tensors, model.config, "")
-    transform = make_transform(Randomness(bytes(32)), 1, 1, layout, "all")
+    transform = Publication(seed=bytes(32), symmetries="all").transform(1, layout)
     maps = transform._layer_maps(0)
     d, group = layout.sizes["head_dim"], layout.sizes["heads"] // layout.sizes["kv_heads"]
     query = maps["query"].order.view(-1, d)[:, 0] // d

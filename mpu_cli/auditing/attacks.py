@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.server.noise import EXTRAPOLATE, Scheme
+from mpu_cli.server.scheme import Extrapolated, Scheme
 from mpu_cli.symmetry.axis import AxisMap
 
 FAST = 3  # layers that --fast examines: the first, the middle, the last
@@ -206,7 +206,7 @@ def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
     weights = torch.zeros(noise.copies, dtype=torch.float64)
     for publication in dict.fromkeys(publications):
         own = [i for i, other in enumerate(publications) if other == publication]
-        weights[own] = Scheme(noise.kind, tuple(noise.factors[i] for i in own)).fitted_weights
+        weights[own] = replace(noise, factors=tuple(noise.factors[i] for i in own)).fitted_weights
     return weights / len(set(publications))
 
 
@@ -237,7 +237,7 @@ class _Attacker:
             attack.name
             for attack in ATTACKS.values()
             if (copies > 1 or not attack.several)
-            and (not attack.one_draw or (self._noise.kind == EXTRAPOLATE and copies > 2 and not self._several))
+            and (not attack.one_draw or (self._noise.one_draw and copies > 2 and not self._several))
             and (self._reference or not attack.reference)
         ]
 
@@ -298,7 +298,7 @@ class _Attacker:
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
             if TWO_COPIES.name in self.attacks:
-                pair = self._mean(lined[:2], Scheme(EXTRAPOLATE, self._noise.factors[:2]).fitted_weights)
+                pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
                 self._score(TWO_COPIES, block, tensors, first, pair, truth, mutual / (len(lined) - 1))
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))

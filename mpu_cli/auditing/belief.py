@@ -13,7 +13,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.server.noise import SCHEMES, Scheme, default_factors, given_factors
+from mpu_cli.server.scheme import SCHEMES, Scheme, given_factors
 
 _Manifests = Sequence[CopyManifest | None]  # of the copies, None for a model without one
 
@@ -73,8 +73,8 @@ def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None,
     if alphas or nodes:
         return [given_factors(kind, alphas, nodes, count)]
     numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    kinds = [kind] if kind else SCHEMES if count > 1 else SCHEMES[:1]
-    return [Scheme(each, tuple(default_factors(each, copies)[i] for i, copies in numbers)) for each in kinds]
+    kinds = [SCHEMES[kind]] if kind else list(SCHEMES.values())[: None if count > 1 else 1]
+    return [each(tuple(each.default(copies).factors[i] for i, copies in numbers)) for each in kinds]
 
 
 def _believed_symmetries(manifests: _Manifests, given: str | None) -> list[str]:

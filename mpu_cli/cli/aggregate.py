@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, paths_from, table, terminal, warn
+from mpu_cli.cli.output import emit, note, paths_from, table, terminal
 from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import Aggregating
-from mpu_cli.outputs import model_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mpu_cli.models.source import Model
     from mpu_cli.server.agreement import Aggregation
-    from mpu_cli.server.deltas import Delta
     from mpu_cli.server.estimate import ErrorEstimate
     from mpu_cli.server.keys import Keys
+    from mpu_cli.server.owners import Combined
+    from mpu_cli.server.round import AggregatePlan
     from mpu_cli.server.step import Step
 
 
@@ -75,72 +75,72 @@ def aggregate(
 
     Prints the path of the unlearned model; with --running, of the sum until every copy is in it.
     """
+    from mpu_cli.api.server import add, carry_out, plan_aggregate
     from mpu_cli.cli.secrets import open_keys
-    from mpu_cli.server.adapter import aggregate_adapter
-    from mpu_cli.server.aggregate import aggregate as run_aggregate
-    from mpu_cli.server.deltas import open_deltas
-    from mpu_cli.server.keys import published_base
+    from mpu_cli.server.owners import Combined
+    from mpu_cli.server.running import Running
 
     if running and (as_adapter or dry_run):
         raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
     paths = paths_from(deltas)  # first: at the end of a pipe, the command that writes the keys may still be running
     files = keys or [Path("keys.bin")]
-    if len(files) > 1:
-        if running or as_adapter or dry_run or push:
-            raise UsageError("several --keys work with plain aggregation only", "aggregate each owner's deltas alone")
-        publications = [open_keys(file, identity, passphrase_file) for file in files]
-        _of_owners(paths, files, publications, aggregating, base, config, out, force, as_json)
-        return
-    opened = open_keys(files[0], identity, passphrase_file)
-    opened_deltas = open_deltas(paths, opened)
-    model = published_base(opened, base, config)
-    out = out or model_folder(opened.round)
-    if dry_run:
-        _preview(model, opened_deltas, opened, aggregating, out, force, as_json)
-        return
-    if push:
-        from mpu_cli.models.hub import check_repository
-
-        check_repository(push)  # before the work
-    with terminal() as observer:
-        if running:
-            from mpu_cli.server.running import add, finish
-
-            for delta in opened_deltas:
-                summed = add(model, delta, opened, aggregating, running, observer)
-            missing = sorted(set(range(1, opened.copies + 1)) - set(summed.copies))
-            if missing:
-                note(f"in the sum: copy {_listed(summed.copies)}; missing: copy {_listed(missing)}")
-                emit([running], {"sum": running, "copies": summed.copies, "missing": missing}, as_json)
-                return
-            result = finish(model, opened, aggregating, running, out=out, force=force, observer=observer)
-        elif as_adapter:
-            result = aggregate_adapter(model, opened_deltas, opened, aggregating, out=out, force=force)
+    if len(files) > 1 and running:
+        raise UsageError("several --keys do not work with --running", "add up each owner's deltas alone")
+    opened = [open_keys(file, identity, passphrase_file) for file in files]
+    options: dict[str, Any] = flat(aggregating)
+    if running:
+        with terminal() as observer:
+            added = add(
+                paths, running, keys=opened[0], base=base, config=config, out=out, push=push, force=force,
+                observer=observer, **options,
+            )  # fmt: skip
+        if isinstance(added, Running):
+            note(f"in the sum: copy {_listed(added.copies)}; missing: copy {_listed(added.missing)}")
+            emit([running], {"sum": running, "copies": added.copies, "missing": added.missing}, as_json)
         else:
-            result = run_aggregate(model, opened_deltas, opened, aggregating, out=out, force=force, observer=observer)
-    paths_of = {delta.copy: delta.path for delta in opened_deltas}
+            _tell(added, opened[0], {}, aggregating, push, as_json)
+        return
+    plan = plan_aggregate(
+        paths,
+        keys=opened,
+        base=base,
+        config=config,
+        out=out,
+        as_adapter=as_adapter,
+        force=force,
+        **options,
+    )
+    if dry_run:
+        _preview(plan, as_json)
+        return
+    with terminal() as observer:
+        result = carry_out(plan, push=push, observer=observer)
+    if isinstance(result, Combined):
+        _tell_owners(result, plan, files, as_json)
+    else:
+        _tell(result, opened[0], {delta.copy: delta.path for delta in plan.deltas}, aggregating, push, as_json)
+
+
+def _tell(
+    result: Aggregation, keys: Keys, paths: Mapping[int, Path], options: Aggregating, push: str | None, as_json: bool
+) -> None:
+    """Tell of one owner's update."""
     _show("Deltas of this round", result)
-    _tell_step(result.step, aggregating)
-    if aggregating.server_lr == 1 and (opened.permanent or opened.omitted_layers):
+    _tell_step(result.step, options)
+    if options.server_lr == 1 and (keys.publication.permanent or keys.publication.omitted):
         note(
             "copies that know less forget less: if `mpu eval` still shows the records, take a longer step "
             "(--server-lr auto --probe FILE finds the longest that your own records allow)"
         )
     note(f"rounding on storage: {result.rounding:.1%} of the update")
-    for warning in result.warnings():
-        warn(warning)
-    if push:
-        from mpu_cli.models.hub import upload
-
-        note(f"uploaded to {upload(out, push)}")
     emit(
-        [out],
+        [result.path],
         {
-            "model": out,
+            "model": result.path,
             "pushed": push,
-            "run": opened.run,
-            "round": opened.round,
-            "copies": _copies(result, paths_of),
+            "run": keys.run,
+            "round": keys.round,
+            "copies": _copies(result, paths),
             "smallest_pairwise_cosine": result.pairwise,
             "norm": result.norm,
             "error_estimate": asdict(result.error),
@@ -156,31 +156,11 @@ def aggregate(
     )
 
 
-def _of_owners(
-    paths: Sequence[Path],
-    files: Sequence[Path],
-    publications: Sequence[Keys],
-    aggregating: Aggregating,
-    base: str | None,
-    config: Path | None,
-    out: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Aggregate the deltas of several data owners, and tell of each owner's update."""
-    from mpu_cli.server.keys import published_base
-    from mpu_cli.server.owners import aggregate_owners, owners_of
-
-    owners = owners_of(paths, publications)
-    model = published_base(publications[0], base, config)
-    target = out or model_folder(publications[0].round)
-    with terminal() as observer:
-        result = aggregate_owners(model, owners, aggregating, out=target, force=force, observer=observer)
+def _tell_owners(result: Combined, plan: AggregatePlan, files: Sequence[Path], as_json: bool) -> None:
+    """Tell of each owner's update, and how far they point in one direction."""
     told = []
-    for file, owner, update in zip(files, owners, result.updates, strict=True):
+    for file, owner, update in zip(files, plan.owners, result.updates, strict=True):
         _show(f"{file}: run {owner.keys.run}, round {owner.keys.round}", update)
-        for warning in update.warnings():
-            warn(f"{file}: {warning}")
         paths_of = {delta.copy: delta.path for delta in owner.deltas}
         told.append({
             "keys": file, "run": owner.keys.run, "round": owner.keys.round, "copies": _copies(update, paths_of),
@@ -189,10 +169,10 @@ def _of_owners(
     for i, one in enumerate(files):
         for j in range(i):
             note(f"cosine between the updates of {files[j]} and {one}: {float(result.cosines[i, j]):.3f}")
-    _tell_step(result.step, aggregating)
+    _tell_step(result.step, plan.options)
     note("to leave an owner out, leave out its keys and deltas")
-    emit([target], {"model": target, "owners": told, "cosines": result.cosines.tolist(),
-                    "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
+    emit([result.path], {"model": result.path, "owners": told, "cosines": result.cosines.tolist(),
+                         "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
          as_json)  # fmt: skip
 
 
@@ -230,28 +210,20 @@ def _listed(copies: Sequence[int]) -> str:
     return ", ".join(map(str, copies))
 
 
-def _preview(
-    base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating, out: Path, force: bool, as_json: bool
-) -> None:
+def _preview(plan: AggregatePlan, as_json: bool) -> None:
     """What `mpu aggregate` would read and write, all deltas checked except for their numbers."""
-    from mpu_cli.checkpoint.dtypes import OPTION
-    from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
-    from mpu_cli.models.files import model_specs
-    from mpu_cli.server.deltas import check_round
     from mpu_cli.server.profile import BUFFERS
 
-    layout, weights = check_round(base, deltas, keys, options)
-    specs = model_specs(base.checkpoint, layout, OPTION[options.dtype] if options.dtype else None)
-    shown = ", ".join(f"{weight:.3g}" for weight in weights)
+    notes = []
+    for keys, weights in zip(plan.publications, plan.weights, strict=True):
+        shown = ", ".join(f"{weight:.3g}" for weight in weights)
+        notes.append(f"run {keys.run}, round {keys.round}; the copies' weights: {shown}")
+    reads = [(plan.base.source, plan.base.checkpoint.nbytes)]
+    reads += [(str(delta.path), delta.checkpoint.nbytes) for delta in plan.deltas]
     show(
-        Preview(
-            reads=[(base.source, base.checkpoint.nbytes), *((d.path, d.checkpoint.nbytes) for d in deltas)],
-            writes=[(out, nbytes_of(specs))],
-            memory=BUFFERS,
-            notes=[f"run {keys.run}, round {keys.round}; the copies' weights: {shown}"],
-        ),
-        force=force,
+        Preview(reads=reads, writes=[(plan.out, plan.nbytes)], memory=BUFFERS, notes=notes),
+        force=plan.force,
         as_json=as_json,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -90,8 +89,9 @@ def audit(
     if keys:
         from mpu_cli.cli.secrets import open_keys
 
-        published = open_keys(keys, identity, passphrase_file)
-        _belong(models, owned, published, keys)
+        opened = open_keys(keys, identity, passphrase_file)
+        _belong(models, owned, opened, keys)
+        published = opened.publication
     public = open_model(reference) if reference else None
     with terminal() as observer:
         attempt = audit_as_believed(
@@ -156,7 +156,11 @@ def audit(
                 for name, recovered in result.attacks.items()
             },
             "unmoved": result.unmoved,
-            "settings": {"noise": asdict(scheme), "symmetries": believed, "fast": fast},
+            "settings": {
+                "noise": {"kind": scheme.kind, "factors": scheme.factors},
+                "symmetries": believed,
+                "fast": fast,
+            },
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         },
         as_json,

@@ -16,7 +16,7 @@ from mpu_cli.errors import MpuError
 if TYPE_CHECKING:
     from mpu_cli.checkpoint.reader import Checkpoint
     from mpu_cli.manifest import CopyManifest
-    from mpu_cli.server.keys import Calibration
+    from mpu_cli.server.calibration import Calibration
 
 
 def inspect(
@@ -80,21 +80,22 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         if identity or passphrase_file:
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
+    of = keys.publication
     # The seed, α_k or c_k, and σ undo the noise and the coordinates: they are never shown.
     return {
         **facts,
         "run": keys.run,
         "round": keys.round,
         "copies": keys.copies,
-        "kappa": keys.kappa,
-        "shared_kappa": keys.shared_kappa,
-        **({"calibrated": _calibration(keys.calibration)} if keys.calibration else {}),
-        "symmetries": keys.symmetries,
-        "noise": f"{keys.noise.kind}, cancels up to order {keys.noise.order - 1}",
-        "seed": "secret" if keys.seed_is_secret else "from --seed: not secret",
+        "kappa": of.kappa,
+        "shared_kappa": of.shared_kappa,
+        **({"calibrated": _calibration(of.calibration)} if of.calibration else {}),
+        "symmetries": of.symmetries,
+        "noise": f"{of.scheme.kind}, cancels up to order {of.scheme.order - 1}",
+        "seed": "secret" if of.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,
         "base fingerprint": keys.base.fingerprint,
-        "reference": keys.reference or "none",
+        "pretrained": keys.reference or "none",
     }
 
 

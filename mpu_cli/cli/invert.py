@@ -28,19 +28,11 @@ def invert(
 
     Prints the path of each inverted delta.
     """
-    from mpu_cli.checkpoint.transaction import Transaction
+    from mpu_cli.api.server import invert as run_invert
     from mpu_cli.cli.secrets import open_keys
-    from mpu_cli.server.deltas import open_deltas
-    from mpu_cli.server.keys import published_base
-    from mpu_cli.server.undo import invert as run_invert
 
     paths = paths_from(deltas)  # first: at the end of a pipe, the command that writes the keys may still be running
     opened = open_keys(keys, identity, passphrase_file)
-    opened_deltas = open_deltas(paths, opened)
-    model = published_base(opened, base, config)
-    targets = [out / f"copy_{delta.copy}.safetensors" for delta in opened_deltas]
-    with Transaction(force=force) as transaction, terminal() as observer:
-        observer.stage("invert", sum(delta.checkpoint.nbytes for delta in opened_deltas))
-        for delta, target in zip(opened_deltas, targets, strict=True):
-            run_invert(model, delta, opened, target=target, transaction=transaction, observer=observer)
+    with terminal() as observer:
+        targets = run_invert(paths, keys=opened, base=base, config=config, out=out, force=force, observer=observer)
     emit(targets, {"inverted": targets}, as_json)

@@ -46,7 +46,7 @@ def plan(
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
     from mpu_cli.server.families import published_as_they_are
-    from mpu_cli.server.noise import scheme_of
+    from mpu_cli.server.scheme import scheme_of
 
     scheme = scheme_of(copies)
     opened = shallow(open_model(model), depth.omitted)  # what is sent and trained on
@@ -93,6 +93,6 @@ def plan(
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
             **asdict(costs), "machine": asdict(machine), "tokens": tokens,
-            "noise": {**asdict(scheme), "weights": weights.tolist(), "order": scheme.order,
-                      "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
+            "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": weights.tolist(),
+                      "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,21 +13,19 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, warn
 from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import RANDOM, Publishing
-from mpu_cli.outputs import next_round, round_folder
+from mpu_cli.outputs import keys_path, round_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mpu_cli.models.source import Model
     from mpu_cli.server.hidden import Hidden
-    from mpu_cli.server.keys import Keys
-    from mpu_cli.server.noise import Scheme
     from mpu_cli.server.publication import Publication
-    from mpu_cli.server.publish import Published, Target
+    from mpu_cli.server.publish import Published, PublishPlan
+    from mpu_cli.server.scheme import Scheme
 
 WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
 HARDLY = 0.5  # relative error of the best known attack below which little is hidden
+UNSCALED = "no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed"
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
@@ -36,7 +34,7 @@ def publish(
     context: typer.Context,
     base: Annotated[str, typer.Argument(help="The model: file, directory, sharded index or Hub id.", metavar="BASE")],
     publishing: Publishing,
-    reference: Annotated[
+    pretrained: Annotated[
         str | None,
         typer.Option(
             "--pretrained",
@@ -101,83 +99,70 @@ def publish(
 
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    scales = [name for name in ("kappa", "permanent_noise") if _given(context, name)]
-    clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
-    if not all(clients):
-        raise UsageError(f"--copy-recipients {copy_recipients!r}: a recipient is empty", "give one for each copy")
-    if len(clients) > 1 and only is None and publishing.disguise.count is None:
-        publishing = replace(publishing, disguise=replace(publishing.disguise, copies=len(clients)))
-    publishing = publishing.scaled(scales, with_reference=reference is not None)
-
+    from mpu_cli.api.server import plan_publish
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.cli.secrets import open_keys, recipients_of_copies, sealer
+    from mpu_cli.cli.secrets import new_passphrase, open_keys
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.records.reading import read_records
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.families import published_as_they_are, unmoved
-    from mpu_cli.server.hidden import hidden
+    from mpu_cli.server.hidden import hidden, losses_of_copy
     from mpu_cli.server.profile import Profile
-    from mpu_cli.server.publication import publication_of
-    from mpu_cli.server.publish import Target
     from mpu_cli.server.publish import publish as run_publish
 
-    model = open_model(base, config)
-    run_of_base, next_one = next_round(model.folder)
-    number = next_one if round_ is None else round_
-    publication = publication_of(publishing, seed=seed, run=run or run_of_base or "", round_=number)
-    keys = keys or round_folder(Path("."), number) / "keys.bin"
-    known = None
-    if only is not None and keys.exists():
-        known = open_keys(keys, identity, passphrase_file)
-        publication = publication.of_keys(known)
-    scheme, calibration = publication.noise, publication.calibration
-    chosen = None if only is None else _numbers(only, scheme.copies)
-    if not any(path.name in TOKENIZER_FILES for path in model.side_files):
-        warn(f"{model.folder}: no tokenizer files next to the weights; the client needs them to train on the copies")
+    clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
+    if not all(clients):
+        raise UsageError(f"--copy-recipients {copy_recipients!r}: a recipient is empty", "give one for each copy")
     if probe:
         if clients:
             raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
         read_records(probe)  # before the work
+    given = {name: value for name, value in flat(publishing).items() if _given(context, name)}
+    path = keys or keys_path(open_model(base, config).folder, round_)
+    known = open_keys(path, identity, passphrase_file) if only is not None and path.exists() else None
+    secret = None if known else new_passphrase(passphrase, passphrase_file, recipient, identity)
+    with terminal() as observer:
+        plan = plan_publish(
+            base, pretrained, config=config, out=out, only=None if only is None else _numbers(only), keys=path,
+            known=known, copy_recipients=clients, recipients=recipient or [], identity=identity, passphrase=secret,
+            run=run, round=round_, seed=seed, force=force, observer=observer, **given,
+        )  # fmt: skip
+    publication = plan.publication
+    scheme, calibration = publication.scheme, publication.calibration
+    if not any(path.name in TOKENIZER_FILES for path in plan.whole.side_files):
+        warn(
+            f"{plan.whole.folder}: no tokenizer files next to the weights; the client needs them to train on the copies"
+        )
     laps = Profile() if profile else None
-    sealed_for = recipients_of_copies(clients, scheme.copies if chosen is None else len(chosen)) if clients else ()
-    public = open_model(reference) if reference else None
-    # Known keys are sealed already.
-    sealing = sealer(recipient or [], passphrase, passphrase_file, identity) if known is None else lambda _: b""
-    target = Target(
-        out or round_folder(Path("."), number),
-        keys,
-        sealing,
-        sealed_for,
-        force,
-    )
     if dry_run:
-        _preview(model, public, publication, target, chosen, known, as_json)
+        _preview(plan, as_json)
         return
     with terminal() as observer:
-        published = run_publish(
-            model, public, publication, target, only=chosen, known=known, observer=observer, profile=laps
-        )
-    recovered = hidden(model, public, publication, published) if public and chosen is None else None
+        published = run_publish(plan, observer=observer, profile=laps)
+    recovered = hidden(plan, published) if plan.pretrained and only is None else None
     if recovered:
         _tell_hidden(recovered, publication)
-    known_by = _known_by(probe, model, public, published) if probe else None
-    if public is None and (publication.kappa > 0 or publication.shared_kappa > 0):
-        note("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+    known_by = None
+    if probe:
+        known_by = losses_of_copy(probe, plan, published)
+        told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
+        note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
+    if plan.pretrained is None and (publication.kappa > 0 or publication.shared_kappa > 0):
+        note(UNSCALED)
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(published, publication.max_noise)
-    secret = (
-        "" if publishing.disguise.alphas == RANDOM else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
-    )
+    drawn = publishing.disguise.alphas == RANDOM
     if publication.omitted:
         lacking = few([str(layer) for layer in publication.omitted])
         note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
-    order = "" if scheme.copies == 1 else f"{secret}, cancels up to order {scheme.order - 1}"
+    factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
+    order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
     note(f"noise: {_kind(scheme)}{order}; symmetries: {publication.symmetries}")
-    layout = layout_of(model.checkpoint.tensors, model.config, base)
-    if bare := published_as_they_are(layout, model.checkpoint.tensors):
+    whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, base)
+    if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
         warn(bare)
-    left = unmoved(layout, publication.symmetries)
+    left = unmoved(whole, publication.symmetries)
     if left and publication.symmetries != "none":
         note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
     if calibration:
@@ -200,7 +185,7 @@ def publish(
             "run": published.keys.run,
             "round": published.keys.round,
             "symmetries": publication.symmetries,
-            "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
+            "noise": {"kind": scheme.kind, "factors": None if drawn else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
             "hidden": asdict(recovered) if recovered else None,
             "probe": known_by,
@@ -211,55 +196,42 @@ def publish(
     )
 
 
-def _preview(
-    base: Model,
-    reference: Model | None,
-    publication: Publication,
-    target: Target,
-    only: Sequence[int] | None,
-    known: Keys | None,
-    as_json: bool,
-) -> None:
+def _preview(plan: PublishPlan, as_json: bool) -> None:
     """What `mpu publish` would read and write."""
-    from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
-    from mpu_cli.models.files import model_specs
-    from mpu_cli.models.shallow import shallow
     from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.profile import BUFFERS
-    from mpu_cli.server.publish import check_publishable
 
-    read = [(model.source, model.checkpoint.nbytes) for model in (base, reference) if model]
-    base = shallow(base, publication.omitted)
-    reference = shallow(reference, publication.omitted) if reference else None
-    layout = check_publishable(base, reference)
-    manifests = publication.manifests(base.checkpoint.tensors, reference.address if reference else None)
-    manifests = [manifest for manifest in manifests if only is None or manifest.copy in only]
-    size = nbytes_of(model_specs(base.checkpoint, layout, publication.dtype))
-    preview = Preview(
-        reads=read,
-        writes=[*((target.copy(manifest), size) for manifest in manifests), *(() if known else ((target.keys, None),))],
-        memory=BUFFERS,
-        notes=[
-            *filter(None, [published_as_they_are(layout, base.checkpoint.tensors)]),
-            f"run {publication.run}, round {publication.round}; noise {_kind(publication.noise)}, symmetries "
-            f"{publication.symmetries}",
-        ],
+    publication = plan.publication
+    notes = [
+        f"run {publication.run}, round {publication.round}; noise {_kind(publication.scheme)}, symmetries "
+        f"{publication.symmetries}"
+    ]
+    if bare := published_as_they_are(plan.layout, plan.base.checkpoint.tensors):
+        notes.insert(0, bare)
+    show(
+        Preview(
+            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.whole, plan.pretrained) if model],
+            writes=plan.outputs,
+            memory=BUFFERS,
+            notes=notes,
+        ),
+        force=plan.target.force,
+        as_json=as_json,
     )
-    show(preview, force=target.force, as_json=as_json)
 
 
-def _numbers(text: str, copies: int) -> list[int]:
-    """The copies named by ``--only``, ascending. Raises UsageError if there is no such copy."""
+def _numbers(text: str) -> list[int]:
+    """The copies named by ``--only``. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and 1 <= int(part) <= copies for part in parts):
-        raise UsageError(f"--only {text}: copies are numbered from 1 to {copies}")
-    return sorted({int(part) for part in parts})
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")
+    return [int(part) for part in parts]
 
 
 def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
     """What a client would be off by that takes the noise off, in percent of what fine-tuning changed."""
-    several = publication.noise.copies > 1
+    several = publication.copies > 1
     every = f", with all copies {hidden.all_copies:.0%}" if several else ""
     note(
         f"of what fine-tuning changed, the best known attack is off by {hidden.one_copy:.0%} with one copy{every} "
@@ -277,28 +249,8 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
         )
 
 
-def _known_by(probe: Path, base: Model, public: Model | None, published: Published) -> dict[str, float]:
-    """The loss per answer token, in nats, of the base, of a copy and of the public model, and a note about it."""
-
-    import torch
-
-    from mpu_cli.models.answers import read_answers
-    from mpu_cli.models.loading import load
-    from mpu_cli.models.source import open_model
-
-    models = {"the base": base, published.copies[0].name: open_model(str(published.copies[0]))}
-    models |= {"the public model": public} if public else {}
-    losses = {}
-    for name, source in models.items():
-        model, tokenizer = load(source, torch.float32, "auto")
-        losses[name] = read_answers(probe, tokenizer).loss(model)
-    told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in losses.items())
-    note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
-    return losses
-
-
-def _kind(noise: Scheme) -> str:
-    return "permanent" if noise.copies == 1 else noise.kind
+def _kind(scheme: Scheme) -> str:
+    return "permanent" if scheme.copies == 1 else scheme.kind
 
 
 def _given(context: typer.Context, name: str) -> bool:
@@ -310,7 +262,8 @@ def _given(context: typer.Context, name: str) -> bool:
 def report(published: Published, max_noise: float | None = None) -> None:
     """Report on standard error how much of the noise survives."""
     blocks = [block for block in published.blocks if block.copies]
-    kappa, shared, calibration = published.keys.kappa, published.keys.shared_kappa, published.keys.calibration
+    publication = published.keys.publication
+    kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
     if kappa or shared or calibration:
         rows = []
         narrow = (terminal_width() or WIDE) < WIDE
@@ -334,7 +287,7 @@ def report(published: Published, max_noise: float | None = None) -> None:
         table(f"Noise at {scale}, as requested and as stored", columns, rows)
         if not calibration and (silent := [block.block for block in blocks if block.rms == 0]):
             warn(
-                f"no noise in {len(silent)} of {len(blocks)} blocks, where base and reference are equal: "
+                f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "
                 f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"
             )
         noisy = [(c.unchanged, b.weights) for b in blocks for c in b.copies if c.asked]

@@ -5,56 +5,28 @@ from __future__ import annotations
 import getpass
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
-from mpu_cli.cli.output import note, warn
+from mpu_cli.cli.output import warn
 from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
-    from pyrage.x25519 import Recipient
-
     from mpu_cli.server.keys import Keys
 
 
-def sealer(
-    recipients: list[str], passphrase: bool, passphrase_file: Path | None, identity: Path | None
-) -> Callable[[Keys], bytes]:
-    """A function that seals keys: for recipients, with a passphrase, or for one's own identity (made on first use)."""
-    from mpu_cli.server import keys
+def new_passphrase(
+    asked: bool, file: Path | None, recipients: Sequence[str] | None, identity: Path | None
+) -> str | None:
+    """The passphrase to seal keys with, from ``file`` or the terminal; None if none is ``asked`` for. Raises UsageError
+    if there is another way to seal them, too."""
+    from mpu_cli.server.keys import check_one_way
 
-    if sum([bool(recipients), passphrase or passphrase_file is not None, identity is not None]) > 1:
-        raise UsageError(
-            "--recipient, --passphrase and --identity are mutually exclusive", "choose one way to seal the keys"
-        )
-    secret = _passphrase(passphrase_file, new=True) if passphrase or passphrase_file else None
-    return keys.sealer(recipients=recipients, passphrase=secret, identity=identity, note=note)
-
-
-def recipients_of_copies(parts: Sequence[str], copies: int) -> list[Recipient]:
-    """The public keys in ``--copy-recipients``, given as age1… or as files that contain one."""
-    from mpu_cli import sealing
-
-    option = "--copy-recipients"
-    if len(parts) != copies:
-        raise UsageError(f"{option}: {len(parts)} for {copies} copies", "give one for each copy")
-    keys = []
-    for part in parts:
-        if part.startswith("age1"):
-            keys.append(part)
-            continue
-        try:
-            words = Path(part).read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MpuError(f"{option} {part}: neither an age public key (age1…) nor a file containing one") from error
-        public_keys = sorted({word for word in words if word.startswith("age1")})
-        if len(public_keys) != 1:
-            raise MpuError(f"{part}: contains {len(public_keys)} age public keys, expected one")
-        keys += public_keys
-    return sealing.parse_recipients(keys, option)
+    check_one_way(recipients, asked or file, identity)
+    return _passphrase(file, new=True) if asked or file else None
 
 
 @contextmanager

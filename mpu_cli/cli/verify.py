@@ -57,11 +57,11 @@ def verify(
         text += (
             f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounding"
         )
-    text += f"; noise {opened.noise.kind}, symmetries {opened.symmetries}"
+    text += f"; noise {opened.publication.scheme.kind}, symmetries {opened.publication.symmetries}"
     document = {
         "copy": copy,
-        "noise": opened.noise.kind,
-        "symmetries": opened.symmetries,
+        "noise": opened.publication.scheme.kind,
+        "symmetries": opened.publication.symmetries,
         "ok": result.ok,
         "function": result.function,
         "logits": result.logits,

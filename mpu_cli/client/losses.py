@@ -99,7 +99,7 @@ class Constants:
     beta: float = 0.1
     beta1: float = 5.0
     beta2: float = 1.0
-    delta: float = 0.0
+    simnpo_delta: float = 0.0
     layer: int = 7
     coefficient: float = 2.0
 
@@ -172,7 +172,7 @@ def dpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Ten
 def simnpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
     mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
-    margin = -constants.beta * mean_log_probs - constants.beta * constants.delta
+    margin = -constants.beta * mean_log_probs - constants.beta * constants.simnpo_delta
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(margin))
 
 
@@ -261,7 +261,9 @@ ALGORITHMS = {
     "graddiff": Algorithm(gradient_ascent, Constants()),
     "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
     "dpo": Algorithm(dpo, Constants(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
-    "simnpo": Algorithm(simnpo, Constants(beta=4.5, delta=0, gamma=0.125), ("beta", "delta"), epochs=1, rounds=10),
+    "simnpo": Algorithm(
+        simnpo, Constants(beta=4.5, simnpo_delta=0, gamma=0.125), ("beta", "simnpo_delta"), epochs=1, rounds=10
+    ),
     "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), asks="logits"),
     "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
     "wga": Algorithm(wga, Constants(beta=1), ("beta",), epochs=5, rounds=2),

@@ -35,7 +35,7 @@ from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, HIDING_PERMANENT, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
 from mpu_cli.records.reading import Record, read_records
-from mpu_cli.server.noise import scheme_of
+from mpu_cli.server.scheme import scheme_of
 
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
 LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
@@ -153,7 +153,7 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
             step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
         experiment = Experiment(
             base=str(target), unlearning=story.unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
-            reference=given.source if given else None, server_rate=step,
+            pretrained=given.source if given else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
         models_made[mode], logs[mode] = outcome.model, outcome.log

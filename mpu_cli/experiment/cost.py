@@ -141,27 +141,28 @@ class CellCost:
 def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
     """What each experiment of a sweep costs at least; None if its model or records are not on this machine."""
     from mpu_cli.client.checks import epochs_of
-    from mpu_cli.experiment.rounds import handout, rounds_of, uninterrupted
+    from mpu_cli.experiment.rounds import publication_in, rounds_of, uninterrupted
 
     machine = measure_machine()
     costs: list[CellCost | None] = []
     read: dict[tuple[str, str, Path | None], int] = {}
     for cell in cells:
         played = uninterrupted(cell.experiment)
+        published = publication_in(played, seed=bytes(32))
         asked = played.unlearning
         where = (played.base, asked.records.forget, asked.records.data_dir)
         if not Path(played.base).exists():
             costs.append(None)
             continue
         try:
-            model = shallow(open_model(played.base), handout(played).omitted)
+            model = shallow(open_model(played.base), published.omitted)
             if where not in read:
                 read[where] = training_tokens(model, asked.records.forget, asked.records.data_dir)
         except MpuError:
             costs.append(None)
             continue
         one = cost(
-            model, machine, copies=handout(played).noise.copies, optimizer=asked.training.optim,
+            model, machine, copies=published.copies, optimizer=asked.training.optim,
             tokens=int(2 * epochs_of(asked) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)

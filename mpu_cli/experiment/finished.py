@@ -18,7 +18,7 @@ from mpu_cli.resumption import read_lines, write_atomically
 from mpu_cli.version import __version__
 
 NAME, LOG = "done.json", "log.jsonl"
-SOURCES = ("base", "reference", "forget", "retain", "few_shot", "alternates", "data_dir")  # options that name files
+SOURCES = ("base", "pretrained", "forget", "retain", "few_shot", "alternates", "data_dir")  # options that name files
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def _facts(experiment: Experiment) -> dict[str, object] | None:
         if source is None:
             continue
         path = Path(str(source))
-        if not path.exists() and name in ("base", "reference", "forget", "few_shot"):
-            if name in ("base", "reference") or options["data_dir"] is None:
+        if not path.exists() and name in ("base", "pretrained", "forget", "few_shot"):
+            if name in ("base", "pretrained") or options["data_dir"] is None:
                 return None  # on the Hub, where it can change
             continue  # a split in the folder --data-dir
         for file in _files(path):

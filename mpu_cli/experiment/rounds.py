@@ -53,36 +53,57 @@ from mpu_cli.records.reading import Record, read_records
 from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate
+from mpu_cli.server.copying import CopySurvival
 from mpu_cli.server.deltas import open_deltas
 from mpu_cli.server.keys import BaseIdentity, Keys, seal, unseal
-from mpu_cli.server.noise import ZERO_SUM, Scheme, scheme_of
 from mpu_cli.server.publication import Publication
-from mpu_cli.server.publish import CopySurvival, Published, Target, publish
+from mpu_cli.server.publish import Published, Target, plan_publish, publish
+from mpu_cli.server.round import Owner, plan_aggregate
+from mpu_cli.server.scheme import ZeroSum, scheme_of
 from mpu_cli.version import __version__
 
 
-@dataclass(frozen=True)
-class Handout:
-    """What the server publishes with in a mode: noise, κ, κ_s, symmetries, layers left out."""
+def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number: int = 1) -> Publication:
+    """What the server publishes in round ``number``, with the secrets of ``seed``, in the experiment's mode.
 
-    noise: Scheme
-    kappa: float
-    shared_kappa: float
-    symmetries: str
-    omitted: tuple[int, ...] = ()
-
-
-def handout(experiment: Experiment) -> Handout:
-    """What the server publishes with."""
-    disguise = experiment.disguise
-    noise = scheme_of(disguise)
+    Raises UsageError for options that do not go together.
+    """
+    disguise, stored = experiment.disguise, experiment.stored.dtype
+    scheme = scheme_of(disguise)
     disguise.check_cancels()
-    if experiment.mode in ("clean", "clean-rounds"):
-        return Handout(Scheme(ZERO_SUM, (1.0,)), 0.0, 0.0, "none")
-    if experiment.mode == "noised":
-        mean = math.fsum(noise.scales) / noise.copies
-        return Handout(Scheme(ZERO_SUM, (mean,)), disguise.kappa, 0.0, "none")
-    return Handout(noise, disguise.kappa, disguise.permanent_noise, disguise.symmetries, disguise.omitted)
+    published = Publication(
+        seed=seed,
+        seed_is_secret=experiment.secret_seed is None,
+        dtype=OPTION[stored] if stored else None,
+        run=run,
+        round=number,
+        scheme=scheme,
+        kappa=disguise.kappa,
+        shared_kappa=disguise.permanent_noise,
+        symmetries=disguise.symmetries,
+        omitted=disguise.omitted,
+    )
+    return MODES[experiment.mode](published)
+
+
+def _model_itself(published: Publication) -> Publication:
+    return replace(
+        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, symmetries="none", omitted=()
+    )  # fmt: skip
+
+
+def _one_noised_copy(published: Publication) -> Publication:
+    mean = math.fsum(published.scheme.scales) / published.copies
+    return replace(published, scheme=ZeroSum((mean,)), shared_kappa=0.0, symmetries="none", omitted=())
+
+
+# What the server publishes in a mode, in place of what the options say.
+MODES: dict[str, Callable[[Publication], Publication]] = {
+    "clean": _model_itself,
+    "clean-rounds": _model_itself,
+    "noised": _one_noised_copy,
+    "mpu": lambda published: published,
+}
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -214,11 +235,10 @@ class _Round:
     def __init__(self, rounds: _Rounds, number: int, base: str):
         self.rounds, self.experiment, self.number, self.base = rounds, rounds.experiment, number, base
         self.server, self.client = rounds.server / f"round_{number}", rounds.client / f"round_{number}"
-        self.handout = handout(rounds.experiment)
         self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
 
     def play(self) -> None:
-        for k in range(1, self.handout.noise.copies + 1):
+        for k in range(1, self._copies + 1):
             delta, copy = self.server / "deltas" / f"copy_{k}.safetensors", self.client / f"copy_{k}"
             if not delta.exists():
                 # A copy is made when its turn comes, so that only one is on disk at a time.
@@ -234,22 +254,18 @@ class _Round:
 
     def _publish(self, k: int) -> None:
         identities = self.rounds.identities
-        model, reference = open_model(self.base), self.experiment.reference
+        model, pretrained = open_model(self.base), self.experiment.pretrained
         started = time.monotonic()
         outbox = self.server / "outbox"
-        published = publish(
-            model,
-            open_model(reference) if reference else None,
-            self._publication(),
-            Target(
-                outbox,
-                self.server / "keys.bin",
-                lambda keys: seal(keys, [known.to_public() for known in identities]),
-                force=True,
-            ),
-            only=[k],
-            observer=Within(self.observer, f"copy {k}"),
+        target = Target(
+            outbox,
+            self.server / "keys.bin",
+            lambda keys: seal(keys, [known.to_public() for known in identities]),
+            force=True,
         )
+        public = open_model(pretrained) if pretrained else None
+        plan = plan_publish(model, public, self._publication(), target, only=[k])
+        published = publish(plan, observer=Within(self.observer, f"copy {k}"))
         [copy] = published.copies
         self.client.mkdir(parents=True, exist_ok=True)
         os.replace(copy, self.client / copy.name)  # all that goes from the server to the client
@@ -259,27 +275,20 @@ class _Round:
             bytes=open_model(str(self.client / copy.name)).checkpoint.nbytes, **_survival(published),
         )  # fmt: skip
 
+    @property
+    def _copies(self) -> int:
+        return publication_in(self.experiment, seed=bytes(32)).copies
+
     def _publication(self) -> Publication:
         """This round's publication, the same for each of its copies."""
-        given, dtype = self.experiment.secret_seed, self.experiment.stored.dtype
+        given = self.experiment.secret_seed
         seed, name = new_seed() if given is None else seed_from_number(given), ""
         if (self.server / "keys.bin").exists():  # another copy of this round was published already
             keys = self._keys()
-            seed, name = bytes.fromhex(keys.seed), keys.run
+            seed, name = keys.publication.seed, keys.run
         elif (first := self.rounds.server / "round_1" / "keys.bin").exists():
             name = unseal(first, self.rounds.identities).run  # one run is a whole request, however many rounds it has
-        return Publication(
-            seed=seed,
-            seed_is_secret=given is None,
-            dtype=OPTION[dtype] if dtype else None,
-            run=name,
-            round=self.number,
-            noise=self.handout.noise,
-            kappa=self.handout.kappa,
-            shared_kappa=self.handout.shared_kappa,
-            symmetries=self.handout.symmetries,
-            omitted=self.handout.omitted,
-        )
+        return publication_in(self.experiment, seed=seed, run=name, number=self.number)
 
     def _keys(self) -> Keys:
         return unseal(self.server / "keys.bin", self.rounds.identities)
@@ -326,14 +335,12 @@ class _Round:
             source = str(self.client / "copy_1")
             keys = replace(keys, base=_identity(open_model(source)))
         started = time.monotonic()
-        result = aggregate(
-            open_model(source),
-            open_deltas([self.server / "deltas"], keys),
-            keys,
-            from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored)),
-            out=self.server / "model",
-            observer=self.observer,
-        )
+        options = from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored))
+        owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
+        out = self.server / "model"
+        # What a round is worth, however little, is what an experiment measures.
+        plan = plan_aggregate(open_model(source), [owner], options, out=out, force=True)
+        result = aggregate(plan, observer=self.observer)
         estimate = None if math.isnan(result.error.relative) else result.error.relative
         chosen = {"server_lr": result.step.chosen} if result.step else {}
         self.rounds.log.add(
@@ -394,11 +401,15 @@ def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
     """What is needed to repeat the run."""
     options = flat(replace(experiment, rounds=rounds_of(experiment)))
     # Of models and records the contents count, below; of the noise what it amounts to, in "published".
-    elsewhere = {"base", "reference", *declared(Copies), *declared(Unlearning)}
+    elsewhere = {"base", "pretrained", *declared(Copies), *declared(Unlearning)}
     known = declared(Experiment)
     decided = {name: value for name, value in options.items() if known[name].affects_result and name not in elsewhere}
     decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
-    handed_out = handout(experiment)
+    of = publication_in(experiment, seed=bytes(32))
+    published = {
+        "noise": {"kind": of.scheme.kind, "factors": of.scheme.factors}, "kappa": of.kappa,
+        "shared_kappa": of.shared_kappa, "symmetries": of.symmetries, "omitted": of.omitted,
+    }  # fmt: skip
 
     def digest(records: Sequence[Record]) -> str:
         rows = [asdict(record) | {"place": ""} for record in records]
@@ -411,9 +422,9 @@ def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
                 "mpu": __version__,
                 "experiment": decided,
                 "without_effect": {name: value for name, value in options.items() if name not in decided},
-                "published": asdict(handed_out),
+                "published": published,
                 "base": _identity(open_model(experiment.base)).fingerprint,
-                "reference": _identity(open_model(experiment.reference)).fingerprint if experiment.reference else None,
+                "pretrained": _identity(open_model(public)).fingerprint if (public := experiment.pretrained) else None,
                 "records": {name: {"count": len(of), "sha256": digest(of)} for name, of in sets.items()}
                 | {"alternates": hashlib.sha256(json.dumps(list(data.alternates)).encode()).hexdigest()},
                 "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},

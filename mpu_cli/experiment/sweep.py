@@ -36,7 +36,7 @@ from mpu_cli.evaluation.metrics import RELEARNED, Metric
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.recipes import read_recipe
-from mpu_cli.experiment.rounds import handout, run
+from mpu_cli.experiment.rounds import publication_in, run
 from mpu_cli.experiment.tables import BEFORE, RELEARNING, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
@@ -193,7 +193,7 @@ def sweep(
     """
     for cell in cells:
         check_options(cell.experiment.unlearning)
-        handout(cell.experiment)
+        publication_in(cell.experiment, seed=bytes(32))
         cell.experiment.server_rate.check_step()
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)

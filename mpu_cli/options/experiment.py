@@ -38,7 +38,9 @@ class Experiment:
         "original",
         "Reference model of npo, dpo, undial and kl: the one before unlearning, or each round's own copy.",
     )
-    reference: str | None = option(None, "Public model that BASE was fine-tuned from.", metavar="MODEL")
+    pretrained: str | None = option(
+        None, "Public model that BASE was fine-tuned from.", metavar="MODEL", former="reference"
+    )
     secret_seed: int | None = option(
         None, "Seed of the server's secrets, for repeatable experiments only.", least=0, below=2**64
     )

@@ -183,7 +183,7 @@ class Calibration:
     PANEL: ClassVar[str] = "Noise for differential privacy"
 
     epsilon: float | None = option(None, "ε to calibrate the noise to, in place of --kappa.", above=0)
-    delta: float | None = option(None, "δ for --epsilon.", above=0, below=1)
+    dp_delta: float | None = option(None, "δ for --epsilon.", above=0, below=1, former="delta")
     sensitivity: float | None = option(
         None, "L2 distance within which models must be indistinguishable, for --epsilon.", above=0
     )
@@ -209,7 +209,7 @@ class Publishing:
         None, "Lower the noise of a block to at most this share of the RMS of its weights.", metavar="SHARE", above=0
     )
 
-    def scaled(self, given: Collection[str], *, with_reference: bool) -> Publishing:
+    def scaled(self, given: Collection[str], *, with_pretrained: bool) -> Publishing:
         """These options with the noise that hides the task vector, if nothing else was asked for.
 
         ``given`` are the options that were set, by name. Raises UsageError if noise is scaled in two ways, or if a
@@ -221,7 +221,7 @@ class Publishing:
                 raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
             alone = self.disguise.count == 1 and "kappa" not in given
             return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
-        if with_reference:
+        if with_pretrained:
             # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
             asked = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
             copies = 1 if asked == (None, None, None, None) else self.disguise.copies

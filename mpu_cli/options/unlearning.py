@@ -85,7 +85,7 @@ class Loss:
     beta: float | None = option(None, "β of npo, dpo, simnpo, undial and wga.", above=0)
     beta1: float | None = option(None, "β₁ of satimp.", least=0)
     beta2: float | None = option(None, "β₂ of satimp.", least=0)
-    delta: float | None = option(None, "δ of simnpo.")
+    simnpo_delta: float | None = option(None, "δ of simnpo, the margin per token.", former="delta")
     layer: int | None = option(None, "Layer of rmu, counted from 0.", least=0)
     coefficient: float | None = option(None, "c of rmu.", least=0)
 

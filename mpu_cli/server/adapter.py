@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from mpu_cli.checkpoint.dtypes import NAME, all_finite
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.models.files import write_json
-from mpu_cli.models.source import Model
-from mpu_cli.options.publishing import AUTO, Aggregating
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
-from mpu_cli.server.deltas import Delta, check_base, check_norms, check_round, outliers_of
-from mpu_cli.server.keys import Keys
+from mpu_cli.server.deltas import check_base, check_norms, outliers_of
+from mpu_cli.server.round import AggregatePlan
 from mpu_cli.server.undo import LowRank, Undoing
 
 
-def aggregate_adapter(
-    base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating, *, out: Path, force: bool = False
-) -> Aggregation:
-    """Write η·Δ̄ of LoRA deltas as one peft adapter for the base, whose rank is the sum of theirs.
+def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
+    """Write η·Δ̄ of one owner's LoRA deltas as one peft adapter for the base, whose rank is the sum of theirs.
 
     Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
-    Raises MpuError as ``aggregate`` does, and if a delta is not of kind lora.
+    Raises MpuError as ``aggregate`` does.
     """
-    if options.server_lr == AUTO:
-        raise UsageError(
-            "--server-lr auto: finds the step for a model", "aggregate to one first, and name its step here"
-        )
+    base, layout, options, [owner], [weights] = plan.base, plan.layout, plan.options, plan.owners, plan.weights
+    deltas, keys = owner.deltas, owner.keys
     rate = float(options.server_lr)
-    for delta in deltas:
-        if delta.manifest.kind != "lora":
-            raise MpuError(
-                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
-                "make them with unlearn --lora-rank",
-            )
-        if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
-            raise MpuError(
-                f"{delta.path}: adapts experts ({listed(stacked)}), which --as-adapter cannot write",
-                "aggregate to a model, or train with --lora-targets other than the experts",
-            )
-    layout, weights = check_round(base, deltas, keys, options)
     with worker_pool() as pool:
         check_base(base, keys, pool)
     undoing = Undoing(deltas, keys, layout)
@@ -91,13 +70,14 @@ def aggregate_adapter(
         own = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
         config |= {"rank_pattern": own, "alpha_pattern": own}
     specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    with Transaction(force=force) as transaction:
-        folder = transaction.add(out, directory=True)
+    with Transaction(force=plan.force) as transaction:
+        folder = transaction.add(plan.out, directory=True)
         with CheckpointWriter(folder / "adapter_model.safetensors", specs, {}) as writer:
             for name, factor in tensors.items():
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
         manifests = {delta.copy: delta.manifest for delta in deltas}
-        result = replace(agreement(out, gram, keys, manifests), outliers=tuple(outliers))
+        result = replace(agreement(plan.out, gram, keys, manifests), outliers=tuple(outliers))
+        result.check(plan.force)
         (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
     return result

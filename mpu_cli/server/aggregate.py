@@ -29,15 +29,9 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
-from mpu_cli.server.deltas import (
-    Delta,
-    check_base,
-    check_finite,
-    check_norms,
-    check_round,
-    outliers_of,
-)
+from mpu_cli.server.deltas import Delta, check_base, check_finite, check_norms, outliers_of
 from mpu_cli.server.keys import Keys
+from mpu_cli.server.round import AggregatePlan
 from mpu_cli.server.step import settled
 from mpu_cli.server.undo import Change, Undoing
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, row_slices
@@ -57,36 +51,27 @@ class Changes(Protocol):
     def changes(self, tensor: TensorLayout) -> Sequence[Change | None]: ...
 
 
-def aggregate(
-    base: Model,
-    deltas: Sequence[Delta],
-    keys: Keys,
-    options: Aggregating,
-    *,
-    out: Path,
-    force: bool = False,
-    observer: Observer = SILENT,
-) -> Aggregation:
-    """Write θ + η·Δ̄ to the model directory ``out``, unless a delta's norm is above ``--max-norm``.
+def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregation:
+    """Write θ + η·Δ̄ of a round with one data owner.
 
-    Raises MpuError if a copy's delta is missing or does not fit the base, if the base is not the one that was
-    published, for NaN and Inf, or if no step suits ``--max-rise``; UsageError if a number is out of range.
+    Raises MpuError if a norm is above ``--max-norm``, if the base is not the one that was published, for NaN and Inf,
+    if no step suits ``--max-rise`` and, unless ``plan.force``, if the noise does not cancel.
     """
-    layout, weights = check_round(base, deltas, keys, options)
-    undoing = Undoing(deltas, keys, layout)
-    with Transaction(force=force) as transaction:
-        folder = transaction.add(out, directory=True)
+    [owner], [weights] = plan.owners, plan.weights
+    undoing = Undoing(owner.deltas, owner.keys, plan.layout)
+    with Transaction(force=plan.force) as transaction:
+        folder = transaction.add(plan.out, directory=True)
 
         def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
-            return write_model(base, undoing, layout, weights, [keys], how, into, observer)
+            return write_model(plan.base, undoing, plan.layout, weights, [owner.keys], how, into, observer)
 
-        options, step = settled(base, options, write, out, observer)
+        options, step = settled(plan.base, plan.options, write, plan.out, observer)
         gram, facts = write(folder, options)
-        check_norms(gram, deltas, options.max_norm, weights * float(options.server_lr))
-        result = replace(
-            agreement(out, gram, keys, {delta.copy: delta.manifest for delta in deltas}), **facts, step=step
-        )
-        (folder / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
+        check_norms(gram, owner.deltas, options.max_norm, weights * float(options.server_lr))
+        manifests = {delta.copy: delta.manifest for delta in owner.deltas}
+        result = replace(agreement(plan.out, gram, owner.keys, manifests), **facts, step=step)
+        result.check(plan.force)
+        (folder / CARD).write_text(card(plan.base, owner.keys, result, "model"), encoding="utf-8")
     return result
 
 

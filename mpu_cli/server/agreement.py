@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.manifest import DeltaManifest
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import TAGS, DeltaManifest
 from mpu_cli.server.deltas import trained_differently
 from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.keys import Keys
@@ -19,11 +20,7 @@ LOST = 0.3  # warn if rounding loses more than this share of the update's norm
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
 UNEQUAL = 3.0  # times another copy's norm, above which a copy was probably trained differently
 SHOWN = 3  # outliers named in warnings
-TAGS = {
-    "tokens": "records (or template, date, tokenizer)",
-    "options": "options or seed",
-    "versions": "library versions",
-}
+WRONG = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,19 @@ class Aggregation:
     step: Step | None = None
 
     def warnings(self) -> list[str]:
-        """What is probably wrong with the round, a sentence each; empty if nothing is."""
-        return [*self._disagreements(), *self._losses()]
+        """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:
+        the others follow from it."""
+        causes = [*self._causes()]
+        error = [self.error.warning] if self.error.warning and not causes else []
+        return [*causes[:1], *self._outliers(), *error, *self._losses()]
 
-    def _disagreements(self) -> Iterator[str]:
-        if self.pairwise < DISAGREE:
-            yield (
-                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
-                "different options or records, the noise is too large, or a delta was tampered with"
-            )
+    def check(self, force: bool) -> None:
+        """Raise MpuError, unless ``force``, if the update is nothing but noise."""
+        if self.error.relative >= WRONG and not force:
+            cause = next(self._causes(), None) or self.error.warning
+            raise MpuError(f"nothing was written: {cause}", "--force writes the model all the same")
+
+    def _causes(self) -> Iterator[str]:
         for one, other, name in self.trained_differently:
             what = TAGS.get(name, name)
             yield f"copies {one} and {other} were trained with different {what}; the noise does not cancel"
@@ -67,11 +68,18 @@ class Aggregation:
                 f"the copies were trained with different algorithms ({', '.join(names)}); "
                 "noise cancels only if all copies are trained identically"
             )
-        elif max(self.norms) > UNEQUAL * min(self.norms):
+        if self.pairwise < DISAGREE:
+            yield (
+                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
+                "different options or records, the noise is too large, or a delta was tampered with"
+            )
+        if max(self.norms) > UNEQUAL * min(self.norms):
             yield (
                 f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
                 "trained with different options, or a delta was tampered with"
             )
+
+    def _outliers(self) -> Iterator[str]:
         for name, copy, factor in self.outliers[:SHOWN]:
             much = (
                 f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
@@ -85,13 +93,11 @@ class Aggregation:
             yield "all deltas are zero: nothing was unlearned"
         if self.rounding > LOST:
             yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
-        if self.error.warning:
-            yield self.error.warning
 
 
 def agreement(path: Path, gram: torch.Tensor, keys: Keys, manifests: Mapping[int, DeltaManifest]) -> Aggregation:
     """How the copies agree, from the inner products of their undone deltas, float64 (m, m), and each one's manifest."""
-    scheme = keys.noise
+    scheme = keys.publication.scheme
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
@@ -103,7 +109,7 @@ def agreement(path: Path, gram: torch.Tensor, keys: Keys, manifests: Mapping[int
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
         rounding=0.0,
-        error=error_estimate(scheme, gram, keys.permanent),
+        error=error_estimate(scheme, gram, keys.publication.permanent),
         trained_differently=trained_differently({copy: m.trained for copy, m in manifests.items()}),
         algorithms=tuple(manifest.algorithm for manifest in manifests.values()),
     )

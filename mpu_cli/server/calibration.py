@@ -15,12 +15,12 @@ the updates from the answers of earlier rounds, with new noise: together one Gau
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Calibration as CalibrationOptions
 from mpu_cli.randomness import DOUBLE_REACH
-from mpu_cli.server.keys import Calibration
 
 ADVERSARIES = {
     "one-copy": "a client that sees one copy of a round and does not pool it with others",
@@ -29,8 +29,22 @@ ADVERSARIES = {
 TAIL = 1e-3  # share of δ allowed for the tails beyond the reach of our normals
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Noise for (ε, δ): σ of each copy's own noise, before its factor α, and σ of the noise all copies share."""
+
+    epsilon: float
+    delta: float
+    sensitivity: float
+    adversary: str
+    bound: str
+    rounds: int
+    sigma: float
+    shared_sigma: float
+
+
 def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration:
-    """The least noise for ``--epsilon`` and ``--delta`` over ``--budget-rounds`` rounds of a run.
+    """The least noise for ``--epsilon`` and ``--dp-delta`` over ``--budget-rounds`` rounds of a run.
 
     ``--bound`` "analytic" is exact (Balle and Wang, 2018, through dp-accounting); "classical" is σ = S√(2 ln(1.25/δ))/ε
     (Dwork and Roth, 2014, Theorem A.1), which is larger and valid for ε ≤ 1. Raises UsageError if a number is out of
@@ -39,9 +53,9 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     from scipy.stats import norm  # takes a second, and only calibrated noise needs it
 
     check_ranges(options)
-    epsilon, delta, sensitivity = options.epsilon, options.delta, options.sensitivity
+    epsilon, delta, sensitivity = options.epsilon, options.dp_delta, options.sensitivity
     if epsilon is None or delta is None or sensitivity is None:
-        raise UsageError("--epsilon needs --delta and --sensitivity")
+        raise UsageError("--epsilon needs --dp-delta and --sensitivity")
     adversary, bound, rounds = options.adversary, options.bound, options.budget_rounds
     if bound == "classical":
         if epsilon > 1:
@@ -51,13 +65,13 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
         multiplier = _analytic(epsilon, delta)
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
-            f"--epsilon {epsilon:g} at --delta {delta:g}: needs so little noise that the cut-off of our normals, "
+            f"--epsilon {epsilon:g} at --dp-delta {delta:g}: needs so little noise that the cut-off of our normals, "
             f"at {DOUBLE_REACH:.1f} σ, would show",
             "choose a smaller ε or a larger δ",
         )
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
-        raise UsageError(f"--epsilon {epsilon:g} at --delta {delta:g}: no finite noise achieves this")
+        raise UsageError(f"--epsilon {epsilon:g} at --dp-delta {delta:g}: no finite noise achieves this")
     own, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
     return Calibration(epsilon, delta, sensitivity, adversary, bound, rounds, own, shared)
 

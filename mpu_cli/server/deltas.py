@@ -216,7 +216,7 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
             f"no delta for copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
             "or the noise does not cancel"
         )
-    return check_fits(base, deltas, keys, options), keys.noise.weights
+    return check_fits(base, deltas, keys, options), keys.publication.scheme.weights
 
 
 def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
@@ -225,7 +225,7 @@ def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggreg
     options.check_step()
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     try:
-        copies = without_layers(layout, keys.omitted_layers)
+        copies = without_layers(layout, keys.publication.omitted)
         for delta in deltas:
             check_delta(delta, base, layout, copies)
     except MpuError:

@@ -13,12 +13,11 @@ cancels, at κ_s in place of κ, and to first order a change is as large for one
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mpu_cli.server.noise import ZERO_SUM, Scheme
+from mpu_cli.server.scheme import Scheme
 
 DIVERGED = 0.25  # estimated error above which too little of the noise cancels to trust the result
 SAFETY = 1.5  # later terms fall off more slowly than the first: without this, estimates were 0.25 to 0.75 of the truth
@@ -53,37 +52,21 @@ class ErrorEstimate:
 
 def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float = 0.0) -> ErrorEstimate:
     """The estimate from the inner products of the inverted deltas, float64 (m, m); ``permanent`` is κ_s/κ."""
+
+    def norm(combination: torch.Tensor) -> float:
+        return math.sqrt(max(0.0, float(combination @ gram @ combination)))
+
     weights, m = scheme.weights, scheme.copies
-    whole = _norm(weights, gram)
-    apart = [_norm(weights - torch.eye(m, dtype=torch.float64)[k], gram) for k in range(m)]
+    whole = norm(weights)
+    apart = [norm(weights - one) for one in torch.eye(m, dtype=torch.float64)]
     by_chance = math.fsum(w * w * d * d for w, d in zip(weights.tolist(), apart, strict=True))
     signal_to_noise = whole**2 / by_chance if by_chance else math.inf
     if m == 1 or not (math.isfinite(whole) and whole > 0):
         unknown = math.nan if permanent else 0.0
         return ErrorEstimate(math.nan, math.nan, signal_to_noise, scheme.variance_factor, unknown)
-    if scheme.kind == ZERO_SUM:
-        # The change per unit of noise; for two copies exactly ‖a₁‖.
-        slope = math.sqrt(math.fsum(d * d for d in apart) / math.fsum(s * s for s in scheme.scales))
-        lower, first = slope * min(scheme.scales), slope
-        relative = SAFETY * scheme.remainder * (slope / whole) ** 2
-    else:
-        nodes = scheme.factors
-        divided = [1 / math.prod(c - other for other in nodes[:k] + nodes[k + 1 :]) for k, c in enumerate(nodes)]
-        highest = _norm(torch.tensor(divided, dtype=torch.float64), gram)  # Newton's divided difference
-        lower = highest * math.prod(sorted(scheme.scales)[:-1])
-        first = _norm(first_derivative(nodes), gram)
-        relative = SAFETY * scheme.remainder * (highest / whole) ** (1 + 1 / (m - 1))
-    added = permanent * first / whole if permanent else 0.0  # infinite over no noise: unknown
+    left = scheme.remaining(norm)
+    lower = left.one_order_lower / whole
+    relative = min(SAFETY * left.expected / whole, lower)
+    added = permanent * left.first_order / whole if permanent else 0.0  # infinite over no noise: unknown
     added = added if math.isfinite(added) else math.nan
-    return ErrorEstimate(relative, lower / whole, signal_to_noise, scheme.variance_factor, added)
-
-
-def first_derivative(nodes: Sequence[float]) -> torch.Tensor:
-    """The weights of values at ``nodes`` that give the derivative at 0 of the polynomial through them, (m,) float64."""
-    powers = torch.tensor([[node**i for i in range(len(nodes))] for node in nodes], dtype=torch.float64)
-    return torch.linalg.inv(powers)[1]
-
-
-def _norm(combination: torch.Tensor, gram: torch.Tensor) -> float:
-    """‖Σ_k x_k T_k⁻¹(Δ_k)‖."""
-    return math.sqrt(max(0.0, float(combination @ gram @ combination)))
+    return ErrorEstimate(relative, lower, signal_to_noise, scheme.variance_factor, added)

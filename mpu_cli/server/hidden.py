@@ -10,8 +10,9 @@ with c the product of the cosines between its true and its observed singular vec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,11 +20,9 @@ from mpu_cli.architectures.depth import without_layers
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.models.shallow import shallow
-from mpu_cli.models.source import Model
-from mpu_cli.server.noise import Scheme
-from mpu_cli.server.publication import Publication
-from mpu_cli.server.publish import Published, matching
+from mpu_cli.models.source import open_model
+from mpu_cli.server.publish import Published, PublishPlan, matching
+from mpu_cli.server.scheme import Scheme
 from mpu_cli.symmetry.transform import as_matrix
 
 SAMPLED = 3  # layers that are looked at; blocks outside layers all are
@@ -41,15 +40,13 @@ class Hidden:
     all_copies: float
 
 
-def hidden(base: Model, public: Model, publication: Publication, published: Published) -> Hidden | None:
-    """The estimate for all copies of a publication, from the singular values of ``base − public`` in some blocks; None
-    if the two do not differ. Of layers that the copies lack an attack knows nothing. Reads those blocks and layers."""
-    whole = layout_of(base.checkpoint.tensors, base.config, base.source)
-    gone = {t.name for t in whole.parameters} - set(without_layers(whole, publication.omitted).names)
-    unseen = _squares(base, matching(base, whole, public) or {}, gone)
-    base, public = shallow(base, publication.omitted), shallow(public, publication.omitted)
-    layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    theirs = matching(base, layout, public) or {}
+def hidden(plan: PublishPlan, published: Published) -> Hidden | None:
+    """The estimate for all copies of a publication, from the singular values of what fine-tuning changed in some
+    blocks; None if it changed nothing. Of layers that the copies lack an attack knows nothing. Reads those blocks and
+    layers."""
+    base, layout, publication = plan.base, plan.layout, plan.publication
+    unseen = _squares_left_out(plan)
+    theirs = matching(base, layout, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
     looked_at = {layers[round(i * (len(layers) - 1) / (SAMPLED - 1))] for i in range(SAMPLED)} if layers else set()
@@ -59,7 +56,7 @@ def hidden(base: Model, public: Model, publication: Publication, published: Publ
         tensors = layout.blocks[name]
         stored = TORCH[dtype or base.checkpoint.tensors[tensors[0].name].dtype]
         one = min(copy.survived for copy in blocks[name].copies)
-        left = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.noise)
+        left = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.scheme)
         return _shares([_change(base.checkpoint, theirs, tensor.name) for tensor in tensors], (one, left))
 
     with torch.random.fork_rng(devices=[]):
@@ -74,21 +71,41 @@ def hidden(base: Model, public: Model, publication: Publication, published: Publ
     return Hidden(*(left.amin(1) / together).sqrt().tolist()) if together else None
 
 
-def _squares(base: Model, public: Mapping[str, torch.Tensor], names: Iterable[str]) -> float:
-    """Σ v² over these tensors."""
-    total = 0.0
-    for name in names:
-        for ours, theirs in zip(base.checkpoint.tensor(name), public[name], strict=True):  # a row each
+def _squares_left_out(plan: PublishPlan) -> float:
+    """Σ v² over the tensors of the layers that the copies lack."""
+    whole = plan.whole
+    layout = layout_of(whole.checkpoint.tensors, whole.config, whole.source)
+    gone = {t.name for t in layout.parameters} - set(without_layers(layout, plan.publication.omitted).names)
+    if not gone or plan.public is None:
+        return 0.0
+    public, total = matching(whole, layout, plan.public) or {}, 0.0
+    for name in gone:
+        for ours, theirs in zip(whole.checkpoint.tensor(name), public[name], strict=True):  # a row each
             total += float((ours.double() - theirs.double()).square().sum())
-        base.checkpoint.forget_pages(name)
+        whole.checkpoint.forget_pages(name)
     return total
 
 
-def left_of(shared: float, size: float, stored: torch.dtype, noise: Scheme) -> float:
+def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict[str, float]:
+    """The loss per answer token on the records in ``probe``, in nats, of the base, of a copy and of the public
+    model."""
+    from mpu_cli.models.answers import read_answers
+    from mpu_cli.models.loading import load
+
+    models = {"the base": plan.whole, published.copies[0].name: open_model(str(published.copies[0]))}
+    models |= {"the public model": plan.public} if plan.public else {}
+    losses = {}
+    for name, source in models.items():
+        model, tokenizer = load(source, torch.float32, "auto")
+        losses[name] = read_answers(probe, tokenizer).loss(model)
+    return losses
+
+
+def left_of(shared: float, size: float, stored: torch.dtype, scheme: Scheme) -> float:
     """The noise that is left in a block once all copies are combined: permanent noise of scale ``shared``, and what
     rounding weights of RMS ``size`` to ``stored`` adds to each copy."""
     rounding = ROUNDING * torch.finfo(stored).eps * size
-    return math.hypot(shared, rounding * float(noise.fitted_weights.norm()))
+    return math.hypot(shared, rounding * float(scheme.fitted_weights.norm()))
 
 
 def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, float]:

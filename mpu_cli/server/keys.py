@@ -6,8 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyrage
 
@@ -16,10 +17,16 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import are_layers
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
-from mpu_cli.server.noise import EXTRAPOLATE, SCHEMES, ZERO_SUM, Scheme, check_alphas, check_nodes
+from mpu_cli.server.calibration import Calibration
+from mpu_cli.server.publication import Publication
+from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
 FORMAT, VERSION = "mpu-keys", 4
 SINCE_4 = ("omitted_layers", "permanent_seed")
+ENTRIES = {
+    "run", "round", "seed", "seed_is_secret", "noise", "kappa", "symmetries", "sigma", "copy_ids", "base", "reference",
+    "shared_kappa", "shared_sigma", "calibration", *SINCE_4,
+}  # fmt: skip
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -33,60 +40,60 @@ class BaseIdentity:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Noise for (ε, δ): σ of each copy's own noise, before its factor α, and σ of the noise all copies share."""
-
-    epsilon: float
-    delta: float
-    sensitivity: float
-    adversary: str
-    bound: str
-    rounds: int
-    sigma: float
-    shared_sigma: float
-
-
-@dataclass(frozen=True)
 class Keys:
-    """Everything needed to undo one publication."""
+    """Everything needed to undo one publication.
 
-    run: str
-    round: int
-    seed: str = field(repr=False)  # 32 bytes in hexadecimal
-    seed_is_secret: bool
-    noise: Scheme
-    kappa: float
-    symmetries: str
-    sigma: dict[str, float]  # block → σ_ℓ, before the copy's factor
+    ``publication`` without what matters only when publishing (``dtype``, ``max_noise``); ``sigma`` and
+    ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the noise that all
+    copies share; ``reference``: the address of the pretrained model that the noise was scaled to.
+    """
+
+    publication: Publication
+    sigma: dict[str, float]
     copy_ids: tuple[str, ...]
     base: BaseIdentity
     reference: str | None
-    shared_kappa: float = 0.0
-    shared_sigma: dict[str, float] = field(default_factory=dict)  # block → scale of the noise all copies share
-    calibration: Calibration | None = None  # if set, κ is 0 and σ is the same in every block
-    omitted_layers: tuple[int, ...] = ()  # of the base, which no copy has
-    permanent_seed: str | None = field(default=None, repr=False)  # of permanent noise, if not ``seed``; in hexadecimal
+    shared_sigma: dict[str, float] = field(default_factory=dict)
 
     @property
-    def permanent(self) -> float:
-        """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
-        own, shared = self.kappa, self.shared_kappa
-        if self.calibration:
-            own, shared = self.calibration.sigma, self.calibration.shared_sigma
-        return 0.0 if not shared else shared / own if own else math.inf
+    def run(self) -> str:
+        return self.publication.run
 
     @property
-    def permanent_randomness_seed(self) -> bytes | None:
-        return bytes.fromhex(self.permanent_seed) if self.permanent_seed else None
+    def round(self) -> int:
+        return self.publication.round
 
     @property
     def copies(self) -> int:
-        return self.noise.copies
+        return self.publication.copies
+
+
+def _facts(keys: Keys) -> dict[str, object]:
+    """The entries of the key file."""
+    of = keys.publication
+    return {
+        "run": of.run,
+        "round": of.round,
+        "seed": of.seed.hex(),
+        "seed_is_secret": of.seed_is_secret,
+        "noise": {"kind": of.scheme.kind, "factors": of.scheme.factors},
+        "kappa": of.kappa,
+        "symmetries": of.symmetries,
+        "sigma": keys.sigma,
+        "copy_ids": keys.copy_ids,
+        "base": asdict(keys.base),
+        "reference": keys.reference,
+        "shared_kappa": of.shared_kappa,
+        "shared_sigma": keys.shared_sigma,
+        "calibration": asdict(of.calibration) if of.calibration else None,
+        "omitted_layers": of.omitted,
+        "permanent_seed": of.permanent_seed.hex() if of.permanent_seed else None,
+    }
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
     """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
-    facts = asdict(keys)
+    facts = _facts(keys)
     since = {name: facts.pop(name) for name in SINCE_4}
     version = VERSION if any(since.values()) else VERSION - 1  # older versions of mpu read what they understand
     facts |= since if version == VERSION else {}
@@ -106,8 +113,9 @@ def sealer(
     """What seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 
     Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
-    for a recipient or an identity that cannot be used.
+    for a recipient or an identity that cannot be used, UsageError for several of the three.
     """
+    check_one_way(recipients, passphrase, identity)
     if recipients:
         parsed = parse_recipients(recipients)
         return lambda keys: seal(keys, parsed)
@@ -129,6 +137,14 @@ def sealer(
         return seal(keys, parse_recipients([recipient]))
 
     return with_new_identity
+
+
+def check_one_way(*ways: object) -> None:
+    """Raise UsageError for more than one of the recipients, the passphrase and the identity to seal keys with."""
+    if sum(map(bool, ways)) > 1:
+        raise UsageError(
+            "--recipient, --passphrase and --identity are mutually exclusive", "choose one way to seal the keys"
+        )
 
 
 def needs_passphrase(path: Path) -> bool:
@@ -180,67 +196,59 @@ def _parse(document: bytes, path: Path) -> Keys:
         raise MpuError(
             f"{path}: unsupported keys version {version} (this mpu reads versions 1 to {VERSION})", "update mpu"
         )
+    if version == 1 and isinstance(table.get("alphas"), list):  # version 1 had only zero-sum noise
+        table["noise"] = {"kind": ZeroSum.kind, "factors": table.pop("alphas")}
     try:
-        if version == 1:  # version 1 had only zero-sum noise
-            table["noise"] = {"kind": ZERO_SUM, "factors": table.pop("alphas")}
-        fields = table.get("calibration")
-        calibration = Calibration(**fields) if fields is not None else None
-        noise = Scheme(**table["noise"])
-        keys = Keys(**{**table, "noise": noise, "base": BaseIdentity(**table["base"]), "calibration": calibration})
-        sound = _sound(keys)
-    except (KeyError, TypeError, OverflowError, UsageError) as error:
+        return _keys_of(table)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, UsageError) as error:
         raise MpuError(f"{path}: key data is incomplete or invalid") from error
+
+
+def _keys_of(table: dict[str, Any]) -> Keys:
+    """The keys with these entries, each of which is checked: a key file may have been sealed by someone else.
+
+    Raises KeyError, TypeError, ValueError, AttributeError or UsageError if one is missing, unknown or invalid.
+    """
+    later: dict[str, Any] = {"shared_kappa": 0.0, "shared_sigma": {}, "calibration": None}
+    given = {**later, "omitted_layers": [], "permanent_seed": None, **table}
+    if set(given) != ENTRIES:
+        raise KeyError(f"entries {sorted(set(given) ^ ENTRIES)}")
+    calibration = None if given["calibration"] is None else Calibration(**given["calibration"])
+    base = BaseIdentity(**given["base"])
+    texts = [given["run"], given["symmetries"], base.path, base.config, base.fingerprint, *given["copy_ids"]]
+    numbers = [given["kappa"], given["shared_kappa"], *given["sigma"].values(), *given["shared_sigma"].values()]
+    if calibration:
+        texts += [calibration.adversary, calibration.bound]
+        numbers += [value for value in asdict(calibration).values() if not isinstance(value, str)]
+    factors, omitted, copy_ids = given["noise"]["factors"], given["omitted_layers"], given["copy_ids"]
+    seeds = [given["seed"], given["permanent_seed"] or given["seed"]]
+    sound = (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
+        and all(isinstance(entries, list) for entries in (factors, omitted, copy_ids))
+        and all(isinstance(factor, int | float) for factor in factors)
+        and len(factors) == len(copy_ids) >= 1
+        and are_layers(omitted)
+        and given["symmetries"] in SETS
+        and type(given["round"]) is int
+        and all(re.fullmatch("[0-9a-f]{64}", seed) for seed in seeds)
+    )
     if not sound:
-        raise MpuError(f"{path}: key data is incomplete or invalid")
-    noise = Scheme(keys.noise.kind, tuple(keys.noise.factors))
-    return replace(keys, noise=noise, copy_ids=tuple(keys.copy_ids), omitted_layers=tuple(keys.omitted_layers))
-
-
-def _sound(keys: Keys) -> bool:
-    """Whether every entry is valid: a key file may have been sealed by someone else. Raises UsageError if the noise
-    factors do not form a scheme."""
-    texts = (
-        keys.run,
-        keys.seed,
-        keys.permanent_seed or "",
-        keys.symmetries,
-        keys.base.path,
-        keys.base.config,
-        keys.base.fingerprint,
+        raise ValueError("an entry is invalid")
+    publication = Publication(
+        seed=bytes.fromhex(given["seed"]),
+        seed_is_secret=given["seed_is_secret"],
+        scheme=SCHEMES[given["noise"]["kind"]].checked(factors),
+        kappa=given["kappa"],
+        shared_kappa=given["shared_kappa"],
+        calibration=calibration,
+        symmetries=given["symmetries"],
+        run=given["run"],
+        round=given["round"],
+        omitted=tuple(omitted),
+        permanent_seed=bytes.fromhex(given["permanent_seed"]) if given["permanent_seed"] else None,
     )
-    if not all(isinstance(text, str) for text in texts) or not isinstance(keys.sigma, dict):
-        return False
-    if not isinstance(keys.shared_sigma, dict):
-        return False
-    if not isinstance(keys.noise.factors, list) or not isinstance(keys.copy_ids, list):
-        return False
-    if not are_layers(list(keys.omitted_layers)):
-        return False
-    factors = keys.noise.factors
-    if keys.symmetries not in SETS:
-        return False
-    if keys.noise.kind not in SCHEMES or not all(isinstance(factor, int | float) for factor in factors):
-        return False
-    (check_nodes if keys.noise.kind == EXTRAPOLATE else check_alphas)(factors, len(factors))
-    numbers = [keys.kappa, *keys.sigma.values(), keys.shared_kappa, *keys.shared_sigma.values()]
-    if calibration := keys.calibration:
-        numbers += [
-            calibration.epsilon,
-            calibration.delta,
-            calibration.sensitivity,
-            calibration.rounds,
-            calibration.sigma,
-            calibration.shared_sigma,
-        ]
-        if not isinstance(calibration.adversary, str) or not isinstance(calibration.bound, str):
-            return False
-    return (
-        all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
-        and all(isinstance(copy_id, str) for copy_id in keys.copy_ids)
-        and len(factors) == len(keys.copy_ids) >= 1
-        and type(keys.round) is int
-        and all(re.fullmatch("[0-9a-f]{64}", seed) for seed in (keys.seed, keys.permanent_seed or keys.seed))
-    )
+    return Keys(publication, given["sigma"], tuple(copy_ids), base, given["reference"], given["shared_sigma"])
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +18,17 @@ from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.sealing import default_identity_path, own_secret
-from mpu_cli.server.calibration import calibrate
-from mpu_cli.server.keys import Calibration, Keys
-from mpu_cli.server.noise import EXTRAPOLATE, Scheme, default_scheme, scheme_of
+from mpu_cli.server.calibration import Calibration, calibrate
+from mpu_cli.server.noise import Noise
+from mpu_cli.server.scheme import Scheme, ZeroSum, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
 
 
 @dataclass(frozen=True)
 class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
+
+    ``transform`` and ``noise`` are the only places that derive secrets from the seed.
 
     ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
     the same in every block, in their place (they are 0 then). ``max_noise`` lowers both, alike, where a copy's noise
@@ -40,7 +42,7 @@ class Publication:
 
     seed: bytes = field(repr=False)
     seed_is_secret: bool = True
-    noise: Scheme = field(default_factory=default_scheme)
+    scheme: Scheme = field(default_factory=default_scheme)
     kappa: float = Disguise().kappa
     shared_kappa: float = 0.0
     calibration: Calibration | None = None
@@ -65,7 +67,7 @@ class Publication:
         if self.calibration:
             return self.calibration.sigma, self.calibration.shared_sigma
         own, shared = self.kappa * task, self.shared_kappa * task
-        largest = math.hypot(max(self.noise.scales) * own, shared)
+        largest = math.hypot(max(self.scheme.scales) * own, shared)
         lowered = 1.0 if self.max_noise is None or not largest else min(1.0, self.max_noise * weights / largest)
         shared *= lowered
         # The same on every processor, whose sums differ in the last bits: the permanent noise of a base is one draw.
@@ -76,18 +78,41 @@ class Publication:
         return Randomness(self.seed)
 
     @property
-    def permanent(self) -> Randomness | None:
-        return Randomness(self.permanent_seed) if self.permanent_seed else None
+    def copies(self) -> int:
+        return self.scheme.copies
+
+    @property
+    def permanent(self) -> float:
+        """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
+        own, shared = self.kappa, self.shared_kappa
+        if self.calibration:
+            own, shared = self.calibration.sigma, self.calibration.shared_sigma
+        return 0.0 if not shared else shared / own if own else math.inf
 
     def transform(self, copy: int, layout: Layout) -> Transform:
-        """T_k of copy ``copy``, counted from 1."""
-        return make_transform(self.randomness, self.round, copy, layout, self.symmetries)
+        """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""
 
-    def of_keys(self, keys: Keys) -> Publication:
-        """This publication with the secrets, names and noise of ``keys``, to make further copies of theirs."""
+        def draws(symmetry: str, layer: int) -> Stream:
+            return self.randomness.stream("symmetry", self.round, copy, symmetry, layer)
+
+        return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
+
+    def noise(self, copies: Sequence[int]) -> Noise:
+        """The noise of ``copies``, counted from 1."""
+        return Noise(
+            self.randomness,
+            self.round,
+            self.scheme,
+            copies,
+            double=self.calibration is not None,
+            permanent=Randomness(self.permanent_seed) if self.permanent_seed else None,
+        )
+
+    def with_secrets_of(self, other: Publication) -> Publication:
+        """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
-            self, seed=bytes.fromhex(keys.seed), seed_is_secret=keys.seed_is_secret, noise=keys.noise, run=keys.run,
-            round=keys.round, permanent_seed=keys.permanent_randomness_seed, stays=False,
+            self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
+            round=other.round, permanent_seed=other.permanent_seed, stays=False,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -98,26 +123,26 @@ class Publication:
         """
         header = [[name, info.dtype, list(info.shape)] for name, info in tensors.items()]
         facts: list[object] = [
-            self.run, self.round, list(self.noise.factors), self.kappa, self.symmetries, self.dtype, reference, header,
+            self.run, self.round, list(self.scheme.factors), self.kappa, self.symmetries, self.dtype, reference, header,
         ]  # fmt: skip
         facts += [self.shared_kappa] if self.shared_kappa else []
         facts += [asdict(self.calibration)] if self.calibration else []
         facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
         facts += [{"omitted_layers": self.omitted}] if self.omitted else []
-        facts += [self.noise.kind] if self.noise.kind == EXTRAPOLATE else []
+        # The paper's noise, the only one of the first version, is not named.
+        facts += [] if isinstance(self.scheme, ZeroSum) else [self.scheme.kind]
         identity = json.dumps(facts)
-        copies = self.noise.copies
         return [
             CopyManifest(
                 self.run,
                 self.round,
                 k,
-                copies,
+                self.copies,
                 self.randomness.key("copy id", identity, k).hex()[:32],
                 self.symmetries,
                 self.omitted,
             )
-            for k in range(1, copies + 1)
+            for k in range(1, self.copies + 1)
         ]
 
 
@@ -129,20 +154,20 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
     disguise, given = options.disguise, options.calibration
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
-    if given.epsilon is None and (given.delta is not None or given.sensitivity is not None):
-        raise UsageError("--delta and --sensitivity calibrate noise for --epsilon, which is missing")
+    if given.epsilon is None and (given.dp_delta is not None or given.sensitivity is not None):
+        raise UsageError("--dp-delta and --sensitivity calibrate noise for --epsilon, which is missing")
     if given.epsilon is not None and seed is not None:
         raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if given.epsilon is not None and round_ > given.budget_rounds:
         raise UsageError(f"--round {round_}: ε and δ cover {given.budget_rounds} rounds", "raise --budget-rounds")
     master = new_seed() if seed is None else seed_from_number(seed)
-    noise = scheme_of(disguise, (Randomness(master), round_))
+    scheme = scheme_of(disguise, (Randomness(master), round_))
     disguise.check_cancels()
-    calibration = None if given.epsilon is None else calibrate(given, min(noise.scales))
+    calibration = None if given.epsilon is None else calibrate(given, min(scheme.scales))
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
-        noise=noise,
+        scheme=scheme,
         kappa=0.0 if calibration else disguise.kappa,
         shared_kappa=0.0 if calibration else disguise.permanent_noise,
         calibration=calibration,
@@ -182,12 +207,3 @@ def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
             f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
         ) from error
     return Randomness(secret).key("permanent noise", fingerprint)
-
-
-def make_transform(randomness: Randomness, round_: int, copy: int, layout: Layout, symmetries: str) -> Transform:
-    """T_k of copy ``copy`` (counted from 1) in round ``round_`` of a publication with these secrets."""
-
-    def draws(symmetry: str, layer: int) -> Stream:
-        return randomness.stream("symmetry", round_, copy, symmetry, layer)
-
-    return Transform(layout, lambda layer: layout.symmetries(symmetries, layer), draws)

@@ -65,9 +65,15 @@ class Running:
     parts: tuple[Part, ...]
     norm: float
 
+    of: int = 0  # copies of the publication
+
     @property
     def copies(self) -> list[int]:
         return sorted(part.copy for part in self.parts)
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(set(range(1, self.of + 1)) - set(self.copies))
 
 
 class _WithSum:
@@ -90,13 +96,13 @@ def read_running(folder: Path, keys: Keys) -> Running:
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
             raise MpuError(f"{folder}: already exists and holds no running sum", "choose another folder")
-        return Running(folder, (), 0.0)
+        return Running(folder, (), 0.0, keys.copies)
     facts: dict[str, Any] = dict(read_json_object(path))
     if (facts.get("run"), facts.get("round"), facts.get("copy_ids")) != (keys.run, keys.round, list(keys.copy_ids)):
         raise MpuError(f"{folder}: holds the sum of another publication or round", "use another folder for each round")
     try:
         parts = tuple(Part(**part) for part in facts["parts"])
-        return Running(folder, parts, float(facts["norm"]))
+        return Running(folder, parts, float(facts["norm"]), keys.copies)
     except (KeyError, TypeError, ValueError) as error:
         raise MpuError(f"{path}: damaged ({error})", "remove the folder, and ask for the deltas again") from error
 
@@ -118,7 +124,7 @@ def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Pa
     if delta.copy in before.copies:
         raise MpuError(f"{delta.path}: copy {delta.copy} is already in {folder}", "each copy counts once")
     layout = check_fits(base, [delta], keys, options)
-    held_names = names_in_base(delta, without_layers(layout, keys.omitted_layers))
+    held_names = names_in_base(delta, without_layers(layout, keys.publication.omitted))
     names = hashlib.sha256("\n".join(sorted(held_names)).encode()).hexdigest()
     if before.parts and names != before.parts[0].names:
         raise MpuError(
@@ -127,7 +133,7 @@ def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Pa
         )
     held = open_checkpoint(folder / SUMS) if before.parts else None
     summed = _WithSum(held, Undoing([delta], keys, layout))
-    weight = float(keys.noise.weights[delta.copy - 1])
+    weight = float(keys.publication.scheme.weights[delta.copy - 1])
     rates = torch.tensor([1.0, weight] if held else [weight], dtype=torch.float64)
     with Transaction(force=True) as transaction:
         fresh = transaction.add(folder, directory=True)
@@ -137,7 +143,7 @@ def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Pa
         own = math.sqrt(float(gram[-1, -1]))
         cosine = float(gram[0, -1]) / (before.norm * own) if held and before.norm and own else None
         part = Part(delta.copy, names, own, cosine, delta.manifest.algorithm, delta.manifest.trained)
-        after = Running(folder, (*before.parts, part), norm)
+        after = Running(folder, (*before.parts, part), norm, keys.copies)
         write_json(
             fresh / FACTS,
             {"format": "mpu-sums", "version": VERSION, "run": keys.run, "round": keys.round,
@@ -185,7 +191,7 @@ def _finish(
     base: Model, keys: Keys, options: Aggregating, folder: Path, out: Path, force: bool, observer: Observer
 ) -> Aggregation:
     running = read_running(folder, keys)
-    if missing := sorted(set(range(1, keys.copies + 1)) - set(running.copies)):
+    if missing := running.missing:
         raise MpuError(f"{folder}: lacks the delta of copy {', '.join(map(str, missing))}")
     layout = check_fits(base, [], keys, options)
     summed = _WithSum(open_checkpoint(folder / SUMS), None)
@@ -200,6 +206,7 @@ def _finish(
         gram, facts = write(target, options)
         check_norms(gram, summed.deltas, options.max_norm, ones * float(options.server_lr))
         result = replace(_agreement(running, keys, out), rounding=facts["rounding"], step=step)
+        result.check(force)
         (target / CARD).write_text(card(base, keys, result, "model"), encoding="utf-8")
     shutil.rmtree(folder)
     return result
@@ -214,7 +221,7 @@ def _agreement(running: Running, keys: Keys, out: Path) -> Aggregation:
         gram[part.copy - 1, part.copy - 1] = part.norm**2
     cosines = [part.cosine for part in running.parts if part.cosine is not None]
     if m == 2 and cosines:  # the first delta's direction is the sum's
-        sign = math.copysign(1.0, float(keys.noise.weights[running.parts[0].copy - 1]))
+        sign = math.copysign(1.0, float(keys.publication.scheme.weights[running.parts[0].copy - 1]))
         gram[0, 1] = gram[1, 0] = sign * cosines[0] * by_copy[1].norm * by_copy[2].norm
     known = sorted(by_copy.items())
     manifests = {copy: DeltaManifest(None, part.algorithm, trained=part.trained) for copy, part in known}

@@ -19,10 +19,8 @@ from mpu_cli.errors import MpuError
 from mpu_cli.manifest import LEFT, RIGHT, as_metadata, delta_facts
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.randomness import Randomness
 from mpu_cli.server.deltas import Delta, check_delta, check_finite
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.publication import make_transform
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 
@@ -78,14 +76,10 @@ class Undoing:
     """
 
     def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
-        randomness = Randomness(bytes.fromhex(keys.seed))
         self.deltas = deltas
-        self._copies = without_layers(layout, keys.omitted_layers)
+        self._copies = without_layers(layout, keys.publication.omitted)
         there = self._copies.layout
-        self._transforms = [
-            None if d.manifest.inverted else make_transform(randomness, keys.round, d.copy, there, keys.symmetries)
-            for d in deltas
-        ]
+        self._transforms = [None if d.manifest.inverted else keys.publication.transform(d.copy, there) for d in deltas]
 
     def _there(self, tensor: TensorLayout) -> TensorLayout:
         """What the copies have of the base's ``tensor``, which must be one that they have."""
@@ -125,7 +119,7 @@ def invert(
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    copies = without_layers(layout, keys.omitted_layers)
+    copies = without_layers(layout, keys.publication.omitted)
     check_delta(delta, base, layout, copies)
     undoing = Undoing([delta], keys, layout)
     held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}

@@ -17,10 +17,8 @@ from mpu_cli.models.memory import in_memory
 from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.randomness import Randomness
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.noise import Noise
-from mpu_cli.server.publication import make_transform
 from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
 
 TOKENS = (2, 64)  # batch and length of the random tokens on which logits are compared
@@ -79,31 +77,23 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
     try:
-        names = names_in_base(base, keys.omitted_layers)
+        names = names_in_base(base, keys.publication.omitted)
     except UsageError as error:
         raise MpuError(
             f"{base.source}: is not the model that was published ({error})", "specify it with --base"
         ) from error
-    base = shallow(base, keys.omitted_layers)
+    base = shallow(base, keys.publication.omitted)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
         t.name for t in layout_of(copy.checkpoint.tensors, copy.config, copy.source).parameters
     ]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
-    randomness = Randomness(bytes.fromhex(keys.seed))
     again = _Again(
         base.checkpoint,
         copy.checkpoint,
         keys,
-        Noise(
-            randomness,
-            keys.round,
-            keys.noise,
-            [manifest.copy],
-            double=keys.calibration is not None,
-            permanent=Randomness(seed) if (seed := keys.permanent_randomness_seed) else None,
-        ),
-        make_transform(randomness, keys.round, manifest.copy, layout, keys.symmetries),
+        keys.publication.noise([manifest.copy]),
+        keys.publication.transform(manifest.copy, layout),
         manifest.copy,
         names,
     )
@@ -150,7 +140,11 @@ class _Again:
         if clean.shape != published.shape:
             raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
         # the dtype that publish computed in
-        dtype = torch.float64 if self.keys.calibration else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
+        dtype = (
+            torch.float64
+            if self.keys.publication.calibration
+            else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
+        )
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
         subkeys = self.noise.subkeys(self.whole_names[tensor.name], sigma, shared)
@@ -183,7 +177,7 @@ class _Again:
                 eps = torch.finfo(part.stored.dtype).eps
                 allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
                 rounding &= bool((apart <= allowed).all())  # false for NaN too
-        own = self.keys.noise.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
+        own = self.keys.publication.scheme.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
         asked = math.hypot(own, self.keys.shared_sigma.get(block, 0.0))
         return BlockCheck(block, asked, math.sqrt(survived / count), difference, changed / count, rounding)
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.models.source import open_model
-from mpu_cli.randomness import Randomness, new_seed
-from mpu_cli.server.noise import default_alphas
-from mpu_cli.server.publication import make_transform
+from mpu_cli.randomness import new_seed
+from mpu_cli.server.publication import Publication
+from mpu_cli.server.scheme import ZeroSum
 
 KAPPA = 0.01
 
@@ -33,11 +33,11 @@ def main(base: str, out: Path, copies: int) -> None:
     scale = math.sqrt(copies / (copies - 1))
     for name in weights:
         mean = sum(each[name] for each in noise) / copies
-        for alpha, each in zip(default_alphas(copies), noise, strict=True):
+        for alpha, each in zip(ZeroSum.default(copies).factors, noise, strict=True):
             each[name] = (each[name] - mean) * (scale * alpha * sigma[layout.tensors[name].block])
-    randomness = Randomness(new_seed())
+    publication = Publication(seed=new_seed(), symmetries="paper", scheme=ZeroSum.default(copies))
     for k, each in enumerate(noise, 1):
-        transform = make_transform(randomness, 1, k, layout, "paper")
+        transform = publication.transform(k, layout)
         copy = {}
         for name, w in weights.items():
             noisy = w.float() + each[name]

@@ -1,0 +1,5 @@
+"""What the functions take for a file."""
+
+from pathlib import Path
+
+PathLike = str | Path

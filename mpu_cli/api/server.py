@@ -1,0 +1,235 @@
+"""The server's steps: ``publish``, ``invert`` and ``aggregate``, and the plans of what they will read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from mpu_cli.api.paths import PathLike
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.errors import UsageError
+from mpu_cli.models.hub import check_repository, upload
+from mpu_cli.models.source import Model, open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import by_present_names, from_flat
+from mpu_cli.options.publishing import Aggregating, Publishing
+from mpu_cli.outputs import keys_path, model_folder, next_round, round_folder
+from mpu_cli.sealing import default_identity_path, parse_recipients, read_identities
+from mpu_cli.server import keys as _keys
+from mpu_cli.server.adapter import aggregate_adapter
+from mpu_cli.server.aggregate import aggregate as _aggregate
+from mpu_cli.server.agreement import Aggregation
+from mpu_cli.server.deltas import open_deltas
+from mpu_cli.server.keys import Keys
+from mpu_cli.server.owners import Combined, aggregate_owners
+from mpu_cli.server.publication import publication_of
+from mpu_cli.server.publish import Published, PublishPlan, Target
+from mpu_cli.server.publish import plan_publish as _plan_publish
+from mpu_cli.server.publish import publish as _publish
+from mpu_cli.server.round import AggregatePlan, owners_of
+from mpu_cli.server.round import plan_aggregate as _plan_aggregate
+from mpu_cli.server.running import Running, finish
+from mpu_cli.server.running import add as add_delta
+from mpu_cli.server.undo import invert as _invert
+
+
+def plan_publish(
+    base: PathLike,
+    pretrained: PathLike | None = None,
+    *,
+    config: PathLike | None = None,
+    out: PathLike | None = None,
+    keys: PathLike | None = None,
+    only: Sequence[int] | None = None,
+    known: Keys | None = None,
+    copy_recipients: Sequence[str] = (),
+    recipients: Sequence[str] = (),
+    passphrase: str | None = None,
+    identity: PathLike | None = None,
+    run: str | None = None,
+    round: int | None = None,
+    seed: int | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> PublishPlan:
+    """What ``publish`` with the same arguments will read and write, after every check that needs no weights.
+
+    ``known``: the keys, if they exist already and ``only`` makes further copies; else those in the file ``keys``.
+    """
+    how = from_flat(Publishing, options)
+    if len(copy_recipients) > 1 and only is None and how.disguise.count is None:
+        how = replace(how, disguise=replace(how.disguise, copies=len(copy_recipients)))
+    how = how.scaled(by_present_names(Publishing, options), with_pretrained=pretrained is not None)
+    model = open_model(str(base), Path(config) if config else None)
+    run_of_base, next_one = next_round(model.folder)
+    number = next_one if round is None else round
+    publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)
+    path = Path(keys) if keys else keys_path(model.folder, number)
+    if known is None and only is not None and path.exists():
+        known = open_keys(path, identity=identity, passphrase=passphrase)
+    if known:
+        publication = publication.with_secrets_of(known.publication)
+    if odd := [copy for copy in only or () if not 1 <= copy <= publication.copies]:
+        raise UsageError(f"--only {odd[0]}: copies are numbered from 1 to {publication.copies}")
+    count = publication.copies if only is None else len(set(only))
+    if copy_recipients and len(copy_recipients) != count:
+        raise UsageError(f"--copy-recipients: {len(copy_recipients)} for {count} copies", "give one for each copy")
+    own = Path(identity) if identity else None
+    sealer = _keys.sealer(recipients=recipients, passphrase=passphrase, identity=own, note=observer.note)
+    sealed_for = parse_recipients(copy_recipients, "--copy-recipients")
+    target = Target(Path(out) if out else round_folder(Path("."), number), path, sealer, sealed_for, force)
+    public = open_model(str(pretrained)) if pretrained else None
+    return _plan_publish(model, public, publication, target, only=only, known=known)
+
+
+def publish(
+    base: PathLike, pretrained: PathLike | None = None, *, observer: Observer = SILENT, **arguments: Any
+) -> Published:
+    """``mpu publish``: disguised copies of ``base``, and the sealed keys that undo them.
+
+    A model that `mpu aggregate` made continues its run in the next round, in the folder ``round_R``. ``arguments`` are
+    those of ``plan_publish``: out, keys, recipients, seed, …, and the options kappa, copies, symmetries, noise, ….
+    """
+    return _publish(plan_publish(base, pretrained, observer=observer, **arguments), observer=observer)
+
+
+def invert(
+    deltas: PathLike | Iterable[PathLike],
+    *,
+    keys: PathLike | Keys = "keys.bin",
+    base: PathLike | None = None,
+    config: PathLike | None = None,
+    out: PathLike = "inverted",
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+) -> list[Path]:
+    """``mpu invert``: each delta in the base's coordinates, as a file in ``out``; their paths."""
+    opened = open_keys(keys, identity=identity, passphrase=passphrase)
+    opened_deltas = open_deltas(_paths(deltas), opened)
+    model = _base_of(opened, base, config)
+    targets = [Path(out) / f"copy_{delta.copy}.safetensors" for delta in opened_deltas]
+    with Transaction(force=force) as transaction:
+        observer.stage("invert", sum(delta.checkpoint.nbytes for delta in opened_deltas))
+        for delta, target in zip(opened_deltas, targets, strict=True):
+            _invert(model, delta, opened, target=target, transaction=transaction, observer=observer)
+    return targets
+
+
+def plan_aggregate(
+    deltas: PathLike | Iterable[PathLike],
+    *,
+    keys: PathLike | Keys | Sequence[PathLike | Keys] = "keys.bin",
+    base: PathLike | None = None,
+    config: PathLike | None = None,
+    out: PathLike | None = None,
+    as_adapter: bool = False,
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    force: bool = False,
+    **options: Any,
+) -> AggregatePlan:
+    """What ``aggregate`` with the same arguments will read and write, after every check that needs no numbers."""
+    files = [keys] if isinstance(keys, str | Path | Keys) else list(keys)
+    publications = [open_keys(file, identity=identity, passphrase=passphrase) for file in files]
+    return _plan_aggregate(
+        _base_of(publications[0], base, config),
+        owners_of(_paths(deltas), publications),
+        from_flat(Aggregating, options),
+        out=Path(out) if out else model_folder(publications[0].round),
+        as_adapter=as_adapter,
+        force=force,
+    )
+
+
+def aggregate(
+    deltas: PathLike | Iterable[PathLike],
+    *,
+    keys: PathLike | Keys = "keys.bin",
+    push: str | None = None,
+    observer: Observer = SILENT,
+    **arguments: Any,
+) -> Aggregation:
+    """``mpu aggregate``: the model with the deltas' combined update, or one peft adapter.
+
+    ``push`` names a private repository on the Hub to upload the result to. ``arguments`` are those of
+    ``plan_aggregate``: base, out (default: unlearned; after round 1, unlearned_R), as_adapter, force, …, and the
+    options server_lr, dtype, max_norm, …. Warnings go to ``observer``.
+    """
+    plan = plan_aggregate(deltas, keys=keys, **arguments)
+    return cast(Aggregation, carry_out(plan, push=push, observer=observer))
+
+
+def carry_out(plan: AggregatePlan, *, push: str | None = None, observer: Observer = SILENT) -> Aggregation | Combined:
+    """Aggregate as ``plan`` says: an ``Aggregation`` of one data owner's update, or several ``Combined``."""
+    if push:
+        check_repository(push)  # before the work
+    result: Aggregation | Combined
+    if len(plan.owners) > 1:
+        result = aggregate_owners(plan, observer=observer)
+    elif plan.as_adapter:
+        result = aggregate_adapter(plan)
+    else:
+        result = _aggregate(plan, observer=observer)
+    for warning in result.warnings():
+        observer.warn(warning)
+    if push:
+        observer.note(f"uploaded to {upload(plan.out, push)}")
+    return result
+
+
+def add(
+    deltas: PathLike | Iterable[PathLike],
+    running: PathLike,
+    *,
+    keys: PathLike | Keys = "keys.bin",
+    base: PathLike | None = None,
+    config: PathLike | None = None,
+    out: PathLike | None = None,
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    push: str | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> Running | Aggregation:
+    """``mpu aggregate --running``: add the deltas to the sum in the folder ``running``, after which they can be
+    deleted; once every copy's is in it, write the model."""
+    if push:
+        check_repository(push)
+    how = from_flat(Aggregating, options)
+    opened = open_keys(keys, identity=identity, passphrase=passphrase)
+    model, folder = _base_of(opened, base, config), Path(running)
+    for delta in open_deltas(_paths(deltas), opened):
+        summed = add_delta(model, delta, opened, how, folder, observer)
+    if summed.missing:
+        return summed
+    target = Path(out) if out else model_folder(opened.round)
+    result = finish(model, opened, how, folder, out=target, force=force, observer=observer)
+    for warning in result.warnings():
+        observer.warn(warning)
+    if push:
+        observer.note(f"uploaded to {upload(target, push)}")
+    return result
+
+
+def _paths(deltas: PathLike | Iterable[PathLike]) -> list[Path]:
+    return [Path(deltas)] if isinstance(deltas, str | Path) else [Path(delta) for delta in deltas]
+
+
+def open_keys(keys: PathLike | Keys, *, identity: PathLike | None = None, passphrase: str | None = None) -> Keys:
+    """The keys in a file, opened with a passphrase or an identity (default: your own); keys that are open as they
+    are."""
+    if isinstance(keys, Keys):
+        return keys
+    if passphrase is not None:
+        return _keys.unseal(Path(keys), passphrase=passphrase)
+    return _keys.unseal(Path(keys), read_identities(Path(identity) if identity else default_identity_path()))
+
+
+def _base_of(keys: Keys, base: PathLike | None, config: PathLike | None) -> Model:
+    return _keys.published_base(keys, str(base) if base else None, Path(config) if config else None)
