@@ -56,7 +56,8 @@ def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None
     script = """
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.training import ExampleSet, Step, train
+from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.training import train
 from mpu_cli.evaluation.membership import gradient_norms
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer

@@ -16,7 +16,7 @@ from mpu_cli.client.frozen import Reference, freeze, run
 from mpu_cli.client.ledger import read_ledger
 from mpu_cli.client.losses import ALGORITHMS, Objective, Part
 from mpu_cli.client.private import Unit, plan, train_privately
-from mpu_cli.client.training import ExampleSet
+from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encoding import Encoding, pad
 from mpu_cli.records.reading import read_records

@@ -17,10 +17,10 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from mpu_cli.client import training
+from mpu_cli.client import schedule, training
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.frozen import Reference, run
-from mpu_cli.client.training import check_sharding
+from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.models.source import open_model
@@ -137,7 +137,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from mpu_cli.entry import main
-from mpu_cli.client import lora, training, unlearn
+from mpu_cli.client import change, lora, sharding
 
 begin = PartialState.__init__
 
@@ -146,13 +146,13 @@ def claim(self, *arguments, **options):
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
-def gather(model, *chosen, whole=training.whole_parameters):
+def gather(model, *chosen, whole=sharding.whole_parameters):
     shards = [isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()]
     assert all(shards) if os.environ["SHARDS"] == "weights" else not any(shards)
     return whole(model, *chosen)
 
 PartialState.__init__ = claim
-unlearn.whole_parameters = lora.whole_parameters = gather
+change.whole_parameters = lora.whole_parameters = gather
 sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun mistakes some of mpu's options for its own
 main()
 """
@@ -249,7 +249,6 @@ def test_bitsandbytes_adamw_is_adamw(mpu, folder):
 
 def test_lion_takes_signs(mpu, folder):
     """Every weight with a gradient moves by the learning rate in the first step (Chen et al., 2023)."""
-    pytest.importorskip("bitsandbytes")
     options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--weight-decay", "0"]
     mpu("unlearn", "base", *options, "--out", "lion.safetensors", cwd=folder)
     moved = torch.cat([t.flatten() for t in load_file(folder / "lion.safetensors").values()]).abs()
@@ -327,8 +326,8 @@ def test_micro_batches_pad_little() -> None:
     """Each example of a step is in one of its micro-batches, and examples of one length go together."""
     lengths = [9, 2, 8, 3, 7, 2]
     examples = [Example(list(range(n)), list(range(n))) for n in lengths]
-    sets = {"forget": training.ExampleSet(examples, Reference())}
-    batches = training.MicroBatches([training.Step([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
+    sets = {"forget": schedule.ExampleSet(examples, Reference())}
+    batches = schedule.MicroBatches([schedule.Step([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
     shapes = [tuple(batches[i]["forget"]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
     read = sorted(int(batches[i]["forget"]["attention_mask"][row].sum()) for i in range(3) for row in range(2))

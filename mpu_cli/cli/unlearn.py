@@ -232,7 +232,7 @@ def _preview(tasks: Sequence[_Task], data: Dataset, options: Unlearning, force: 
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.client.change import delta_specs
     from mpu_cli.client.checks import epochs_of
-    from mpu_cli.client.training import schedule
+    from mpu_cli.client.schedule import schedule
     from mpu_cli.experiment.cost import training_memory
     from mpu_cli.models.source import open_model
     from mpu_cli.sealing import is_sealed

@@ -13,7 +13,7 @@ from mpu_cli.checkpoint.dtypes import NAME, OPTION
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.client import lora
-from mpu_cli.client.training import whole_parameters
+from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files

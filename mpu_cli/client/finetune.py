@@ -18,7 +18,8 @@ from mpu_cli.client.checks import PRECISIONS, check_training
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Constants, Objective
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.training import NO_LOGGING, ExampleSet, Losses, schedule, seeded, train
+from mpu_cli.client.schedule import ExampleSet, schedule
+from mpu_cli.client.training import NO_LOGGING, Losses, seeded, train
 from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME

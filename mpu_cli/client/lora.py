@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from mpu_cli.checkpoint.dtypes import NAME, all_finite
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import TensorSpecs
-from mpu_cli.client.training import whole_parameters
+from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
 from mpu_cli.models.loading import has_weights

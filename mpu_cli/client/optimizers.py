@@ -1,9 +1,11 @@
-"""Optimisers by their command-line names."""
+"""Optimisers, and the registry from which options, costs, checks and `mpu doctor` take them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -138,34 +140,89 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
     return apart
 
 
-OPTIMIZERS = ("adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit")
-# These square gradients or take their signs element by element, so they commute with permutations and sign changes of
-# coordinates, but not with rotations.
-ELEMENTWISE = ("adamw", "lion", "paged_adamw_32bit", "adamw_8bit")
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): θ ← θ − lr·(sign(β₁m + (1−β₁)g) + λθ), m ← β₂m + (1−β₂)g.
+
+    In the parameters' own dtype, which bitsandbytes' Lion supports only up to float32.
+    """
+
+    def __init__(
+        self, params: Iterable, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(  # type: ignore[override] # torch has an overload for each
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(momentum.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 1 - beta2)
+        return loss
+
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimiser of ``--optim``, as options, costs and checks see it.
+
+    ``make(groups, lr, outside)``: over parameter groups, of which ``outside`` are the embeddings and the head;
+    ``state_bytes``: what it keeps per weight, beside weight and gradient; ``elementwise``: each element's step depends
+    on that element's gradients only, squared or by sign, so it commutes with permutations and sign changes of
+    coordinates but not with rotations; ``whole``: what it must see in one piece, where weights are sharded.
+    """
+
+    make: Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]
+    state_bytes: int
+    elementwise: bool = False
+    whole: Literal["element", "tensor", "matrix"] = "element"
+    package: str | None = None
+
+
+def _of_bitsandbytes(name: str) -> Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]:
+    def make(groups: Groups, lr: float, _: Collection[torch.Tensor]) -> torch.optim.Optimizer:
+        try:
+            import bitsandbytes
+        except ImportError as error:
+            raise MpuError(f"--optim: {name} needs bitsandbytes", "install it with pip install bitsandbytes") from error
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
+        return getattr(bitsandbytes.optim, name)(groups, lr=lr)
+
+    return make
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(
+        lambda groups, lr, _: torch.optim.AdamW(groups, lr=lr, fused=True), state_bytes=8, elementwise=True
+    ),
+    "adamw-blockwise": Optimizer(lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4, whole="tensor"),
+    "sgd": Optimizer(lambda groups, lr, _: torch.optim.SGD(groups, lr=lr), state_bytes=0),
+    "muon": Optimizer(
+        lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, whole="matrix"
+    ),
+    "lion": Optimizer(lambda groups, lr, _: Lion(groups, lr=lr), state_bytes=4, elementwise=True),
+    "paged_adamw_32bit": Optimizer(
+        _of_bitsandbytes("PagedAdamW32bit"), state_bytes=8, elementwise=True, package="bitsandbytes"
+    ),
+    "adamw_8bit": Optimizer(_of_bitsandbytes("AdamW8bit"), state_bytes=2, elementwise=True, package="bitsandbytes"),
+}
 
 
 def make_optimizer(
-    name: str, groups: list[dict], lr: float, outside: Collection[torch.Tensor] = ()
+    name: str, groups: Groups, lr: float, outside: Collection[torch.Tensor] = ()
 ) -> torch.optim.Optimizer:
     """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not meant for.
 
     Raises MpuError if the package it needs is not installed.
     """
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, fused=True)
-    if name == "adamw-blockwise":
-        return BlockwiseAdamW(groups, lr=lr)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr)
-    if name == "muon":
-        return Muon(_matrices_apart(groups, outside), lr)
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise MpuError(f"--optim {name} needs bitsandbytes", "install it with pip install bitsandbytes") from error
-    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
-    if name == "lion":
-        return bitsandbytes.optim.Lion(groups, lr=lr)
-    if name == "paged_adamw_32bit":
-        return bitsandbytes.optim.PagedAdamW32bit(groups, lr=lr)
-    return bitsandbytes.optim.AdamW8bit(groups, lr=lr)
+    return OPTIMIZERS[name].make(groups, lr, outside)

@@ -16,7 +16,7 @@ from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.processes import from_first
-from mpu_cli.client.training import ExampleSet
+from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.limits import longest_input, trained_length

@@ -1,7 +1,6 @@
 """The training loop: transformers' Trainer over a schedule that is fixed in advance.
 
-An item of the data loader is a micro-batch: the part of one loss term of one optimiser step that one process handles at
-a time. Losses are normalised by the whole step, so their sum over its parts, on one process or several, is the loss of
+Losses are normalised by the whole step, so their sum over its micro-batches, on one process or several, is the loss of
 the step.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +19,9 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -33,23 +31,17 @@ from mpu_cli.client.losses import Objective, Part
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.client.schedule import READ, ExampleSet, MicroBatches, Step
+from mpu_cli.client.sharding import check_sharding, split_weights
+from mpu_cli.errors import MpuError
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import shards_with_zero_3
 from mpu_cli.models.logits import Head, separate_head
 from mpu_cli.options.unlearning import Logging, Training
-from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
+from mpu_cli.records.encoding import Example, pad
 
 NO_LOGGING = Logging()
 KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimiser step: its forget examples, by number, and the retain examples that go with them."""
-
-    forget: list[int]
-    retain: list[int]
 
 
 @dataclass(frozen=True)
@@ -65,14 +57,6 @@ class Losses:
     retain_term: float | None
     forget: float
     retain: float | None
-
-
-@dataclass(frozen=True)
-class ExampleSet:
-    """Examples and the frozen copy's outputs on them."""
-
-    examples: Sequence[Example]
-    reference: Reference
 
 
 @contextmanager
@@ -100,71 +84,6 @@ def seeded(training: Training) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:
-    """All steps of a training run, fixed by ``seed``: noise cancels only if every copy of a round sees the same steps.
-
-    Each epoch goes through the ``forget`` examples once, in a new order. Retain examples come from an endless sequence
-    of shuffles of all ``retain`` (none if 0), as many per step as forget examples.
-    """
-    order = random.Random(seed)
-    waiting: list[int] = []
-    steps = []
-    for _ in range(epochs):
-        numbers = order.sample(range(forget), forget)
-        for start in range(0, forget, batch_size):
-            batch = numbers[start : start + batch_size]
-            while retain and len(waiting) < len(batch):
-                waiting += order.sample(range(retain), retain)
-            steps.append(Step(batch, waiting[: len(batch)] if retain else []))
-            waiting = waiting[len(batch) :]
-    return steps
-
-
-_READ = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the sets that each term reads together
-
-
-class MicroBatches(Dataset):
-    """The schedule, with each step split into ``parts`` micro-batches for each of the ``terms`` of the loss.
-
-    A micro-batch is for one term: what the backward pass needs for the forget set is freed before the retain set is
-    read. Examples of one length go together, so that little is padded.
-    """
-
-    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
-        self._steps, self._sets, self._terms, self._parts = steps, sets, terms, parts
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._terms) * self._parts
-
-    def __getitem__(self, index: int) -> dict[str, dict[str, Any]]:
-        index, part = divmod(index, self._parts)
-        step, term = divmod(index, len(self._terms))
-        numbers = getattr(self._steps[step], self._terms[term])
-        names = [name for name in _READ[self._terms[term]] if name in self._sets]
-        mine = self._part_of(numbers, self._sets[names[0]].examples, part)
-        return {name: self._batch(self._sets[name], numbers, mine) for name in names}
-
-    def _part_of(self, numbers: list[int], examples: Sequence[Example], part: int) -> list[int]:
-        """The examples of one micro-batch: an equal share of those sorted by length."""
-        if self._parts == 1:
-            return numbers
-        by_length = sorted(numbers, key=lambda number: len(examples[number].ids))
-        first, last = (len(numbers) * p // self._parts for p in (part, part + 1))
-        return by_length[first:last]
-
-    def _batch(self, data: ExampleSet, numbers: list[int], mine: list[int]) -> dict[str, Any]:
-        batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])
-        if not mine:  # fewer examples than parts: this one is only a filler
-            batch["labels"].fill_(IGNORED)
-        return {
-            **batch,
-            **data.reference.collect(mine, like=numbers[:1]),
-            "weights": torch.ones(len(batch["labels"])) * bool(mine),
-            "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
-            "step_examples": len(numbers),
-        }
-
-
 def _only(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     [batch] = batches  # with more than one, part of the schedule would be lost
     return batch
@@ -181,6 +100,7 @@ class _UnlearningTrainer(Trainer):
         self._head = head
         self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
         self._sums: dict[str, torch.Tensor] = {}
+        self._last: dict[str, float] = {}  # terms of the last step
         self._parts_seen = 0
         self._trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
 
@@ -230,13 +150,12 @@ class _UnlearningTrainer(Trainer):
         if self._parts_seen % self.args.gradient_accumulation_steps == 0:
             sums = {name: float(self.accelerator.reduce(value, "sum")) for name, value in self._sums.items()}
             self._sums = {}
+            self._last = sums
             retain_term, retain = sums.get("retain_term"), sums.get("retain")
             self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
 
     def log(self, logs: dict[str, float], *arguments: object) -> None:
-        super().log(logs | self.last_terms, *arguments)
-
-    last_terms: dict[str, float] = {}  # noqa: RUF012 (replaced, never mutated)
+        super().log(logs | self._last, *arguments)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -274,7 +193,7 @@ def train(
         first = PartialState().is_main_process
         shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_asks == "hidden"}
         # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
-        terms = sorted((name for name in _READ if name in sets), key=lambda name: not shallow[name])
+        terms = sorted((name for name in READ if name in sets), key=lambda name: not shallow[name])
         if all(shallow[name] for name in terms):
             _fix_unused(model, sets["forget"].examples[0], objective.constants.layer)
         deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
@@ -318,7 +237,6 @@ def train(
         def record(losses: Losses) -> None:
             nonlocal done
             done += 1
-            trainer.last_terms = {name: value for name, value in asdict(losses).items() if value is not None}
             if log:
                 numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
                 line = {"step": done, **numbers, "seconds": round(time.monotonic() - started, 3)}
@@ -327,7 +245,7 @@ def train(
             on_step(losses, len(steps))
 
         if shards_with_zero_3():
-            _split_weights(model)
+            split_weights(model)
         trainer = _UnlearningTrainer(
             model=model,
             args=arguments,
@@ -344,14 +262,6 @@ def train(
             trainer.remove_callback(callback)
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
-
-
-def _split_weights(model: PreTrainedModel) -> None:
-    """Send each tensor from the first process to all and keep a part of it in each, before the next one is sent."""
-    import deepspeed
-
-    settings = {"train_batch_size": PartialState().num_processes, "zero_optimization": {"stage": 3}}
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings, mem_efficient_linear=False)
 
 
 def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
@@ -375,36 +285,3 @@ def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
     """The weights of all embeddings and of the output head."""
     head = model.get_output_embeddings()
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
-
-
-def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
-    """Raises UsageError if ``whole_parameters`` or the optimiser does not support how the weights are sharded."""
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None and fsdp.fsdp_version == 1:
-        raise UsageError("FSDP 1 hides which shard belongs to which weight", "set accelerate's fsdp_version to 2")
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and optimizer in ("adamw-blockwise", "muon"):
-        raise UsageError(
-            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor",
-            "use FSDP 2 with --optim adamw-blockwise, or --optim adamw",
-        )
-    if fsdp is not None and optimizer == "muon":
-        raise UsageError("muon needs each matrix whole, but FSDP shards them", "use --optim adamw-blockwise")
-
-
-def whole_parameters(
-    trained: torch.nn.Module, chosen: Callable[[str], bool] = lambda _: True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The ``chosen`` parameters by their own names, each gathered by all processes when its turn comes."""
-    from accelerate.utils import extract_model_from_parallel
-    from torch.distributed.tensor import DTensor
-
-    for name, parameter in extract_model_from_parallel(trained).named_parameters():
-        if not chosen(name):
-            continue
-        if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach().clone()
-        else:
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -34,17 +34,17 @@ from mpu_cli.client.checks import (
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down, write_losses
-from mpu_cli.client.optimizers import ELEMENTWISE
+from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.private import check_opacus, check_private, plan, train_privately
+from mpu_cli.client.schedule import schedule
 from mpu_cli.client.sets import KeptReferences, contents, encoded_sets, example_sets, sets_of, tokens_digest
 from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import (
     NO_LOGGING,
     Losses,
     last_checkpoint,
-    schedule,
     seeded,
     step_of,
     train,
@@ -225,7 +225,7 @@ def _of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
 
 
 def _warn_of_misfits(manifest: CopyManifest | None, data: Dataset, options: Unlearning, observer: Observer) -> None:
-    if manifest and manifest.symmetries in ROTATED and options.training.optim in ELEMENTWISE:
+    if manifest and manifest.symmetries in ROTATED and OPTIMIZERS[options.training.optim].elementwise:
         observer.warn(
             f"{options.training.optim} scales each coordinate separately, but this copy's coordinates are rotated "
             f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "

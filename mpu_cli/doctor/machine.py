@@ -9,13 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.version import __version__
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "datasets", "numpy", "scipy",
           "pyrage", "typer", "rich")  # fmt: skip
+OF_BITSANDBYTES = [name for name, of in OPTIMIZERS.items() if of.package == "bitsandbytes"]
 OPTIONAL = {
-    "bitsandbytes": "--optim lion, paged_adamw_32bit, adamw_8bit", "opacus": "--dp-epsilon", "flash-attn":
-    "--attention flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
+    "bitsandbytes": f"--optim {', '.join(OF_BITSANDBYTES)}", "opacus": "--dp-epsilon",
+    "flash-attn": "--attention flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
     "deepspeed": "accelerate's ZeRO", "dp-accounting": "tests of --epsilon",
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch
 
 from mpu_cli.architectures.layout import EMBEDDING, layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
+from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.errors import MpuError
 from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model, open_model
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
-# bytes of moments that an optimiser keeps per weight, in float32; blockwise has one second moment per tensor
-MOMENTS = {"adamw": 8, "adamw-blockwise": 4, "sgd": 0, "muon": 4, "lion": 4, "paged_adamw_32bit": 8, "adamw_8bit": 2}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Cost:
 
 def training_memory(weights: int, optimizer: str) -> int:
     """Bytes for the weights, their gradient and the optimiser's state, in float32, without activations."""
-    return weights * (4 + 4 + MOMENTS[optimizer])
+    return weights * (4 + 4 + OPTIMIZERS[optimizer].state_bytes)
 
 
 def measure_machine() -> Machine:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.losses import ALGORITHMS, Objective, Scores, score
-from mpu_cli.client.training import ExampleSet, Step, train
+from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encoding import IGNORED, Example, pad
 from tests.benchmarks.server import run as run_measured

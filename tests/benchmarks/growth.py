@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.training import ExampleSet, Step, train
+from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.training import train
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.experiment.cost import Machine, measure_machine, training_memory

@@ -1,0 +1,53 @@
+"""Weights in parts on several processes: which optimisers can train them so, and gathering them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from accelerate import Accelerator, PartialState
+from transformers import PreTrainedModel
+
+from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.errors import UsageError
+
+
+def split_weights(model: PreTrainedModel) -> None:
+    """Send each tensor from the first process to all and keep a part of it in each, before the next one is sent."""
+    import deepspeed
+
+    settings = {"train_batch_size": PartialState().num_processes, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings, mem_efficient_linear=False)
+
+
+def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
+    """Raises UsageError if ``whole_parameters`` or the optimiser does not support how the weights are sharded."""
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.fsdp_version == 1:
+        raise UsageError("FSDP 1 hides which shard belongs to which weight", "set accelerate's fsdp_version to 2")
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and OPTIMIZERS[optimizer].whole != "element":
+        raise UsageError(
+            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor",
+            "use FSDP 2 with --optim adamw-blockwise, or --optim adamw",
+        )
+    if fsdp is not None and OPTIMIZERS[optimizer].whole == "matrix":
+        raise UsageError(f"{optimizer} needs each matrix whole, but FSDP shards them", "use --optim adamw-blockwise")
+
+
+def whole_parameters(
+    trained: torch.nn.Module, chosen: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The ``chosen`` parameters by their own names, each gathered by all processes when its turn comes."""
+    from accelerate.utils import extract_model_from_parallel
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in extract_model_from_parallel(trained).named_parameters():
+        if not chosen(name):
+            continue
+        if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+        else:
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
