@@ -12,8 +12,9 @@ import pytest
 from nbclient import NotebookClient
 
 import mpu_cli
-from mpu_cli.cli.reference import families_page, reference
+from mpu_cli.cli.reference import families_page, metrics_page, reference
 from mpu_cli.errors import UsageError
+from mpu_cli.evaluation.benchmarks import known_metrics
 from tests.models import Trained, random_model, save
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,12 @@ def test_the_command_reference_is_current() -> None:
 def test_the_list_of_families_is_current() -> None:
     page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     assert page == families_page(), "run: python -m mpu_cli.cli.reference families > docs/families.md"
+
+
+def test_every_metric_is_defined_and_its_page_is_current() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert page == metrics_page(), "run: python -m mpu_cli.cli.reference metrics > docs/metrics.md"
+    assert all(len(metric.says) > 20 for metric in known_metrics().values())
 
 
 @pytest.mark.parametrize(

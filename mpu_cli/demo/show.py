@@ -23,7 +23,7 @@ from mpu_cli.demo.outcome import Demonstration
 from mpu_cli.demo.people import Row, make_people
 from mpu_cli.demo.report import write_report
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation.benchmarks import own_records, read_own
+from mpu_cli.evaluation.benchmarks.own import own_records, read_own
 from mpu_cli.evaluation.evaluate import evaluate
 from mpu_cli.evaluation.metrics import RELEARNED, Form
 from mpu_cli.evaluation.retain import read_retain_log

@@ -12,9 +12,9 @@ import importlib
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,13 @@ CHANCE = 0.5  # AUC of random guessing
 GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to two splits
 RELEARNED = "forget_Q_A_Prob_relearned"  # the metric whose form has a curve over steps
 RESAMPLES = 2000  # of a bootstrap
+RECOVERED = {
+    "relearn": "the probability of the true answers of one half of the forget set, after fine-tuning on the other half",
+    "quantise": "the probability of the true answers, once the weights are rounded to 8 or 4 bits",
+    "paraphrase": "the largest probability of the true answer over rephrased questions",
+    "sample": "the largest ROUGE-L recall over answers sampled at temperature 1",
+    "context": "the probability of the true answers after other records in the prompt",
+}
 
 Findings = Mapping[str, Any]
 Form = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
@@ -41,7 +48,8 @@ class Metric:
     """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form;
     ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
 
-    ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with.
+    ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with; ``says``:
+    what it is, for the page of metrics.
     """
 
     needs: tuple[str, ...]
@@ -49,6 +57,20 @@ class Metric:
     goal: str = UP
     of: tuple[str, ...] = ()
     check: Callable[[], object] = lambda: None
+    says: str = ""
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def defined(maker: Callable[Arguments, Metric]) -> Callable[Arguments, Metric]:
+    """Makes the docstring of a function that returns a metric the metric's definition."""
+
+    @wraps(maker)
+    def made(*arguments: Arguments.args, **named: Arguments.kwargs) -> Metric:
+        return replace(maker(*arguments, **named), says=" ".join((maker.__doc__ or "").split()))
+
+    return made
 
 
 class Reading(TypedDict, total=False):
@@ -123,8 +145,10 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+@defined
 def probability(split: str) -> Metric:
-    """exp(−mean loss) of the true answers."""
+    """exp(−ℓ), ℓ the mean loss over the tokens of the true answer; the mean over records (Maini et al. 2024, arXiv
+    2401.06121)."""
 
     def make(findings: Findings, _: object) -> Form:
         losses = [answer["loss"] for answer in findings[f"{split}.answer"]]
@@ -143,14 +167,17 @@ def _probabilities(losses: Sequence[float]) -> Form:
     return _by_index(rows, mean([row["prob"] for row in rows]))
 
 
+@defined
 def paraphrased_probability(split: str) -> Metric:
-    """exp(−mean loss) of the paraphrased answers."""
+    """exp(−ℓ), ℓ the mean loss over the tokens of the paraphrased answer; the mean over records."""
     key = f"{split}.paraphrased"
     return Metric((key,), lambda findings, _: _probabilities(findings[key]), _of_knowledge(split))
 
 
+@defined
 def perturbed_probability(split: str) -> Metric:
-    """exp(−mean loss) of the wrong answers, a list for each question."""
+    """exp(−ℓ), ℓ the mean loss over the tokens of a wrong answer; the mean over those of a record, then over
+    records."""
     key = f"{split}.perturbed"
 
     def make(findings: Findings, _: object) -> Form:
@@ -160,8 +187,9 @@ def perturbed_probability(split: str) -> Metric:
     return Metric((key,), make, DOWN)
 
 
+@defined
 def normalised_probability(right: str, wrong: str) -> Metric:
-    """p(correct)/(p(correct) + Σ p(wrong)), from the metrics ``right`` and ``wrong``."""
+    """p(right)/(p(right) + Σ p(wrong)), p = exp(−ℓ) of the true and of each wrong answer; the mean over records."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         wrongs = forms[wrong]["value_by_index"]
@@ -174,12 +202,11 @@ def normalised_probability(right: str, wrong: str) -> Metric:
     return Metric((), make, of=(right, wrong))
 
 
+@defined
 def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
-    """r = exp(−mean loss of the wrong answers)/exp(−loss of the right one) for each question.
-
-    Over the forget set, the mean of min(r, 1/r): near 1 if the model distinguishes right from wrong no better than
-    chance. Elsewhere, the mean of max(0, 1 − r).
-    """
+    """r = exp(−mean ℓ of the wrong answers)/exp(−ℓ of the right one) for each question; over the forget set the mean
+    of min(r, 1/r), near 1 if the model distinguishes right from wrong no better than chance; elsewhere the mean of
+    max(0, 1 − r)."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         wrongs = forms[wrong]["value_by_index"]
@@ -194,8 +221,10 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
     return Metric((), make, of=(right, wrong))
 
 
+@defined
 def rouge(split: str, score: str) -> Metric:
-    """ROUGE of the model's answers against the true ones, with stemming; the mean of ``score``."""
+    """ROUGE-L of the model's own greedy answer against the true one, with stemming: recall for questions, F1 for MUSE;
+    the mean over records."""
     key = f"{split}.text"
 
     def make(findings: Findings, _: object) -> Form:
@@ -218,8 +247,20 @@ def rouge(split: str, score: str) -> Metric:
     return Metric((key,), make, _of_knowledge(split))
 
 
-def memorization(split: str, name: str) -> Metric:
-    """The mean of ``extraction_strength`` or ``exact_memorization``."""
+@defined
+def extraction_strength(split: str) -> Metric:
+    """1 − k/L of an answer of L tokens, k the shortest prefix after which the model's likeliest token is right at every
+    place (Carlini et al. 2021); the mean over records."""
+    return _memorization(split, "extraction_strength")
+
+
+@defined
+def exact_memorization(split: str) -> Metric:
+    """the share of an answer's tokens that are the model's likeliest (Tirumala et al. 2022); the mean over records."""
+    return _memorization(split, "exact_memorization")
+
+
+def _memorization(split: str, name: str) -> Metric:
     key = f"{split}.answer"
 
     def make(findings: Findings, _: object) -> Form:
@@ -236,10 +277,20 @@ def membership(members: str, non_members: str) -> dict[str, Metric]:
     """
     keys = (f"{members}.answer", f"{non_members}.answer")
     of_a_reading = {
-        "mia_loss": lambda answer: answer["loss"],
-        "mia_zlib": lambda answer: answer["loss"] / answer["compressed"],
-        "mia_min_k": lambda answer: answer["min_k"],
-        "mia_min_k_plus_plus": lambda answer: answer["min_k_plus_plus"],
+        "mia_loss": ("the mean loss of its tokens", lambda answer: answer["loss"]),
+        "mia_zlib": (
+            "the mean loss of its tokens over the length of its text, compressed by zlib (Carlini et al. 2021)",
+            lambda answer: answer["loss"] / answer["compressed"],
+        ),
+        "mia_min_k": (
+            "minus the mean log-probability of its least likely 40 % of tokens (Shi et al. 2024, arXiv 2310.16789)",
+            lambda answer: answer["min_k"],
+        ),
+        "mia_min_k_plus_plus": (
+            "mia_min_k's score of log-probabilities that are standardised over the vocabulary (Zhang et al. 2025, "
+            "arXiv 2404.02936)",
+            lambda answer: answer["min_k_plus_plus"],
+        ),
     }
 
     def simple(value: Callable[[Mapping], float]) -> Callable[[Findings, object], Form]:
@@ -257,9 +308,12 @@ def membership(members: str, non_members: str) -> dict[str, Metric]:
             )
         )
 
-    table = {name: Metric(keys, simple(value), RETAIN) for name, value in of_a_reading.items()}
-    table["mia_gradnorm"] = Metric((GRADIENTS,), gradnorm, RETAIN)
-    table["mia_reference"] = Metric((*keys, REFERENCE), reference, RETAIN)
+    says = "AUC between forgotten and unseen records by "
+    table = {name: Metric(keys, simple(value), RETAIN, says=says + of) for name, (of, value) in of_a_reading.items()}
+    table["mia_gradnorm"] = Metric((GRADIENTS,), gradnorm, RETAIN, says=f"{says}the norm of the loss's gradient")
+    table["mia_reference"] = Metric(
+        (*keys, REFERENCE), reference, RETAIN, says=f"{says}the loss minus that of a reference model, --reference-model"
+    )
     return table
 
 
@@ -275,8 +329,10 @@ def _attack(forget: Sequence[float], holdout: Sequence[float]) -> Form:
     return {**sides, "auc": auc, "agg_value": auc}
 
 
+@defined
 def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
-    """p-value of the two-sample Kolmogorov–Smirnov test between this model's truth ratios and the retain model's."""
+    """p-value of the two-sample Kolmogorov–Smirnov test between this model's truth ratios on the forget set and those
+    of the retain model in --retain-log (Maini et al. 2024)."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         from scipy.stats import ks_2samp
@@ -293,8 +349,10 @@ def privleak_of(auc: float, retain_auc: float) -> float:
     return 100 * ((1 - auc) - retain) / (retain + EPSILON)
 
 
+@defined
 def privleak(retain_auc: Callable[[], float]) -> Metric:
-    """``privleak_of`` min-k."""
+    """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain) of mia_min_k; AUC_retain from --retain-log, else 0.5 (Shi et
+    al. 2024, arXiv 2407.06460)."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         return {"agg_value": privleak_of(forms["mia_min_k"]["agg_value"], retain_auc())}
@@ -302,8 +360,10 @@ def privleak(retain_auc: Callable[[], float]) -> Metric:
     return Metric((), make, ZERO, of=("mia_min_k",), check=retain_auc)
 
 
+@defined
 def harmonic_mean(parts: tuple[str, ...]) -> Metric:
-    """The harmonic mean of metrics."""
+    """the harmonic mean of probability, ROUGE and truth ratio on the retain set, real authors and world facts (Maini et
+    al. 2024)."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         from scipy.stats import hmean
@@ -347,7 +407,7 @@ def recovered(attack: str, retain: bool) -> dict[str, Metric]:
     key = attack_key(attack)
 
     def of(make: Callable[[Any], Form]) -> Metric:
-        return Metric((key,), lambda findings, _: make(findings[key]), DOWN)
+        return Metric((key,), lambda findings, _: make(findings[key]), DOWN, says=RECOVERED[attack])
 
     def relearned(found: Mapping[str, Any]) -> Form:
         forms = [_recovered_probabilities(losses) for losses in found["losses"]]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import recovery
-from mpu_cli.evaluation.benchmarks import Benchmark, Split
+from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
 from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.endpoint import Endpoint
 from mpu_cli.evaluation.findings import Findings
@@ -33,7 +33,6 @@ from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
 
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
-SIDES = ("forget", "holdout")  # of membership inference
 
 Advance = Callable[[float], None]
 
@@ -155,7 +154,7 @@ def passes_for(
             find = partial(_reference, sides)
             yield Pass((REFERENCE,), sides, find, "reference model", count, with_delta=False, alters=True)
 
-    names = (benchmark.members, benchmark.non_members)
+    names = SIDES
     sides = tuple(benchmark.splits[name] for name in names if name in benchmark.splits)
     return list(listed())
 

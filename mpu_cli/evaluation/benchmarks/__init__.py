@@ -1,0 +1,54 @@
+"""The benchmarks, by their names on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.evaluation import metrics
+from mpu_cli.evaluation.benchmarks import muse, own, tofu, wmdp
+from mpu_cli.evaluation.benchmarks.base import Benchmark, Row, Split
+from mpu_cli.evaluation.metrics import Metric
+from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.options.evaluation import ATTACKS, Measuring
+
+__all__ = ["BENCHMARKS", "Benchmark", "Row", "Split", "benchmark_of", "known_metrics"]
+
+# Each has ``of_options(options, retain_log)``, and ``example()``: with every metric that it can have, of no records.
+BENCHMARKS: dict[str, Any] = {"tofu": tofu, "muse": muse, "qa": own, "wmdp": wmdp}
+ATTACKED = ("tofu", "qa")  # of which what was forgotten can be brought back by --attacks
+
+
+@cache
+def known_metrics() -> dict[str, Metric]:
+    """Every metric of every benchmark, by name; no records are read."""
+    known: dict[str, Metric] = {}
+    for of in BENCHMARKS.values():
+        benchmark = replace(of.example(), attacks=ATTACKS)
+        known |= {**benchmark.metrics, **benchmark.recovered}
+    return known | {"forget_quality": metrics.forget_quality(tuple)}
+
+
+def benchmark_of(options: Measuring, log: RetainLog | None, file: Path | None = None) -> Benchmark:
+    """The benchmark that --benchmark names, with the attacks that --attacks does; ``file`` is one that holds all
+    records of qa.
+
+    Raises UsageError for records or attacks that do not go with it.
+    """
+    named, attacks = options.benchmark, options.recovery.attacks
+    if unknown := [name for name in attacks if name not in ATTACKS]:
+        raise UsageError(f"--attacks {unknown[0]}: must be one of {', '.join(ATTACKS)}")
+    if attacks and named.benchmark not in ATTACKED:
+        raise UsageError(f"--attacks: not for --benchmark {named.benchmark}, only for {' and '.join(ATTACKED)}")
+    if named.data_dir and not named.data_dir.is_dir():
+        raise MpuError(f"--data-dir {named.data_dir}: no such directory")
+    if named.benchmark == "qa":
+        found = own.of_options(options, log, file)
+    elif file or named.forget or named.retain or named.holdout:
+        raise UsageError("FILE, --forget, --retain and --holdout require --benchmark qa")
+    else:
+        found = BENCHMARKS[named.benchmark].of_options(options, log)
+    return replace(found, attacks=tuple(name for name in ATTACKS if name in attacks))

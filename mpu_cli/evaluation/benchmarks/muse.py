@@ -1,0 +1,74 @@
+"""MUSE: news and books (Shi et al. 2024, arXiv 2407.06460)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from mpu_cli.evaluation import metrics
+from mpu_cli.evaluation.benchmarks.base import (
+    Benchmark,
+    Row,
+    Split,
+    forgetting,
+    text_of,
+)
+from mpu_cli.evaluation.encoding import Asked, Encoder, Item, Pair
+from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.records.reading import benchmark_rows
+
+KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
+
+
+def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchmark:
+    """MUSE (Shi et al., 2024), as OpenUnlearning measures it; ``corpus`` is news or books."""
+
+    def rows(config: str, split: str) -> Callable[[], list[Row]]:
+        return partial(benchmark_rows, f"muse-{corpus}", split, data_dir, config)
+
+    def knowledge(name: str) -> Split:
+        shown = cache(rows("knowmem", f"{name}_qa_icl"))
+
+        @cache
+        def shots() -> tuple[Pair, ...]:
+            return tuple((text_of(row, "question"), text_of(row, "answer")) for row in shown())
+
+        def encode(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+            return encoder.questions(
+                [Asked(text_of(row, "question"), text_of(row, "answer"), row[0], shots()) for row in rows]
+            )
+
+        source = f"knowmem/{name}_qa"
+        return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS, shown)
+
+    def verbatim(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+        return encoder.completions([(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in rows])
+
+    def text(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
+        return encoder.texts([(text_of(row, "text"), row[0]) for row in rows])
+
+    listed = [
+        Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
+        knowledge("forget"),
+        knowledge("retain"),
+        Split("forget", "privleak/forget", rows("privleak", "forget"), text),
+        Split("holdout", "privleak/holdout", rows("privleak", "holdout"), text),
+    ]
+    splits = {split.name: split for split in listed}
+    table = {
+        "forget_verbmem_ROUGE": metrics.rouge("verbmem", "rougeL_f1"),
+        "forget_knowmem_ROUGE": metrics.rouge("forget_knowmem", "rougeL_f1"),
+        "retain_knowmem_ROUGE": metrics.rouge("retain_knowmem", "rougeL_f1"),
+        **forgetting("verbmem", f"muse-{corpus}", splits, retain),
+    }
+    return Benchmark(f"muse-{corpus}", splits, table)
+
+
+def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
+    return muse(options.benchmark.corpus, options.benchmark.data_dir, log)
+
+
+def example() -> Benchmark:
+    return muse("news", None, None)
