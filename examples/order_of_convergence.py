@@ -37,7 +37,7 @@ def flat(path: Path) -> np.ndarray:
 
 
 def measure(
-    base: Path, reference: list[str], training: list[str], kappas: np.ndarray, folder: Path
+    base: Path, publishing: list[str], training: list[str], kappas: np.ndarray, folder: Path
 ) -> dict[int, list[float]]:
     """Relative errors for each κ: key 1 is the first copy alone, key m the aggregate of the first m copies."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *training)
@@ -46,8 +46,8 @@ def measure(
     for kappa in kappas:
         here = folder / f"{kappa:.5f}"
         keys = here / "keys.bin"
-        noise = ["--nodes", ",".join(map(str, NODES)), "--dtype", "float64", "--seed", 1]  # the same at every scale
-        copies = mpu("publish", base, *reference, "--kappa", kappa, *noise, "--out", here, "--keys", keys).split()
+        noise = ["--nodes", ",".join(map(str, NODES)), "--seed", 1]  # the same at every scale
+        copies = mpu("publish", base, *publishing, "--kappa", kappa, *noise, "--out", here, "--keys", keys).split()
         for copy in copies:
             mpu("unlearn", copy, "--out", here / "deltas" / f"{Path(copy).name}.safetensors", *training)
         inverted = mpu("invert", here / "deltas", "--keys", keys, "--out", here / "inverted").split()
@@ -60,8 +60,10 @@ def measure(
 
 def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: Path) -> None:
     """One panel per optimiser: errors over κ, with lines that show the expected slopes."""
-    figure, axes = pyplot.subplots(1, len(measured), figsize=(11, 4.4), sharey=True, layout="constrained")
-    for plot, (optimizer, errors) in zip(axes, measured.items(), strict=True):
+    figure, axes = pyplot.subplots(
+        1, len(measured), figsize=(11, 4.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for plot, (optimizer, errors) in zip(axes[0], measured.items(), strict=True):
         for m, found in errors.items():
             slope = np.polyfit(np.log(kappas), np.log(found), 1)[0]
             label = "one copy alone" if m == 1 else f"aggregate of {m}"
@@ -73,8 +75,8 @@ def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: P
         plot.set_xticks(kappas, [f"{kappa:g}" for kappa in kappas])
         plot.minorticks_off()
         plot.legend(fontsize=8, loc="lower right")
-    axes[0].set_ylim(1e-15, 1)  # room for the legends
-    axes[0].set_ylabel("distance from the clean update")
+    axes[0, 0].set_ylim(1e-15 if max(kappas) < 0.01 else 1e-6, 1)  # room for the legends
+    axes[0, 0].set_ylabel("distance from the clean update")
     figure.savefig(out, dpi=150)
 
 
@@ -86,21 +88,24 @@ def main() -> None:
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
     parser.add_argument("--kappas", default="0.0005,0.001,0.002,0.004")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="of " + ", ".join(OPTIMIZERS))
+    parser.add_argument("--precision", default="float64", help="of training, and the dtype of the copies")
     parser.add_argument("--out", type=Path, default=Path("order.png"))
     options = parser.parse_args()
 
     kappas = np.array([float(kappa) for kappa in options.kappas.split(",")])
     with tempfile.TemporaryDirectory() as scratch:
-        training = ["--algo", "graddiff", "--batch-size", "4", "--epochs", "3", "--precision", "float64"]
+        training = ["--algo", "graddiff", "--batch-size", "4", "--epochs", "3", "--precision", options.precision]
         for name in ("forget", "retain"):
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (Path(scratch) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             training += [f"--{name}", str(Path(scratch) / f"{name}.jsonl")]
-        reference = ["--pretrained", options.pretrained] if options.pretrained else []
+        pretrained = ["--pretrained", options.pretrained] if options.pretrained else []
         measured = {}
-        for optimizer, rate in OPTIMIZERS.items():
-            chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", rate]
-            measured[optimizer] = measure(options.base, reference, chosen, kappas, Path(scratch) / optimizer)
+        for optimizer in options.optimizers.split(","):
+            chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", OPTIMIZERS[optimizer]]
+            stored = [*pretrained, "--dtype", options.precision]
+            measured[optimizer] = measure(options.base, stored, chosen, kappas, Path(scratch) / optimizer)
     draw(kappas, measured, options.out)
     print(options.out)
 
