@@ -603,12 +603,57 @@ def test_tables_fit_a_narrow_terminal(place: Path) -> None:
     assert all(re.search(r"[123]  \d\.\d\de-\d\d  \d\.\d\de-\d\d +\d+\.\d%$", row) for row in rows)
 
 
-@pytest.mark.parametrize("flag", ["--forget", "--retain"])
-def test_records_named_twice_are_not_replaced_silently(mpu, tmp_path, flag):
-    told = mpu("unlearn", "copy_1", flag, "a.jsonl", f"{flag}=b.jsonl", check=False, cwd=tmp_path)
-    assert told.status == 2
-    assert f"{flag}: given 2 times" in told.err
-    assert told.is_one_error
+def test_records_in_several_places(mpu, tmp_path):
+    """--forget twice, a folder, a pattern and one file with all of them are the same records in the same order."""
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    write_records(tmp_path / "all.jsonl", 4, 1)
+    lines = (tmp_path / "all.jsonl").read_text().splitlines()
+    (tmp_path / "notes").mkdir()
+    for name, part in (("a", lines[:1]), ("b", lines[1:])):
+        (tmp_path / f"notes/{name}.jsonl").write_text("\n".join(part) + "\n")
+    deltas = []
+    ways = (["all.jsonl"], ["notes/a.jsonl", "notes/b.jsonl"], ["notes"], ["notes/*.jsonl"])
+    for i, sources in enumerate(ways):
+        named = [text for source in sources for text in ("--forget", source)]
+        options = ("--algo", "npo", "--epochs", 1, "--template", "plain", "--out", f"{i}.safetensors")
+        mpu("unlearn", "base", *named, *options, cwd=tmp_path)
+        deltas.append((tmp_path / f"{i}.safetensors").read_bytes())
+    assert len(set(deltas)) == 1
+    missing = mpu("unlearn", "base", "--forget", "all.jsonl", "--forget=gone.jsonl", check=False, cwd=tmp_path)
+    assert (missing.is_one_error, "gone.jsonl: no such file" in missing.err) == (True, True)
+
+
+def test_a_text_of_paragraphs(mpu, tmp_path):
+    """One record, which is said; or one for each paragraph, if that is meant."""
+    save(random_model("llama"), tmp_path / "base")
+    (tmp_path / "forget.txt").write_text("First one.\n\nThe second\nparagraph.\n \n\nA third.\n")
+    asked = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
+    told = mpu(*asked, cwd=tmp_path)
+    assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in told.err
+    assert [record.answer for record in read_records(tmp_path / "forget.txt", split="paragraphs")] == [
+        "First one.", "The second\nparagraph.", "A third."
+    ]  # fmt: skip
+    assert "warning" not in mpu(*asked, "--split", "paragraphs", cwd=tmp_path).err
+
+
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        ("Ticket,Customer message,Agent reply", "--columns 'question=Customer message,answer=Agent reply'"),
+        ("instruction,response", "--columns question=instruction,answer=response"),
+    ],
+)
+def test_a_table_with_other_columns(mpu, tmp_path, header, hint):
+    """The hint can be pasted, and a name that is nearly right is put right."""
+    (tmp_path / "t.csv").write_text(f"{header}\n" + ",".join("xyz"[: header.count(",") + 1]) + "\n")
+    refused = mpu("unlearn", "base", "--forget", "t.csv", check=False, cwd=tmp_path)
+    assert (refused.status, hint in refused.err) == (1, True)
+    columns = hint.removeprefix("--columns ").strip("'")
+    [record] = read_records(tmp_path / "t.csv", columns=dict(pair.split("=") for pair in columns.split(",")))
+    assert len(record.turns) == 1
+    nearly = mpu("unlearn", "base", "--forget", "t.csv", "--columns", columns[:-1], check=False, cwd=tmp_path)
+    assert f"did you mean {header.split(',')[-1]!r}?" in nearly.err
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

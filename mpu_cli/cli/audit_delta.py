@@ -30,8 +30,9 @@ def audit_delta(
     from mpu_cli.records.reading import parse_columns, read_records
 
     columns = parse_columns(records.columns)
-    forget = read_records(records.forget, records.data_dir, columns)
-    retain = read_records(records.retain, records.data_dir, columns) if Path(records.retain).exists() else []
+    forget = read_records(records.forget, records.data_dir, columns, split=records.split)
+    there = records.retain != Records().retain or Path(records.retain).exists()
+    retain = read_records(records.retain, records.data_dir, columns, split=records.split) if there else []
     with terminal():
         from mpu_cli.client.audit_delta import audit
 

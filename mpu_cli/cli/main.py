@@ -36,7 +36,7 @@ from mpu_cli.cli.tune import tune
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
 from mpu_cli.cli.watch import watch
-from mpu_cli.errors import MpuError, Stopped, UsageError
+from mpu_cli.errors import MpuError, Stopped
 from mpu_cli.version import __version__
 
 try:
@@ -134,8 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             warn(sentence)
         file = file or os.environ.get(VARIABLE)
         defaults = defaults_from(Path(file), command.commands) if file else None
-        check_repeated(arguments)
-        status = command.main(arguments, prog_name="mpu", standalone_mode=False, default_map=defaults) or 0
+        status = command.main(joined(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)
         status = error.exit_code
@@ -166,13 +165,27 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-def check_repeated(arguments: list[str]) -> None:
-    """Raises UsageError for records that are named twice: of most options the last one counts, but records that were
-    named and not read would be missed by nobody."""
-    for flag in ("--forget", "--retain", "--holdout"):
-        given = [i for i, each in enumerate(arguments) if each == flag or each.startswith(f"{flag}=")]
-        if len(given) > 1:
-            raise UsageError(f"{flag}: given {len(given)} times", "put the records into one file")
+REPEATED = ("--forget", "--retain", "--holdout")  # records, of which several sources can be named
+
+
+def joined(arguments: list[str]) -> list[str]:
+    """``arguments`` in which records that are named several times are one option's, a source a line: of other options
+    the last one counts, but records that were named and not read would be missed by nobody."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept: list[str] = []
+    sources: dict[str, list[str]] = {}
+    waiting = iter(arguments[:end])
+    for each in waiting:
+        flag, equals, value = each.partition("=")
+        if flag not in REPEATED:
+            kept.append(each)
+            continue
+        source = value if equals else next(waiting, None)
+        if source is None:
+            return arguments  # the option lacks its value, which typer says better
+        sources.setdefault(flag, []).append(source)
+    named_again = [text for flag, names in sources.items() for text in (flag, "\n".join(names))]
+    return [*kept, *named_again, *arguments[end:]]
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:

@@ -34,5 +34,8 @@ def run(
             from mpu_cli.client.dataset import read_dataset
             from mpu_cli.experiment.rounds import run as run_rounds
 
-            outcome = run_rounds(experiment, read_dataset(experiment.unlearning), out, observer)
+            data = read_dataset(experiment.unlearning)
+            for warning in data.warnings():
+                observer.warn(warning)
+            outcome = run_rounds(experiment, data, out, observer)
     emit([outcome.model], {"model": outcome.model, "log": outcome.log}, as_json)

@@ -74,6 +74,8 @@ def unlearn(
 
     # Read the records first, so that problems with them are found before anything large is loaded.
     data = read_dataset(unlearning)
+    for warning in data.warnings():
+        warn(warning)
     tasks = _tasks([str(path) for path in paths_from(copies)], out, reference_file)
     told: list[tuple[_Task, Result | None, list[Shown]]] = []
 

@@ -54,6 +54,8 @@ def watch(
     from mpu_cli.client.dataset import read_dataset
 
     data = read_dataset(unlearning)
+    for warning in data.warnings():
+        warn(warning)
 
     if unlearning.privacy.dp_epsilon is not None and max_deltas is None:
         warn("--dp-epsilon bounds one delta, and any number may leave: limit them with --max-deltas")

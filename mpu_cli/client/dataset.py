@@ -10,7 +10,7 @@ from mpu_cli.client.losses import objective_of
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Records, Unlearning
-from mpu_cli.records.reading import Record, parse_columns, read_records
+from mpu_cli.records.reading import Record, paragraphs_in, parse_columns, read_records
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,15 @@ class Dataset:
     few_shot: Sequence[Record] = ()
     alternates: Sequence[str] = REFUSALS
 
+    def warnings(self) -> list[str]:
+        """What is probably not as intended, a sentence each."""
+        return [
+            f"{records[0].place}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
+            "record of each"
+            for records in (self.forget, self.retain)
+            if len(records) == 1 and paragraphs_in(records[0]) > 1
+        ]
+
 
 def read_dataset(options: Unlearning) -> Dataset:
     """The records that ``options`` name; no retain records if the algorithm reads none.
@@ -34,7 +43,7 @@ def read_dataset(options: Unlearning) -> Dataset:
     """
     records, columns = options.records, parse_columns(options.records.columns)
     return Dataset(
-        read_records(records.forget, records.data_dir, columns, options.privacy.dp_unit),
+        read_records(records.forget, records.data_dir, columns, options.privacy.dp_unit, records.split),
         _retain(options) if objective_of(options.algo, options.loss).constants.alpha else (),
         read_records(records.few_shot, records.data_dir, columns) if records.few_shot else (),
         _lines(records.alternates) if records.alternates else REFUSALS,
@@ -45,7 +54,7 @@ def _retain(options: Unlearning) -> list[Record]:
     retain, default = options.records.retain, Records().retain
     try:
         columns = parse_columns(options.records.columns)
-        return read_records(retain, options.records.data_dir, columns, options.privacy.dp_unit)
+        return read_records(retain, options.records.data_dir, columns, options.privacy.dp_unit, options.records.split)
     except MpuError as error:
         if retain == default and not Path(retain).exists():
             raise MpuError(

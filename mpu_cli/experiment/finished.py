@@ -50,11 +50,9 @@ def finished(folder: Path, experiment: Experiment) -> Outcome | None:
 def _facts(experiment: Experiment) -> dict[str, object] | None:
     options = flat(experiment)
     files: dict[str, list[int]] = {}
-    for name in SOURCES:
-        source = options[name]
-        if source is None:
-            continue
-        path = Path(str(source))
+    named = [(name, source) for name in SOURCES for source in str(options[name] or "").splitlines()]
+    for name, source in named:
+        path = Path(source)
         if not path.exists() and name in ("base", "pretrained", "forget", "few_shot"):
             if name in ("base", "pretrained") or options["data_dir"] is None:
                 return None  # on the Hub, where it can change

@@ -32,14 +32,19 @@ class Records:
 
     forget: str = option(
         "forget.jsonl",
-        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, tofu:SPLIT, muse-news:SPLIT, wmdp:CORPUS, "
-        "wikitext:SPLIT, or a Hub dataset OWNER/NAME@CONFIG:SPLIT.",
+        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, a folder or pattern of such files, tofu:SPLIT, "
+        "muse-news:SPLIT, wmdp:CORPUS, wikitext:SPLIT, or a Hub dataset OWNER/NAME@CONFIG:SPLIT; may be repeated.",
         metavar="DATA",
     )
-    retain: str = option("retain.jsonl", "Records to keep, for algorithms that use them.", metavar="DATA")
+    retain: str = option(
+        "retain.jsonl", "Records to keep, for algorithms that use them; may be repeated.", metavar="DATA"
+    )
     data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
     columns: str | None = option(
         None, "Names of your fields, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
+    )
+    split: Literal["file", "paragraphs"] = option(
+        "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
     )
     alternates: Path | None = option(
         None,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from glob import glob, has_magic
+from itertools import chain
 from pathlib import Path
 
 from mpu_cli.errors import MpuError, UsageError
 
 Turn = tuple[str, str]  # role, content
 
+_BLANK_LINES = re.compile(r"\n[ \t\r]*\n")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
 _BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books|wmdp|wikitext):(?P<split>[\w.-]+)\Z")
 _HUB_NAMES = {
@@ -25,6 +30,12 @@ SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves o
 FORMS = "question/answer, prompt/completion, messages, conversations, or text"
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 DELIMITERS = ",;\t|"
+TEXTS = (".txt", ".md")
+READ = (*TEXTS, ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+PARAGRAPHS = "paragraphs"  # of --split
+# Words in the names of columns by which a question and its answer are known, for a hint.
+ASKS = ("question", "prompt", "instruction", "input", "query", "message", "customer", "user", "request", "ticket")
+ANSWERS = ("answer", "response", "reply", "output", "completion", "agent", "resolution", "assistant", "solution")
 
 
 @dataclass(frozen=True)
@@ -65,30 +76,35 @@ def read_records(
     data_dir: Path | None = None,
     columns: Mapping[str, str] | None = None,
     unit: str | None = None,
+    split: str = "file",
 ) -> list[Record]:
-    """The records of ``source``.
+    """The records of ``source``, which may be several, one a line.
 
-    A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text;
-    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
-    ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
-    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's; ``unit`` names
-    the field that says whose record it is. Raises MpuError if a row is not a record, naming its place, or if there are
-    no records.
+    A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text; a folder
+    of such files, or a pattern such as ``notes/*.txt``; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``,
+    ``wmdp:CORPUS`` (bio-forget-corpus, …) or ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
+    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's; ``unit`` names the
+    field that says whose record it is; ``split``: whether a file of plain text is one record, "file", or one for each
+    of its "paragraphs", which blank lines separate. Raises MpuError if a row is not a record, naming its place, or if
+    there are no records.
     """
-    rows = source_rows(source, data_dir, columns)
+    rows = [row for each in str(source).splitlines() for row in source_rows(each, data_dir, columns, split)]
     if unit is None:
         return [parse_record(row, place) for place, row in rows]
     return [replace(parse_record(row, place), unit=_unit(row, unit, place)) for place, row in rows]
 
 
 def source_rows(
-    source: str | Path, data_dir: Path | None = None, columns: Mapping[str, str] | None = None
+    source: str | Path,
+    data_dir: Path | None = None,
+    columns: Mapping[str, str] | None = None,
+    split: str = "file",
 ) -> list[tuple[str, object]]:
-    """The rows of ``source``, as ``read_records`` takes it, each with its place."""
+    """The rows of one ``source``, as ``read_records`` takes it, each with its place."""
     path = Path(source)
     rows: Iterable[tuple[str, object]]
-    if path.is_file():
-        rows = file_rows(path)
+    if files := _files(path):
+        rows = chain.from_iterable(file_rows(file, split) for file in files)
     elif match := _BENCHMARK.match(str(source)):
         config = "raw" if match["name"].startswith("muse") else None
         rows = benchmark_rows(match["name"], match["split"], data_dir, config)
@@ -102,16 +118,34 @@ def source_rows(
     return named
 
 
+def _files(path: Path) -> list[Path]:
+    """The file at ``path``, those in it if it is a folder, or those that it is a pattern of. MpuError if a folder has
+    none."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = sorted(file for file in path.iterdir() if file.suffix in READ and not file.name.startswith("."))
+        if not inside:
+            raise MpuError(f"{path}: no file of records in it", f"put some there: {', '.join(READ)}")
+        return inside
+    return [Path(name) for name in sorted(glob(str(path)))] if has_magic(str(path)) else []
+
+
 def renamed(row: object, columns: Mapping[str, str], place: str) -> object:
     """``row`` with the fields that ``columns`` names also under our names. MpuError if it has no such field."""
     if not columns or not isinstance(row, dict):
         return row
     if missing := [theirs for theirs in columns.values() if theirs not in row]:
-        raise MpuError(f"{place}: no field {missing[0]!r} (its fields: {', '.join(map(str, row)) or 'none'})")
+        close = get_close_matches(missing[0].lower(), [name.lower() for name in map(str, row)], 1, 0.5)
+        meant = next((name for name in map(str, row) if [name.lower()] == close), None)
+        raise MpuError(
+            f"{place}: no field {missing[0]!r} (its fields: {', '.join(map(str, row)) or 'none'})",
+            f"did you mean {meant!r}?" if meant else None,
+        )
     return row | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-def file_rows(path: Path) -> Iterator[tuple[str, object]]:
+def file_rows(path: Path, split: str = "file") -> Iterator[tuple[str, object]]:
     """Rows of a file of records, each with its place for messages; ``read_records`` lists the formats."""
     if path.suffix == ".parquet":
         yield from _through_datasets(str(path), "parquet", data_files=str(path), split="train")
@@ -126,8 +160,12 @@ def file_rows(path: Path) -> Iterator[tuple[str, object]]:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MpuError(f"{path}: not a UTF-8 text file") from error
-    if path.suffix == ".txt":
-        yield str(path), {"text": text}
+    if path.suffix in TEXTS:
+        if split != PARAGRAPHS:
+            yield str(path), {"text": text}
+            return
+        paragraphs = filter(None, map(str.strip, _BLANK_LINES.split(text)))
+        yield from ((f"{path}, paragraph {number}", {"text": each}) for number, each in enumerate(paragraphs, 1))
         return
     if text.lstrip().startswith("[") or path.suffix == ".json":
         values = _array(text, path)
@@ -260,7 +298,28 @@ def parse_record(row: object, place: str) -> Record:
             return Record((("user", texts[0]),), texts[1], place, alternate)
     if "text" in row:
         return Record((), _text(row, "text", place), place, alternate)
-    raise MpuError(f"{place}: none of {FORMS} found (its fields: {', '.join(map(str, row)) or 'none'})")
+    raise MpuError(
+        f"{place}: none of {FORMS} found (its fields: {', '.join(map(str, row)) or 'none'})", _columns_option(row)
+    )
+
+
+def _columns_option(row: Mapping[str, object]) -> str | None:
+    """The option that names a question and its answer in a table of other fields, as far as their names tell."""
+    names = [str(name) for name, value in row.items() if isinstance(value, str)]
+    asked, answer = (
+        next((name for word in words for name in names if word in name.lower()), None) for words in (ASKS, ANSWERS)
+    )
+    if len(names) < 2 or asked == answer:
+        return None
+    asked, answer = asked or next(n for n in names if n != answer), answer or next(n for n in names if n != asked)
+    return f"name them: --columns {shlex.quote(f'question={asked},answer={answer}')}"
+
+
+def paragraphs_in(record: Record) -> int:
+    """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
+    if record.turns or Path(record.place).suffix not in TEXTS:
+        return 1
+    return sum(1 for each in _BLANK_LINES.split(record.answer) if each.strip())
 
 
 def _from_sharegpt(messages: object) -> object:

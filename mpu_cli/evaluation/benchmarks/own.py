@@ -80,7 +80,10 @@ def read_own(
                 raise MpuError(f"{place}: 'set' must be forget, retain or holdout")
             sets[kind].append((place, row))
         return list(sets.values())
-    files = [_questions(source_rows(name, None, columns)) if name else [] for name in (forget, retain, holdout)]
+    files = [
+        _questions([row for source in (names or "").splitlines() for row in source_rows(source, None, columns)])
+        for names in (forget, retain, holdout)
+    ]
     for name, rows in zip((forget, retain, holdout), files, strict=True):
         if name and not rows:
             raise MpuError(f"{name}: contains no records")
