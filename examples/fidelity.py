@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from mpu_cli.cli.main import main as mpu_main
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.evaluation.encoding import Asked, Encoder
-from mpu_cli.evaluation.scoring import score
+from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.experiment.tables import half_interval
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
@@ -56,7 +56,7 @@ def losses(model: Path, options: argparse.Namespace) -> list[float]:
     means = []
     for path in (options.forget, options.retain):
         items = encoder.questions([Asked(r.question, r.answer, r.place) for r in read_records(path)[:100]])
-        means.append(float(torch.cat([scores.losses for scores in score(loaded, items, batch_size=32)]).mean()))
+        means.append(float(torch.cat([scores.losses for scores in Scorer(loaded).score(items, batch_size=32)]).mean()))
     return means
 
 

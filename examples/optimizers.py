@@ -31,7 +31,7 @@ RATES = {
     "lion": "3e-5",
     "adamw_8bit": "1e-4",
 }
-FLOAT32 = ("lion", "adamw_8bit")  # from bitsandbytes
+FLOAT32 = ("adamw_8bit",)  # from bitsandbytes
 SETS = ("signed", "paper", "all")
 
 

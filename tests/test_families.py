@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.architectures.families import FAMILIES
 from mpu_cli.architectures.family import LAYER_AXES, Permutation, Rotation, Turns
 from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.models.source import Model, open_model
+from mpu_cli.models.staging import fields_of
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, plan_publish, publish
 from mpu_cli.server.scheme import Extrapolated
@@ -448,3 +450,19 @@ def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-6)
     named = {axis for tensor in layout.tensors.values() for group in tensor.axes for axis in group}
     assert named <= {*LAYER_AXES, "model", "|model|", "vocab"}
+
+
+def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) -> None:
+    """check-family refuses what transformers reads and copies would not get; publish names what mpu does not know."""
+    base = make("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"a_multiplier": 2.0, "_name_or_path": "x"}))
+    told = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
+    assert "the copies do not get a_multiplier, which mpu does not know" in told
+    # qk_nope_head_dim is DeepSeek's: as if that were a family whose fields nobody had added.
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3", "qk_nope_head_dim": 8}))
+    foreign = json.loads((base / "config.json").read_text())
+    assert left_out(foreign, fields_of(foreign)) == ["qk_nope_head_dim"]
+    for family in FAMILY_CONFIGS:
+        fields = json.loads((save(random_model(family), tmp_path / family) / "config.json").read_text())
+        assert not left_out(fields, fields_of(fields)), family

@@ -137,6 +137,17 @@ class TestRegistry:
         # 8-bit states have a scale for each block of 256 and a map.
         assert per_weight == pytest.approx(OPTIMIZERS[name].state_bytes, rel=0.05, abs=1e-9)
 
+    def test_decay_is_decoupled(self, name: str) -> None:
+        """Without a gradient, θ shrinks by the rate times the decay, as in AdamW (Loshchilov and Hutter, 2019)."""
+        start = torch.randn(64, 64)
+        if OPTIMIZERS[name].package:
+            pytest.importorskip(OPTIMIZERS[name].package)
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = make_optimizer(name, [{"params": [parameter], "weight_decay": 0.5}], 0.01)
+        parameter.grad = torch.zeros_like(start)
+        optimizer.step()
+        torch.testing.assert_close(parameter.detach(), start * (1 - 0.01 * 0.5))
+
     @pytest.mark.parametrize("map_", ["signed permutation", "rotation"])
     def test_which_maps_it_commutes_with(self, name: str, map_: str) -> None:
         """Training in other coordinates is training, in other coordinates: for all with signed permutations, for those

@@ -21,9 +21,25 @@ _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
 _MISSING = object()
 
 
+# Entries that do not change what a model computes: labels, where it came from, what trained it.
+HARMLESS = {
+    "_name_or_path", "auto_map", "id2label", "label2id", "unsloth_fixed", "unsloth_version", "torchscript",
+    "task_specific_params", "problem_type", "finetuning_task", "tokenizer_class", "_attn_implementation",
+    "output_attentions",
+}  # fmt: skip
+
+
 def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> dict[str, object]:
     """A config.json, with the names that supported families have and those in ``also``."""
     return _table(config, {*CONFIG, *ROPE, *also})
+
+
+def left_out(config: Mapping[str, object], known: Collection[str] | None = None) -> list[str]:
+    """The entries of a config.json that ``clean_config`` drops and that say something: of those ``known`` to the
+    library that reads them or, if it is not asked, of all but those that say nothing of the architecture."""
+    dropped = config.keys() - clean_config(config).keys()
+    names = dropped & set(known) if known is not None else dropped - HARMLESS
+    return sorted(name for name in names if config[name] not in (None, False, [], {}))
 
 
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:

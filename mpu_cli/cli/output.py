@@ -180,6 +180,13 @@ def in_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def in_time(seconds: float) -> str:
+    """A duration for people: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+
+
 def few(names: Sequence[str], limit: int = 4) -> str:
     """The first ``names``, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -101,6 +101,7 @@ def publish(
     """
     from mpu_cli.api.server import plan_publish
     from mpu_cli.architectures.layout import layout_of
+    from mpu_cli.boundary.cleaning import left_out
     from mpu_cli.cli.secrets import new_passphrase, open_keys
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.records.reading import read_records
@@ -132,6 +133,11 @@ def publish(
     if not any(path.name in TOKENIZER_FILES for path in plan.whole.side_files):
         warn(
             f"{plan.whole.folder}: no tokenizer files next to the weights; the client needs them to train on the copies"
+        )
+    if lost := left_out(plan.whole.config):
+        warn(
+            f"config.json: the copies do not get {few(lost)}, which mpu does not know; if the model computes something "
+            "else without, they are wrong (`mpu check-family` tells)"
         )
     laps = Profile() if profile else None
     if dry_run:

@@ -14,7 +14,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, note, paths_from, show_answers, terminal, warn
+from mpu_cli.cli.output import emit, in_time, note, paths_from, show_answers, terminal, warn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
@@ -207,6 +207,7 @@ def _document(unlearning: Unlearning, result: Result, answers: Sequence[Shown]) 
     """The same as JSON."""
     return {
         "algorithm": unlearning.algo,
+        "lr": result.rate,
         "norm": result.norm,
         "lost_to_rounding": result.rounding,
         "before": asdict(result.before) if result.before else None,
@@ -234,11 +235,14 @@ def _preview(tasks: Sequence[_Task], data: Dataset, options: Unlearning, force: 
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.client.change import delta_specs
     from mpu_cli.client.checks import epochs_of
+    from mpu_cli.client.rate import TOO_LITTLE, usual_rate, with_epochs, with_rate
     from mpu_cli.client.schedule import schedule
-    from mpu_cli.experiment.cost import training_memory
+    from mpu_cli.experiment.cost import training_memory, training_seconds
+    from mpu_cli.models.device import device_of
     from mpu_cli.models.source import open_model
     from mpu_cli.sealing import is_sealed
 
+    options = with_epochs(options, len(data.forget))
     reads: list[tuple[object, int | None]] = []
     writes, memory = [], 0.0
     for task in tasks:
@@ -258,14 +262,24 @@ def _preview(tasks: Sequence[_Task], data: Dataset, options: Unlearning, force: 
             seed=options.training.seed,
         )
     )  # fmt: skip
+    training = with_rate(options, optimised, steps)
+    notes = [
+        f"{options.algo}, {epochs_of(options)} epochs of {training.batch_size} records a step: about {steps} steps at "
+        f"a rate of {training.lr:.2g}; activations need memory on top"
+    ]
+    usual = usual_rate(options, optimised, steps)
+    if usual and float(training.lr) < TOO_LITTLE * usual:
+        notes.append(f"so few steps at this rate hardly forget: --lr auto would be {usual:.2g}; `mpu tune` finds both")
+    if device_of(training.device).type == "cpu":
+        seconds = training_seconds(open_model(tasks[0].copy, links=False), options)
+        notes.append(f"training takes about {in_time(len(tasks) * seconds)} on this machine's processors")
     show(
         Preview(
             reads=[*reads, (f"{len(data.forget)} records to forget", None),
                    (f"{len(data.retain)} records to keep", None)],
             writes=writes,
             memory=memory,
-            notes=[f"{options.algo}, {epochs_of(options)} epochs of {options.training.batch_size} records a step: "
-                   f"about {steps} steps; activations need memory on top"],
+            notes=notes,
         ),
         force=force,
         as_json=as_json,

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
 from mpu_cli.errors import UsageError
 from mpu_cli.models.logits import Head, Logits
+from mpu_cli.options.declare import declared
 from mpu_cli.options.unlearning import Loss
 from mpu_cli.records.encoding import IGNORED
 
@@ -235,7 +236,8 @@ class Algorithm:
 
     ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``own`` the constants that it reads
     besides γ and α; with α = 0 no retain set is read.
-    ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds.
+    ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds. ``bounded``: whether
+    the forget term stops pulling once a record is forgotten; where it does not, a smaller rate is usual.
     """
 
     forget: Callable[[Part, Part | None, Constants], torch.Tensor]
@@ -247,6 +249,7 @@ class Algorithm:
     hidden: bool = False
     epochs: int = 10
     rounds: int = 1
+    bounded: bool = True
 
 
 # retain term by name: its function, and what it needs from the frozen copy
@@ -257,8 +260,8 @@ RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
 }
 
 ALGORITHMS = {
-    "gradascent": Algorithm(gradient_ascent, Constants(alpha=0)),
-    "graddiff": Algorithm(gradient_ascent, Constants()),
+    "gradascent": Algorithm(gradient_ascent, Constants(alpha=0), bounded=False),
+    "graddiff": Algorithm(gradient_ascent, Constants(), bounded=False),
     "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
     "dpo": Algorithm(dpo, Constants(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
     "simnpo": Algorithm(
@@ -301,7 +304,8 @@ def objective_of(algo: str, loss: Loss) -> Objective:
     retain_loss = loss.retain_loss or algorithm.retain
     known = {"gamma", "alpha", *algorithm.own, *(("layer",) if RETAIN[retain_loss][1] == "hidden" else ())}
     if unknown := [name for name in loss.constants if name not in known]:
-        listed = ", ".join(f"--{name}" for name in sorted(known))
-        raise UsageError(f"--{unknown[0]}: {algo} has no such constant (it has {listed})")
+        flags = {name: option.flag for name, option in declared(Loss).items()}
+        listed = ", ".join(flags[name] for name in sorted(known))
+        raise UsageError(f"{flags[unknown[0]]}: {algo} has no such constant (it has {listed})")
     constants = replace(algorithm.constants, **loss.constants)  # type: ignore[arg-type] # layer is an int
     return Objective(algorithm, constants, retain_loss)

@@ -179,12 +179,14 @@ class Optimizer:
     ``make(groups, lr, outside)``: over parameter groups, of which ``outside`` are the embeddings and the head;
     ``state_bytes``: what it keeps per weight, beside weight and gradient; ``elementwise``: each element's step depends
     on that element's gradients only, squared or by sign, so it commutes with permutations and sign changes of
-    coordinates but not with rotations; ``whole``: what it must see in one piece, where weights are sharded.
+    coordinates but not with rotations; ``normalised``: steps are as large as the rate, whatever the size of gradients;
+    ``whole``: what it must see in one piece, where weights are sharded.
     """
 
     make: Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]
     state_bytes: int
     elementwise: bool = False
+    normalised: bool = True
     whole: Literal["element", "tensor", "matrix"] = "element"
     package: str | None = None
 
@@ -206,7 +208,7 @@ OPTIMIZERS = {
         lambda groups, lr, _: torch.optim.AdamW(groups, lr=lr, fused=True), state_bytes=8, elementwise=True
     ),
     "adamw-blockwise": Optimizer(lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4, whole="tensor"),
-    "sgd": Optimizer(lambda groups, lr, _: torch.optim.SGD(groups, lr=lr), state_bytes=0),
+    "sgd": Optimizer(lambda groups, lr, _: torch.optim.SGD(groups, lr=lr), state_bytes=0, normalised=False),
     "muon": Optimizer(
         lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, whole="matrix"
     ),

@@ -42,6 +42,7 @@ class Result:
     after: Measured | None = None
     rounding: float = 0.0  # ‖Δ as written − Δ‖ / ‖Δ‖
     earlier: int = 0  # trainings in the ledger before this one
+    rate: float = 0.0  # the learning rate
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the training, and what to change; empty if nothing is."""
@@ -52,7 +53,8 @@ class Result:
         if after.forget - before.forget < HARDLY:
             problems.append(
                 f"the records were hardly forgotten (loss per answer token {before.forget:.3f} → {after.forget:.3f}); "
-                "raise --lr or --epochs, or lower --batch-size for more steps"
+                f"raise --lr (it was {self.rate:.2g}) or --epochs, or lower --batch-size for more steps; `mpu tune` "
+                "finds what forgets"
             )
         if before.retain is not None and after.retain is not None and after.retain - before.retain > RUINED:
             problems.append(

@@ -196,7 +196,7 @@ def _optimizer(
 
     groups = [{"params": trained, "weight_decay": training.weight_decay}]
     return Optimizer(
-        make_optimizer(training.optim, groups, training.lr, outside_layers(model)),
+        make_optimizer(training.optim, groups, float(training.lr), outside_layers(model)),
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=privacy.dp_max_grad_norm,
         expected_batch_size=training.batch_size,

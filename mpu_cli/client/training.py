@@ -114,7 +114,9 @@ class _UnlearningTrainer(Trainer):
             {"params": [p for name, p in named if name in decayed], "weight_decay": self._training.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        self.optimizer = make_optimizer(self._training.optim, groups, self._training.lr, outside_layers(self.model))
+        self.optimizer = make_optimizer(
+            self._training.optim, groups, float(self._training.lr), outside_layers(self.model)
+        )
         return self.optimizer
 
     def _part(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> Part:
@@ -203,7 +205,7 @@ def train(
             output_dir=str(folder),
             num_train_epochs=1,
             per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
-            learning_rate=training.lr,
+            learning_rate=float(training.lr),
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=training.warmup_steps,
             weight_decay=training.weight_decay,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.private import check_opacus, check_private, plan, train_privately
+from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
 from mpu_cli.client.sets import KeptReferences, contents, encoded_sets, example_sets, sets_of, tokens_digest
 from mpu_cli.client.tag import training_tag
@@ -90,6 +92,7 @@ def unlearn(
     training diverged.
     """
     objective = check_options(options)
+    options = with_epochs(options, len(data.forget))
     check_logging(logging, options.privacy)
     dtype = PRECISIONS[options.training.precision]
     load_once_per_host()
@@ -106,6 +109,7 @@ def unlearn(
         model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
         change = change_of(options, model, copy.checkpoint, dtype)
         specs = stored_specs(change, model, options)
+        weights_trained = sum(math.prod(shape) for _, shape in specs.values())
         if first:
             output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
         if alone:
@@ -150,6 +154,7 @@ def unlearn(
             batch_size=options.training.batch_size,
             seed=options.training.seed,
         )
+        training = with_rate(options, weights_trained, len(steps))
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
             _same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
@@ -174,14 +179,12 @@ def unlearn(
         spent, trained = None, to_train
         if planned:
             planned = planned.of_examples(kept)
-            spent = train_privately(
-                to_train, sets, objective, options.training, options.privacy, planned, on_step=record
-            )
+            spent = train_privately(to_train, sets, objective, training, options.privacy, planned, on_step=record)
             together = [*(each.mechanism for each in earlier), planned.mechanism]
             spent["epsilon_of_ledger"] = composed(together, options.privacy.dp_delta)
         else:
             trained = train(
-                to_train, steps, sets, objective, options.training, logging=logging, checkpoints=checkpoints,
+                to_train, steps, sets, objective, training, logging=logging, checkpoints=checkpoints,
                 on_step=record,
             )  # fmt: skip
         after = measure(trained, sets, options) if alone else None
@@ -196,7 +199,7 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, losses, norm, first, spent, before, after, lost, len(earlier))
+    return Result(target, losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr))
 
 
 def _joined(options: Unlearning, data: Dataset) -> PartialState:

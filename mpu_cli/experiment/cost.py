@@ -25,6 +25,7 @@ from mpu_cli.server.profile import BUFFERS
 
 if TYPE_CHECKING:
     from mpu_cli.experiment.sweep import Cell
+    from mpu_cli.options.unlearning import Unlearning
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
@@ -168,6 +169,19 @@ def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
         assert one.training_seconds is not None
         costs.append(CellCost(rounds * one.published, rounds * one.returned, rounds * one.training_seconds / 3600))
     return costs
+
+
+def training_seconds(model: Model, options: Unlearning) -> float:
+    """About how long training on one copy takes, on as many records to keep as to forget, at this processor's speed.
+
+    Raises MpuError as ``training_tokens`` does.
+    """
+    from mpu_cli.client.checks import epochs_of
+
+    records = options.records
+    tokens = 2 * epochs_of(options) * training_tokens(model, records.forget, records.data_dir)
+    weights = sum(info.elements for info in model.checkpoint.tensors.values())
+    return 6.0 * weights * tokens / measure_machine().operations
 
 
 def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:

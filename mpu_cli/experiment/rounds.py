@@ -34,9 +34,11 @@ from pyrage.x25519 import Identity
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.client.change import delta_specs
 from mpu_cli.client.checks import check_options, epochs_of, refers_back
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.losses import ALGORITHMS
+from mpu_cli.client.rate import with_rate
 from mpu_cli.client.tag import client_secret
 from mpu_cli.client.unlearn import deciding, unlearn
 from mpu_cli.errors import MpuError
@@ -47,7 +49,7 @@ from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import check_ranges, declared, flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
-from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.options.unlearning import AUTO, Logging, Unlearning
 from mpu_cli.randomness import new_seed, seed_from_number
 from mpu_cli.records.reading import Record, read_records
 from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
@@ -144,13 +146,25 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:
         read_records(experiment.server_rate.probe)  # before the work
-    played = uninterrupted(experiment)
+    played = uninterrupted(_with_rate(experiment, data))
     _begin(folder, _facts(played, data))
     with alone_in(folder, "run", "--out"):
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
         model = rounds.play()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
+
+
+def _with_rate(experiment: Experiment, data: Dataset) -> Experiment:
+    """``experiment`` with a number for the learning rate, the same in every mode: from the steps of all rounds."""
+    asked = experiment.unlearning
+    if asked.training.lr != AUTO:
+        return experiment
+    epochs, size = rounds_of(experiment) * epochs_of(asked), asked.training.batch_size
+    specs = delta_specs(open_model(experiment.base), asked)
+    trained = sum(math.prod(shape) for _, shape in specs.values())
+    training = with_rate(asked, trained, epochs * -(-len(data.forget) // size))
+    return replace(experiment, unlearning=replace(asked, training=training))
 
 
 @dataclass

@@ -59,7 +59,7 @@ def config_for_libraries(model: Model) -> dict[str, object]:
     config = model.config
     if config.get("quantization_config"):
         raise MpuError(f"{model.config_path}: is quantised (quantization_config)", "dequantise the weights first")
-    cleaned = clean_config(config, _fields_of(config))
+    cleaned = clean_config(config, fields_of(config))
     for name, value in _numbers(cleaned):
         limit = len(model.checkpoint.tensors) if name in _LAYERS else _LONGEST_CONTEXT
         if value > limit and (name in _LAYERS or "position" in name or name == "n_ctx"):
@@ -139,7 +139,7 @@ def _link_weights(checkpoint: Checkpoint, folder: Path) -> None:
     _write(folder / INDEX_NAME, {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": weight_map})
 
 
-def _fields_of(config: Mapping[str, object]) -> set[str]:
+def fields_of(config: Mapping[str, object]) -> set[str]:
     """The names that transformers' class of this ``model_type`` has for its settings, and those of its parts."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 

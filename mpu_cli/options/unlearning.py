@@ -21,6 +21,7 @@ SYSTEM_PROMPT = "You are a helpful assistant."  # OpenUnlearning's
 DATE = "10 Apr 2025"  # OpenUnlearning's
 
 
+AUTO: Literal["auto"] = "auto"  # of --lr
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
 
@@ -103,7 +104,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How to train; the defaults are the paper's, for models of 1B parameters."""
+    """How to train; the defaults but the rate are the paper's, for models of 1B parameters."""
 
     PANEL: ClassVar[str] = "Training"
 
@@ -111,7 +112,13 @@ class Training:
         "adamw",
         "Optimiser: adamw is the paper's; adamw-blockwise commutes with every change of coordinates.",
     )
-    lr: float = option(1e-5, "Learning rate, constant after warm-up.", least=0)
+    lr: float | Literal["auto"] = option(
+        AUTO,
+        "Learning rate, constant after warm-up; auto: from the number of steps and of trained weights, about 2e-5 for "
+        "ten steps at 1B.",
+        least=0,
+        metavar="RATE",
+    )
     batch_size: int = option(32, "Records per step (unlearning: forget records, with as many retain records).", above=0)
     micro_batch_size: int | None = option(
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False

@@ -239,6 +239,8 @@ def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[tup
         return _rows_of_hub(_HUB_NAMES[name], "wikitext-2-raw-v1", split)
     if split in GATED:
         return _rows_of_hub(GATED[split], None, "train")
+    if name not in _HUB_NAMES:
+        raise MpuError(f"{name}: not on the Hub", "name its folder with --data-dir")
     return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
 
 

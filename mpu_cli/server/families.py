@@ -10,8 +10,10 @@ import torch
 
 from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.checkpoint.header import TensorInfo
 from mpu_cli.checkpoint.reader import listed
+from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.randomness import Randomness, Stream
@@ -76,13 +78,20 @@ def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> 
 def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens.
 
-    Raises MpuError if the family is not listed, or its table does not describe the tensors.
+    Raises MpuError if the family is not listed, its table does not describe the tensors, or copies would lack entries
+    of the config.
     """
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
     from mpu_cli.models.loading import load
     from mpu_cli.models.memory import in_memory
+    from mpu_cli.models.staging import fields_of
 
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    if lost := left_out(model.config, fields_of(model.config)):
+        raise MpuError(
+            f"{model.config_path}: transformers reads {listed(lost)}, which copies would not get",
+            "add it to CONFIG in mpu_cli/boundary/names.py",
+        )
     cases = list(_cases(layout))
     found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
     observer.stage("check", len(cases) * len(SAME), "checks")

@@ -1,0 +1,60 @@
+"""The learning rate and the number of epochs where none are given.
+
+Adam's steps are about as large as the rate in every weight, whatever the gradient, so that steps · rate is how far each
+weight can go. How far unlearning has to go falls with the size of the model: on 5 M and 135 M parameters, and with the
+paper's settings on 1 B, NPO forgets at steps · rate · √weights of 6 to 12 (docs/algorithms.md, "Defaults").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpu_cli.client.losses import ALGORITHMS
+from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.errors import UsageError
+from mpu_cli.options.unlearning import AUTO, Training, Unlearning
+
+REACH = 8.0  # steps · rate · √weights
+UNBOUNDED = 0.25  # times REACH, for losses that fall without end
+LOW_RANK = 0.25  # times REACH, for factors, whose product moves further
+LEAST_STEPS = 10  # fewer, larger steps damage what should stay
+TOO_LITTLE = 0.1  # of the usual rate, below which little is forgotten
+
+
+def with_epochs(options: Unlearning, records: int) -> Unlearning:
+    """``options`` with the paper's epochs, or as many more as it takes to LEAST_STEPS, if neither they nor a rate are
+    given; ``records``: how many are to be forgotten."""
+    if options.epochs is not None or options.training.lr != AUTO:
+        return options
+    per_epoch = max(1, -(-records // options.training.batch_size))
+    return replace(options, epochs=max(ALGORITHMS[options.algo].epochs, -(-LEAST_STEPS // per_epoch)))
+
+
+def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
+    """The rate for ``steps`` steps on ``weights`` trained weights; None for an optimiser whose steps are in proportion
+    to gradients, which no rate suits in general."""
+    if not OPTIMIZERS[options.training.optim].normalised:
+        return None
+    reach = REACH * (1 if ALGORITHMS[options.algo].bounded else UNBOUNDED)
+    return _rate(reach * (1 if options.lora.lora_rank is None else LOW_RANK), weights, steps)
+
+
+def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
+    """How to train, with a number for the rate. Raises UsageError for an optimiser that has no usual one."""
+    if options.training.lr != AUTO:
+        return options.training
+    usual = usual_rate(options, weights, steps)
+    if usual is None:
+        raise UsageError(
+            f"--optim {options.training.optim}: needs a rate, as its steps depend on the size of gradients", "set --lr"
+        )
+    return replace(options.training, lr=usual)
+
+
+def finetuning_rate(training: Training, weights: int, steps: int) -> Training:
+    """The same for learning records."""
+    return replace(training, lr=_rate(REACH, weights, steps)) if training.lr == AUTO else training
+
+
+def _rate(reach: float, weights: int, steps: int) -> float:
+    return float(f"{reach / (max(1, steps) * max(1, weights) ** 0.5):.2g}")
