@@ -12,6 +12,7 @@ gradient, which is not smooth.
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def measure(
         for m, found in errors.items():
             weights = Extrapolated(NODES[:m]).weights.numpy() if m > 1 else np.ones(1)
             found.append(float(np.linalg.norm(weights @ deltas[:m] - clean) / np.linalg.norm(clean)))
+        shutil.rmtree(here)
     return errors
 
 

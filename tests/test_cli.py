@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.architectures.family import SETS
 from mpu_cli.checkpoint.dtypes import OPTION
+from mpu_cli.cli.levels import ESSENTIAL
 from mpu_cli.client.checks import PRECISIONS
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.client.optimizers import OPTIMIZERS
@@ -486,7 +487,7 @@ def test_code_in_a_folder_is_not_run(tmp_path, shell):
 
 def test_help_tells_defaults():
     done = subprocess.run(
-        [sys.executable, "-m", "mpu_cli", "publish", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mpu_cli", "publish", "--help-all"], capture_output=True, text=True, check=True
     )
     text = " ".join(done.stdout.replace("│", " ").split())
     assert "(default: each tensor's own)" in text
@@ -666,3 +667,23 @@ def test_help_at_any_width(mpu, monkeypatch, width):
     assert "such as ." not in " ".join(lines)
     words = " ".join(" ".join(lines).split())
     assert "forgetting against utility, and each numeric axis of the grid" in words
+
+
+@pytest.mark.parametrize("command", ["publish", "unlearn", "watch", "run", "tune", "eval", "finetune"])
+def test_help_in_two_levels(mpu, monkeypatch, command):
+    """The options that matter, each of which exists, and how to see the rest; hidden ones work."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+    flags = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+    short, whole = mpu(command, "--help").out, mpu(command, "--help-all").out
+    assert len(short.splitlines()) < len(whole.splitlines())
+    assert f"more options: mpu {command} --help-all" in " ".join(short.split())
+    listed = {line.split()[1] for line in short.splitlines() if line.startswith("│ --")}
+    assert set(ESSENTIAL[command].split()) <= set(flags.findall(whole))
+    assert set(ESSENTIAL[command].split()) <= listed | set(flags.findall(short))
+
+
+def test_an_option_that_is_nearly_right(mpu, tmp_path):
+    (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
+    told = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
+    assert (told.status, "did you mean batch_size?" in told.err) == (2, True)

@@ -127,12 +127,10 @@ def audit(
     if unmoved:
         note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")
     off, share = result.function_error(best), result.change_error(best)
-    of_change = f", {share:.2%} of the change that fine-tuning made" if public else ""
+    of_change = f" and {share:.2%} of what fine-tuning changed" if public else ""
     verdict = (
-        f"recovered: {ATTACKS[best].description} gives the weights to within {off:.2%}{of_change}"
-        if share < CLOSE
-        else f"not recovered by these attacks: the weights at best to {off:.2%}{of_change} "
-        f"({ATTACKS[best].description})"
+        f"{'recovered' if share < CLOSE else 'not recovered'}: the best of these attacks, {ATTACKS[best].description}, "
+        f"is off by {off:.2%} of the weights{of_change}"
     )
     emit(
         [verdict],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mpu_cli.checkpoint.reader import Checkpoint
     from mpu_cli.manifest import CopyManifest
     from mpu_cli.server.calibration import Calibration
+
+MOST_BESIDE = 100  # files beside a delta that are compared with it
+LONGEST_CARD = 100_000  # characters of a model card that are read
 
 
 def inspect(
@@ -132,6 +135,9 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             facts["privacy, as the client says"] = manifest.privacy
         if manifest.trained:
             facts["training tags"] = manifest.trained
+            alike, unlike = _trained_alike(path, manifest.trained)
+            facts |= {"trained like": alike} if alike else {}
+            facts |= {"trained otherwise than": unlike} if unlike else {}
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
     elif path.is_dir() and (origin := read_copy_manifest(folder)):
@@ -147,6 +153,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
+        facts |= _of_card(folder)
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
         config = read_json_object(path / ADAPTER_CONFIG)
         facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
@@ -154,6 +161,37 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
     return facts
+
+
+def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The other deltas beside ``path`` whose tags say that they were trained alike, and those whose tags differ."""
+    from mpu_cli.checkpoint.reader import open_checkpoint
+    from mpu_cli.manifest import delta_manifest
+
+    alike: list[str] = []
+    unlike: list[str] = []
+    for other in sorted(path.parent.glob("*.safetensors"))[:MOST_BESIDE]:
+        try:
+            trained = delta_manifest(open_checkpoint(other).metadata, other).trained
+        except MpuError:
+            continue
+        if other != path and trained and trained.get("key") == tags.get("key"):
+            (alike if trained == tags else unlike).append(other.name)
+    return alike, unlike
+
+
+def _of_card(folder: Path) -> dict[str, object]:
+    """What the model card says of the aggregation: its estimated error, and warnings."""
+    from mpu_cli.server.card import CARD, WARNED
+
+    try:
+        lines = (folder / CARD).read_text(encoding="utf-8")[:LONGEST_CARD].splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    rows = dict(cells for line in lines if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 2)
+    facts = {name: rows[name] for name in ("estimated error of the update", "algorithm") if name in rows}
+    warnings = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return facts | ({"warnings": warnings} if warnings and WARNED in lines else {})
 
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:

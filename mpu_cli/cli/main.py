@@ -26,6 +26,7 @@ from mpu_cli.cli.finetune import finetune
 from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
+from mpu_cli.cli.levels import in_two_levels
 from mpu_cli.cli.output import printable, results_alone, warn
 from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
@@ -134,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
             warn(sentence)
         file = file or os.environ.get(VARIABLE)
         defaults = defaults_from(Path(file), command.commands) if file else None
+        arguments = in_two_levels(command.commands, arguments)
         status = command.main(joined(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)

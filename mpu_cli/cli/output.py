@@ -131,10 +131,20 @@ class Terminal(Observer):
         if not sys.stderr.isatty() or not _first():
             return
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         done = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.1f}/{task.total} " + unit)
-        columns = (TextColumn(label), BarColumn(), done, TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn(label), BarColumn(), done, TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+        )  # fmt: skip
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._bar.start()
         self._bar.add_task(label, total=total, text="")

@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, in_bytes, note
+from mpu_cli.cli.output import emit, in_bytes, in_time, note
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
 from mpu_cli.options.unlearning import Optimizer, Training
@@ -61,9 +61,9 @@ def plan(
         f"client returns\t{in_bytes(costs.returned)} of float32 deltas",
         f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
         f"client memory\t{in_bytes(costs.client_memory)} for weights, gradient and {optim}'s state, plus activations",
-        f"server, by the paper's counts\t{in_bytes(costs.moved)} moved, {costs.operations:.3g} operations "
-        f"({costs.intensity:.2f} per byte): the slower of both takes {costs.server_seconds:.3g} s at this machine's "
-        f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.operations / 1e9:.0f} billion operations/s",
+        f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
+        f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
+        f"{machine.operations / 1e9:.0f} billion operations/s",
     ]
     if costs.training_operations is not None:
         lines.append(

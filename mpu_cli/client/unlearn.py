@@ -59,6 +59,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Unlearning
+from mpu_cli.outputs import name_of_copy
 from mpu_cli.resumption import write_atomically
 
 ADVICE = (
@@ -169,7 +170,7 @@ def unlearn(
         if checks:
             refuse(signs, copy.source, checks.trust_copy, observer)
         losses: list[Losses] = []
-        observer.stage(f"unlearn {target.name.removesuffix('.safetensors')}", epochs_of(options), "epochs")
+        observer.stage(f"unlearn {name_of_copy(copy.source)}", epochs_of(options), "epochs")
 
         def record(step: Losses, total: int) -> None:
             losses.append(step)

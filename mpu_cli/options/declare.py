@@ -17,6 +17,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -170,7 +171,11 @@ def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") ->
     values = by_present_names(of, values)
     for name in values:
         if name not in known:
-            raise UsageError(f"{where}{name}: unknown option", f"choose from {', '.join(known)}")
+            close = get_close_matches(name, known, 1)
+            raise UsageError(
+                f"{where}{name}: unknown option",
+                f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}",
+            )
     group = _build(of, values, where)
     check_ranges(group, where)
     return group

@@ -12,6 +12,7 @@ from mpu_cli.server.keys import Keys
 from mpu_cli.version import __version__
 
 CARD = "README.md"
+WARNED = "Warnings of `mpu aggregate`:"
 
 
 def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
@@ -54,7 +55,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
             "and returned weight changes only, which were combined here.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
             *curve,
-            *(["Warnings of `mpu aggregate`:", "", *warnings, ""] if warnings else []),
+            *([WARNED, "", *warnings, ""] if warnings else []),
             "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
             "measures what is.", "",
         ]
