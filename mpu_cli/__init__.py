@@ -5,9 +5,13 @@ The functions of ``mpu_cli.api`` can be imported from here; they, and torch with
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from mpu_cli.version import __version__
+
+# cuBLAS reads it when it is first used: deterministic training fails in a process that used it without.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if TYPE_CHECKING:
     from mpu_cli.api import aggregate, audit, evaluate, invert, publish, unlearn

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpu_cli.models.device import ACCELERATE, tell_accelerate
+from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
 from tests.models import random_model, save, write_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,3 +224,17 @@ class TestDoctor:
         assert "RuntimeError: no kernel image is available" in told.out
         assert "works\tpublish on " in told.out
         assert mpu("doctor", "--quick", cwd=tmp_path).out.startswith("mpu\t")
+
+
+def test_a_training_on_the_cpu_does_not_bind_the_next_one() -> None:
+    """accelerate keeps the device that it was first asked for: --device cuda would quietly load on the CPU."""
+    for kind, on_cpu in (("cpu", True), ("cuda", False), ("cpu", True)):
+        assert processes_of(torch.device(kind))._cpu == on_cpu
+
+
+def test_cublas_is_told_before_it_is_used() -> None:
+    """It reads the variable once: later is too late for deterministic training."""
+    command = "import mpu_cli, os, sys; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    told = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [":4096:8", "False"]

@@ -53,7 +53,7 @@ from mpu_cli.client.training import (
 )
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
-from mpu_cli.models.device import device_of
+from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.loading import load, load_once_per_host, memory_in_mind
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
@@ -207,7 +207,7 @@ def _joined(options: Unlearning, data: Dataset) -> PartialState:
     """The processes that train together. Raises MpuError if they cannot reach each other, UsageError for DP-SGD on
     several."""
     # Without a GPU, "auto" means the CPU for the processes' communication, too.
-    state = PartialState(cpu=device_of(options.training.device).type == "cpu")
+    state = processes_of(device_of(options.training.device))
     if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
         raise MpuError(
             f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpu_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 ACCELERATE = "ACCELERATE_TORCH_DEVICE"  # the variable that accelerate reads
 
@@ -42,6 +46,20 @@ def tell_accelerate(device: torch.device) -> None:
         os.environ[ACCELERATE] = str(device)
     else:
         os.environ.pop(ACCELERATE, None)
+
+
+def processes_of(device: torch.device) -> PartialState:
+    """accelerate's state of the processes that work together, for computing on ``device``.
+
+    It is made once and keeps its device: what an earlier training on another kind of device left is forgotten.
+    """
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+
+    on_cpu = device.type == "cpu"
+    if PartialState._shared_state and PartialState().num_processes == 1 and PartialState()._cpu != on_cpu:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return PartialState(cpu=on_cpu)
 
 
 def name_of(device: torch.device) -> str:

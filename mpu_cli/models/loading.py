@@ -35,7 +35,7 @@ from mpu_cli.checkpoint.reader import (
     read_json_object,
 )
 from mpu_cli.errors import MpuError
-from mpu_cli.models.device import device_of
+from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.memory import in_memory
 from mpu_cli.models.source import Model, cached
 from mpu_cli.models.staging import staged, staged_adapter
@@ -214,7 +214,7 @@ def load(
             check_is(model, source.checkpoint)
     place = device_of(device)
     if place == torch.device("cuda"):  # each process has one of its own
-        place = PartialState().device
+        place = processes_of(place).device
     if has_weights():
         model.to(place)
     model.tie_weights()  # on some devices, torch makes new parameters of both
