@@ -79,7 +79,7 @@ def test_the_worked_example(trained: Trained, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
-    assert forget < 0.8 < retain
+    assert forget < 0.7 < 0.75 < retain
 
 
 @pytest.mark.slow

@@ -215,6 +215,13 @@ def _preview(plan: PublishPlan, as_json: bool) -> None:
     ]
     if bare := published_as_they_are(plan.layout, plan.base.checkpoint.tensors):
         notes.insert(0, bare)
+    noise = publication.kappa or publication.shared_kappa or publication.calibration
+    if not noise:
+        notes.append("no noise: whoever aligns a copy with the public model has the weights")
+    elif plan.pretrained is None and not publication.calibration:
+        notes.append(UNSCALED)
+    if noise and not publication.permanent and publication.copies > 1:
+        notes.append("this noise cancels for whoever has all copies; --pretrained alone chooses noise that stays")
     show(
         Preview(
             reads=[(model.source, model.checkpoint.nbytes) for model in (plan.whole, plan.pretrained) if model],
@@ -291,6 +298,7 @@ def report(published: Published, max_noise: float | None = None) -> None:
         if calibration:
             scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
         table(f"Noise at {scale}, as requested and as stored", columns, rows)
+        note("σ: as asked for; survived: what storage left of it (RMS); unchanged: share of weights that it left alone")
         if not calibration and (silent := [block.block for block in blocks if block.rms == 0]):
             warn(
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "
