@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpu_cli.demo.outcome import Demonstration
-from mpu_cli.evaluation.metrics import RELEARNED
 from mpu_cli.evaluation.plots import draw_comparison, draw_relearning, svg_of_comparison
+from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.figures import PALETTE, html_table, make_figure, page, svg
 

@@ -25,7 +25,8 @@ from mpu_cli.demo.report import write_report
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.benchmarks.own import own_records, read_own
 from mpu_cli.evaluation.evaluate import evaluate
-from mpu_cli.evaluation.metrics import RELEARNED, Form
+from mpu_cli.evaluation.metrics import Form
+from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import run
 from mpu_cli.models.source import Model, open_model

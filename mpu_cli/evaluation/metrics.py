@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 if TYPE_CHECKING:
@@ -29,15 +29,6 @@ LOWEST = 0.4  # fraction of tokens that min-k uses
 LEAST_VARIANCE = 1e-6
 CHANCE = 0.5  # AUC of random guessing
 GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to two splits
-RELEARNED = "forget_Q_A_Prob_relearned"  # the metric whose form has a curve over steps
-RESAMPLES = 2000  # of a bootstrap
-RECOVERED = {
-    "relearn": "the probability of the true answers of one half of the forget set, after fine-tuning on the other half",
-    "quantise": "the probability of the true answers, once the weights are rounded to 8 or 4 bits",
-    "paraphrase": "the largest probability of the true answer over rephrased questions",
-    "sample": "the largest ROUGE-L recall over answers sampled at temperature 1",
-    "context": "the probability of the true answers after other records in the prompt",
-}
 
 Findings = Mapping[str, Any]
 Form = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
@@ -137,7 +128,7 @@ def lowest_mean(values: torch.Tensor) -> float:
     return -float(values.sort().values[: max(1, int(len(values) * LOWEST))].mean())
 
 
-def _by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> Form:
+def by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> Form:
     return {"agg_value": agg_value, "value_by_index": {str(i): dict(row) for i, row in enumerate(rows)}}
 
 
@@ -164,7 +155,7 @@ def _of_knowledge(split: str) -> str:
 
 def _probabilities(losses: Sequence[float]) -> Form:
     rows = [{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses]
-    return _by_index(rows, mean([row["prob"] for row in rows]))
+    return by_index(rows, mean([row["prob"] for row in rows]))
 
 
 @defined
@@ -182,7 +173,7 @@ def perturbed_probability(split: str) -> Metric:
 
     def make(findings: Findings, _: object) -> Form:
         rows = [{"prob": [math.exp(-loss) for loss in losses], "avg_loss": list(losses)} for losses in findings[key]]
-        return _by_index(rows, mean([mean(row["prob"]) for row in rows]))
+        return by_index(rows, mean([mean(row["prob"]) for row in rows]))
 
     return Metric((key,), make, DOWN)
 
@@ -197,7 +188,7 @@ def normalised_probability(right: str, wrong: str) -> Metric:
         for index, row in forms[right]["value_by_index"].items():
             p = row["prob"]
             rows.append({"prob": p / (p + math.fsum(wrongs[index]["prob"]) + EPSILON)})
-        return _by_index(rows, mean([row["prob"] for row in rows]))
+        return by_index(rows, mean([row["prob"] for row in rows]))
 
     return Metric((), make, of=(right, wrong))
 
@@ -216,7 +207,7 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
             rows.append({"score": ratio})
         ratios = [row["score"] for row in rows]
         terms = [min(r, 1 / (r + EPSILON)) for r in ratios] if forget else [max(0.0, 1 - r) for r in ratios]
-        return _by_index(rows, mean(terms))
+        return by_index(rows, mean(terms))
 
     return Metric((), make, of=(right, wrong))
 
@@ -242,7 +233,7 @@ def rouge(split: str, score: str) -> Metric:
                     **answer,
                 }
             )
-        return _by_index(rows, mean([row[score] for row in rows]))
+        return by_index(rows, mean([row[score] for row in rows]))
 
     return Metric((key,), make, _of_knowledge(split))
 
@@ -265,7 +256,7 @@ def _memorization(split: str, name: str) -> Metric:
 
     def make(findings: Findings, _: object) -> Form:
         rows = [{"score": answer[name]} for answer in findings[key]]
-        return _by_index(rows, mean([row["score"] for row in rows]))
+        return by_index(rows, mean([row["score"] for row in rows]))
 
     return Metric((key,), make, DOWN)
 
@@ -323,7 +314,7 @@ def _attack(forget: Sequence[float], holdout: Sequence[float]) -> Form:
     labels = [0] * len(forget) + [1] * len(holdout)
     auc = float(roc_auc_score(labels, [*forget, *holdout]))
     sides = {
-        side: _by_index([{"score": score} for score in scores], mean(scores))
+        side: by_index([{"score": score} for score in scores], mean(scores))
         for side, scores in (("forget", forget), ("holdout", holdout))
     }
     return {**sides, "auc": auc, "agg_value": auc}
@@ -371,80 +362,3 @@ def harmonic_mean(parts: tuple[str, ...]) -> Metric:
         return {"agg_value": float(hmean([forms[name]["agg_value"] for name in parts]))}
 
     return Metric((), make, of=parts)
-
-
-def attack_key(name: str) -> str:
-    """Key of what an attack of ``recovery`` found."""
-    return f"attack:{name}"
-
-
-def interval(values: Sequence[float]) -> list[float] | None:
-    """The 95 % interval of the mean of ``values``, by a percentile bootstrap over them; None for fewer than two."""
-    import numpy
-    from scipy.stats import bootstrap
-
-    if len(values) < 2:
-        return None
-    found = bootstrap(
-        (numpy.asarray(values),), numpy.mean, n_resamples=RESAMPLES, method="percentile",
-        random_state=numpy.random.default_rng(0),
-    )  # fmt: skip
-    return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
-
-
-def _recovered(rows: Sequence[Mapping[str, Any]], field: str) -> Form:
-    values = [row[field] for row in rows]
-    return {**_by_index(rows, mean(values)), "interval": interval(values)}
-
-
-def _recovered_probabilities(losses: Sequence[float]) -> Form:
-    return _recovered([{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses], "prob")
-
-
-def recovered(attack: str, retain: bool) -> dict[str, Metric]:
-    """What an attack brings back of the forget set: probabilities of the true answers, or ROUGE of sampled ones, each
-    with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses."""
-    key = attack_key(attack)
-
-    def of(make: Callable[[Any], Form]) -> Metric:
-        return Metric((key,), lambda findings, _: make(findings[key]), DOWN, says=RECOVERED[attack])
-
-    def relearned(found: Mapping[str, Any]) -> Form:
-        forms = [_recovered_probabilities(losses) for losses in found["losses"]]
-        curve = [
-            {"steps": steps, "agg_value": form["agg_value"], "interval": form["interval"]}
-            for steps, form in zip(found["steps"], forms, strict=True)
-        ]
-        return {**forms[-1], "curve": curve}
-
-    def quantised(kind: str, found: Mapping[str, Any]) -> Form:
-        return _recovered_probabilities(found[kind])
-
-    def rephrased(found: Sequence[Sequence[float]]) -> Form:
-        probabilities = [[math.exp(-loss) for loss in losses] for losses in found]
-        return _recovered([{"prob": max(own), "probs": own} for own in probabilities], "prob")
-
-    def sampled(found: Sequence[Mapping[str, Any]]) -> Form:
-        from rouge_score.rouge_scorer import RougeScorer
-
-        scorer = RougeScorer(["rougeL"], use_stemmer=True)
-        rows = []
-        for answers in found:
-            truth = answers["ground_truth"]
-            scores = [scorer.score(truth, answer)["rougeL"].recall for answer in answers["samples"]]
-            best = scores.index(max(scores))
-            rows.append({"rougeL_recall": scores[best], "ground_truth": truth, "generation": answers["samples"][best]})
-        return _recovered(rows, "rougeL_recall")
-
-    if attack == "relearn":
-        return {RELEARNED: of(relearned)}
-    if attack == "quantise":
-        return {f"forget_Q_A_Prob_{kind}": of(partial(quantised, kind)) for kind in ("int8", "int4")}
-    if attack == "paraphrase":
-        return {"forget_Q_A_Prob_rephrased": of(rephrased)}
-    if attack == "sample":
-        return {"forget_Q_A_ROUGE_sampled": of(sampled)}
-    table = {"forget_Q_A_Prob_in_context": of(lambda found: _recovered_probabilities(found["forget"]))}
-    if retain:
-        table["forget_Q_A_Prob_in_retain_context"] = of(lambda found: _recovered_probabilities(found["retain"]))
-    return table

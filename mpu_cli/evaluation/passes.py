@@ -22,8 +22,9 @@ from mpu_cli.evaluation.findings import Findings
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
-from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE, attack_key, import_statistics, reading
+from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE, import_statistics, reading
 from mpu_cli.evaluation.provenance import Subject
+from mpu_cli.evaluation.recovered import attack_key
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.deltas import add_delta
 from mpu_cli.models.limits import longest_input

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation.metrics import RELEARNED, privleak_of
+from mpu_cli.evaluation.metrics import privleak_of
+from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.figures import PALETTE, legend_below, log_ticks, make_figure, plain, svg, write_figure
 
 if TYPE_CHECKING:

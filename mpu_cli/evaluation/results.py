@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpu_cli.evaluation.benchmarks import known_metrics
-from mpu_cli.evaluation.metrics import CHANCE, DOWN, RELEARNED, RETAIN, UP, ZERO
+from mpu_cli.evaluation.metrics import CHANCE, DOWN, RETAIN, UP, ZERO
+from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 
 # metrics that every table shows by default, in this order, if the results have them

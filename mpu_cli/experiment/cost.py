@@ -141,7 +141,7 @@ class CellCost:
 def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
     """What each experiment of a sweep costs at least; None if its model or records are not on this machine."""
     from mpu_cli.client.checks import epochs_of
-    from mpu_cli.experiment.rounds import publication_in, rounds_of, uninterrupted
+    from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted
 
     machine = measure_machine()
     costs: list[CellCost | None] = []

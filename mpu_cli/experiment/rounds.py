@@ -14,111 +14,44 @@ only in what is published.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from pyrage.x25519 import Identity
 
-from mpu_cli.checkpoint.dtypes import OPTION
-from mpu_cli.checkpoint.fingerprint import fingerprint
-from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.client.change import delta_specs
-from mpu_cli.client.checks import check_options, epochs_of, refers_back
+from mpu_cli.client.checks import check_options, refers_back
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.client.rate import with_rate
 from mpu_cli.client.tag import client_secret
-from mpu_cli.client.unlearn import deciding, unlearn
+from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG, Outcome, remember
 from mpu_cli.experiment.launching import launched
-from mpu_cli.models.source import Model, open_model
+from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted, with_one_rate
+from mpu_cli.experiment.provenance import begin, facts_of, identity_of
+from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
-from mpu_cli.options.declare import check_ranges, declared, flat, from_flat
+from mpu_cli.options.declare import check_ranges, flat, from_flat
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.options.publishing import Aggregating, Copies
-from mpu_cli.options.unlearning import AUTO, Logging, Unlearning
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.options.unlearning import Logging
 from mpu_cli.randomness import new_seed, seed_from_number
-from mpu_cli.records.reading import Record, read_records
-from mpu_cli.resumption import alone_in, append_line, differences, read_lines, write_atomically
+from mpu_cli.records.reading import read_records
+from mpu_cli.resumption import alone_in, append_line, read_lines
 from mpu_cli.sealing import make_identity, read_identities
 from mpu_cli.server.aggregate import aggregate
 from mpu_cli.server.copying import CopySurvival
 from mpu_cli.server.deltas import open_deltas
-from mpu_cli.server.keys import BaseIdentity, Keys, seal, unseal
+from mpu_cli.server.keys import Keys, seal, unseal
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Published, Target, plan_publish, publish
 from mpu_cli.server.round import Owner, plan_aggregate
-from mpu_cli.server.scheme import ZeroSum, scheme_of
-from mpu_cli.version import __version__
-
-
-def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number: int = 1) -> Publication:
-    """What the server publishes in round ``number``, with the secrets of ``seed``, in the experiment's mode.
-
-    Raises UsageError for options that do not go together.
-    """
-    disguise, stored = experiment.disguise, experiment.stored.dtype
-    scheme = scheme_of(disguise)
-    disguise.check_cancels()
-    published = Publication(
-        seed=seed,
-        seed_is_secret=experiment.secret_seed is None,
-        dtype=OPTION[stored] if stored else None,
-        run=run,
-        round=number,
-        scheme=scheme,
-        kappa=disguise.kappa,
-        shared_kappa=disguise.permanent_noise,
-        symmetries=disguise.symmetries,
-        omitted=disguise.omitted,
-    )
-    return MODES[experiment.mode](published)
-
-
-def _model_itself(published: Publication) -> Publication:
-    return replace(
-        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, symmetries="none", omitted=()
-    )  # fmt: skip
-
-
-def _one_noised_copy(published: Publication) -> Publication:
-    mean = math.fsum(published.scheme.scales) / published.copies
-    return replace(published, scheme=ZeroSum((mean,)), shared_kappa=0.0, symmetries="none", omitted=())
-
-
-# What the server publishes in a mode, in place of what the options say.
-MODES: dict[str, Callable[[Publication], Publication]] = {
-    "clean": _model_itself,
-    "clean-rounds": _model_itself,
-    "noised": _one_noised_copy,
-    "mpu": lambda published: published,
-}
-
-
-def rounds_of(experiment: Experiment) -> int:
-    """The rounds that were asked for, or the paper's for the algorithm."""
-    return ALGORITHMS[experiment.unlearning.algo].rounds if experiment.rounds is None else experiment.rounds
-
-
-def uninterrupted(experiment: Experiment) -> Experiment:
-    """``experiment`` as it is played: what is clean has one round with all epochs."""
-    if experiment.mode != "clean":
-        return experiment
-    epochs = rounds_of(experiment) * epochs_of(experiment.unlearning)
-    return replace(experiment, rounds=1, unlearning=replace(experiment.unlearning, epochs=epochs))
 
 
 @dataclass
@@ -146,25 +79,13 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:
         read_records(experiment.server_rate.probe)  # before the work
-    played = uninterrupted(_with_rate(experiment, data))
-    _begin(folder, _facts(played, data))
+    played = uninterrupted(with_one_rate(experiment, data))
+    begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
         model = rounds.play()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
-
-
-def _with_rate(experiment: Experiment, data: Dataset) -> Experiment:
-    """``experiment`` with a number for the learning rate, the same in every mode: from the steps of all rounds."""
-    asked = experiment.unlearning
-    if asked.training.lr != AUTO:
-        return experiment
-    epochs, size = rounds_of(experiment) * epochs_of(asked), asked.training.batch_size
-    specs = delta_specs(open_model(experiment.base), asked)
-    trained = sum(math.prod(shape) for _, shape in specs.values())
-    training = with_rate(asked, trained, epochs * -(-len(data.forget) // size))
-    return replace(experiment, unlearning=replace(asked, training=training))
 
 
 @dataclass
@@ -347,7 +268,7 @@ class _Round:
         if self.experiment.mode == "noised":
             # The client's result is the next model: what was published, including the noise, plus the change.
             source = str(self.client / "copy_1")
-            keys = replace(keys, base=_identity(open_model(source)))
+            keys = replace(keys, base=identity_of(open_model(source)))
         started = time.monotonic()
         options = from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored))
         owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
@@ -382,78 +303,3 @@ def _survival(published: Published) -> dict[str, object]:
         "noise_survived": math.sqrt(mean(lambda copy: copy.survived**2)),
         "weights_unchanged": mean(lambda copy: copy.unchanged),
     }
-
-
-def _begin(folder: Path, facts: Mapping[str, object]) -> None:
-    """Make ``folder``, or find the same experiment, interrupted, in it."""
-    document = folder / "run.json"
-    text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-    if folder.exists() and any(folder.iterdir()):
-        try:
-            before = json.loads(document.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise MpuError(f"{folder}: already exists and holds no experiment", "choose another --out") from error
-        if not (folder / LOG).exists() and not list(folder.glob("server/round_*")):
-            # Nothing was done yet: a mistake may have been corrected.
-            write_atomically(document, text)
-            return
-        if changed := list(differences(_compared(before), _compared(facts))):
-            raise MpuError(
-                f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
-            )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(document, text)
-
-
-def _compared(facts: Mapping[str, object]) -> dict[str, object]:
-    """What of a run's facts decides its result; a run may be resumed under others."""
-    return {name: value for name, value in facts.items() if name not in ("hardware", "versions", "without_effect")}
-
-
-def _facts(experiment: Experiment, data: Dataset) -> dict[str, object]:
-    """What is needed to repeat the run."""
-    options = flat(replace(experiment, rounds=rounds_of(experiment)))
-    # Of models and records the contents count, below; of the noise what it amounts to, in "published".
-    elsewhere = {"base", "pretrained", *declared(Copies), *declared(Unlearning)}
-    known = declared(Experiment)
-    decided = {name: value for name, value in options.items() if known[name].affects_result and name not in elsewhere}
-    decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
-    of = publication_in(experiment, seed=bytes(32))
-    published = {
-        "noise": {"kind": of.scheme.kind, "factors": of.scheme.factors}, "kappa": of.kappa,
-        "shared_kappa": of.shared_kappa, "symmetries": of.symmetries, "omitted": of.omitted,
-    }  # fmt: skip
-
-    def digest(records: Sequence[Record]) -> str:
-        rows = [asdict(record) | {"place": ""} for record in records]
-        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-
-    sets = {"forget": data.forget, "retain": data.retain, "few_shot": data.few_shot}
-    return json.loads(
-        json.dumps(
-            {
-                "mpu": __version__,
-                "experiment": decided,
-                "without_effect": {name: value for name, value in options.items() if name not in decided},
-                "published": published,
-                "base": _identity(open_model(experiment.base)).fingerprint,
-                "pretrained": _identity(open_model(public)).fingerprint if (public := experiment.pretrained) else None,
-                "records": {name: {"count": len(of), "sha256": digest(of)} for name, of in sets.items()}
-                | {"alternates": hashlib.sha256(json.dumps(list(data.alternates)).encode()).hexdigest()},
-                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-                "hardware": {
-                    "machine": platform.machine(),
-                    "threads": torch.get_num_threads(),
-                    "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                },
-            },
-            default=str,
-        )
-    )
-
-
-def _identity(model: Model) -> BaseIdentity:
-    with worker_pool() as pool:
-        digest = fingerprint(model.checkpoint, pool)
-    return BaseIdentity(model.address, str(model.config_path.resolve()), digest)

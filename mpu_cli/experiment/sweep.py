@@ -32,11 +32,13 @@ from mpu_cli.client.dataset import read_dataset
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.benchmarks import Benchmark, benchmark_of
 from mpu_cli.evaluation.evaluate import choose, evaluate
-from mpu_cli.evaluation.metrics import RELEARNED, Metric
+from mpu_cli.evaluation.metrics import Metric
+from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
+from mpu_cli.experiment.modes import publication_in
 from mpu_cli.experiment.recipes import read_recipe
-from mpu_cli.experiment.rounds import publication_in, run
+from mpu_cli.experiment.rounds import run
 from mpu_cli.experiment.tables import BEFORE, RELEARNING, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model

@@ -14,6 +14,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import metrics
 from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.metrics import Metric
+from mpu_cli.evaluation.recovered import recovered
 from mpu_cli.evaluation.retain import RetainLog
 
 Row = tuple[str, Any]  # its place (for messages) and its fields
@@ -59,7 +60,7 @@ class Benchmark:
     @property
     def recovered(self) -> dict[str, Metric]:
         """The metrics of its attacks."""
-        tables = [metrics.recovered(name, "retain" in self.splits) for name in self.attacks]
+        tables = [recovered(name, "retain" in self.splits) for name in self.attacks]
         return {name: metric for table in tables for name, metric in table.items()}
 
 
