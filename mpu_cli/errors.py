@@ -31,6 +31,13 @@ class UsageError(MpuError):
     exit_status = 2
 
 
+class Diverged(MpuError):
+    """A training whose weights are no longer finite."""
+
+    def __init__(self, what: str):
+        super().__init__(f"training diverged: {what} no longer finite", "lower --lr, or use fewer --epochs")
+
+
 class Stopped(BaseException):
     """A signal to stop, raised so that unfinished files are removed on the way out."""
 

@@ -323,7 +323,13 @@ class TestDryRun:
 
     def test_lines_for_people(self, mpu: Callable, place: Path) -> None:
         lines = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=place).out.splitlines()
-        assert [line.split("\t")[0] for line in lines] == ["reads", *["writes"] * 3, "memory", "disk", "note"]
+        told = [line.split("\t")[0] for line in lines]
+        assert told == ["reads", *["writes"] * 3, "memory", "disk", *["note"] * 3]
+        notes = "\n".join(lines[-3:])
+        assert "no --pretrained: the noise is scaled to the weights themselves" in notes
+        assert "this noise cancels for whoever has all copies" in notes
+        bare = mpu("publish", "base", "--copies", 2, "--kappa", 0, "--dry-run", cwd=place).out
+        assert "no noise: whoever aligns a copy with the public model has the weights" in bare
 
 
 class TestTheModelCard:
@@ -365,6 +371,7 @@ class TestTune:
         assert told["best"]["forget_rise"] > 0.1
         again = mpu("tune", trained.model, *common, *search, cwd=tmp_path).out
         assert again == told["options"] + "\n"  # the same seed, the same search
+        assert told["options"].startswith("--algo npo --beta 2 --optim adamw-blockwise --batch-size 5 --lr ")
         exact = ("--lr", told["best"]["lr"], "--epochs", told["best"]["epochs"])
         direct = mpu("unlearn", trained.model, *common, *exact, "--json", cwd=tmp_path).json
         rise = direct["after"]["forget"] - direct["before"]["forget"]
@@ -380,6 +387,12 @@ class TestTune:
             refused = mpu("tune", "base", *TRAINING[6:], *arguments, check=False, cwd=place)
             assert refused.is_one_error
             assert named in refused.err
+
+    def test_nothing_found_is_said(self, mpu: Callable, place: Path) -> None:
+        told = mpu("tune", "base", "--template", "plain", "--trials", 1, "--least-lr", 1e-9, "--most-lr", 1e-9,
+                   "--max-retain-rise", 10, cwd=place)  # fmt: skip
+        assert "nothing found that forgets: the loss rose by at most" in told.err
+        assert told.out.startswith("--algo npo --template plain --lr 1e-09 --epochs ")
 
     def test_no_trial_in_bounds(self, mpu: Callable, place: Path) -> None:
         refused = mpu("tune", "base", "--template", "plain", "--trials", 1, "--least-lr", 0.5, "--most-lr", 0.5,
@@ -407,3 +420,10 @@ def test_a_folder_says_what_is_next(mpu: Callable, place: Path) -> None:
     (place / "copy_9").mkdir()
     (place / "copy_9/config.json").write_text("{")
     assert "copy_9 (" in mpu("inspect", ".", "--json", cwd=place).json["not readable"][0]
+
+
+def test_a_copy_in_the_wrong_place_is_named(mpu: Callable, place: Path) -> None:
+    """`mpu watch` says where a copy belongs, and what it waits for where it waits."""
+    mpu("publish", "base", "--copies", 2, "--run", "r", "--out", "spool/in", "--keys", "keys.bin", cwd=place)
+    told = mpu("watch", "spool", *TRAINING, "--once", check=False, cwd=place).err
+    assert "spool/in/copy_1: a copy is expected at spool/in/r/round_1/copy_1" in told

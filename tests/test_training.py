@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from mpu_cli.client import schedule, training
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.frozen import Reference, run
 from mpu_cli.client.sharding import check_sharding
+from mpu_cli.client.training import last_checkpoint
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.models.source import open_model
@@ -332,3 +334,20 @@ def test_micro_batches_pad_little() -> None:
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
     read = sorted(int(batches[i]["forget"]["attention_mask"][row].sum()) for i in range(3) for row in range(2))
     assert read == sorted(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", [True, False])
+def test_an_interrupt_says_what_is_kept(folder, resume):
+    """And how to go on."""
+    checkpoints, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
+    options = [*TRAINING, "--epochs", "400", *(["--resume", "--checkpoint-steps", "5"] if resume else [])]
+    done = stopped(
+        ["unlearn", "base", *options, "--log", "log.jsonl"],
+        lambda: last_checkpoint(checkpoints) if resume else log.exists() and log.stat().st_size > 500,
+        cwd=folder, by=signal.SIGINT,
+    )  # fmt: skip
+    assert done.returncode == 130
+    kept = f"checkpoints are kept in {checkpoints.relative_to(folder)}"
+    assert (kept if resume else "nothing of this training is kept") in done.stderr
+    assert "the same command goes on" in done.stderr

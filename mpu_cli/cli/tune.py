@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Annotated
 
@@ -9,10 +10,11 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, table, terminal
+from mpu_cli.cli.output import emit, table, terminal, warn
 from mpu_cli.errors import MpuError
+from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.tuning import Search
-from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.options.unlearning import Records, Unlearning
 
 
 @grouped
@@ -25,12 +27,13 @@ def tune(
     """Search a learning rate and a number of epochs that forget most while the loss on records to keep stays in bounds.
 
     Trains MODEL anew for each trial and keeps nothing of it; --lr and --epochs are what is searched. Prints options for
-    `mpu unlearn`, the same for every copy.
+    `mpu unlearn`, the same for every copy; all that were given here but for the records.
     """
     from mpu_cli.client.dataset import read_dataset
 
     data = read_dataset(unlearning)
     with terminal() as observer:
+        from mpu_cli.client.outcome import HARDLY
         from mpu_cli.experiment.tune import tune as run_search
         from mpu_cli.models.source import open_model
 
@@ -43,5 +46,27 @@ def tune(
     table("Rise of the loss per answer token", ["lr", "epochs", "forget", "retain", "bound", "seconds"], rows)
     if best is None:
         raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-retain-rise or --trials")
-    found = f"--lr {best.lr:.3g} --epochs {best.epochs}"
+    if best.forget_rise < HARDLY:
+        warn(
+            f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise --most-epochs, "
+            "--max-retain-rise or --trials, or lower --batch-size"
+        )
+    found = f"{_asked(unlearning)} --lr {best.lr:.3g} --epochs {best.epochs}"
     emit([found], {"options": found, "best": asdict(best), "trials": [asdict(trial) for trial in trials]}, as_json)
+
+
+def _asked(unlearning: Unlearning) -> str:
+    """The options that were tuned with, as `mpu unlearn` takes them: the algorithm, and what differs from the defaults
+    but for the records and what was searched."""
+    defaults, known = flat(Unlearning()), declared(Unlearning)
+    words = ["--algo", unlearning.algo]
+    for name, value in flat(unlearning).items():
+        if value == defaults[name] or name in ("algo", "lr", "epochs", *declared(Records)):
+            continue
+        if isinstance(value, tuple):
+            value = ",".join(value)
+        if isinstance(value, bool):
+            words.append(known[name].flag if value else known[name].flag.replace("--", "--no-", 1))
+        else:
+            words += [known[name].flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)

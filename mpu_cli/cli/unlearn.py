@@ -15,7 +15,7 @@ import typer
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, in_time, note, paths_from, show_answers, terminal, warn
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError, Stopped, UsageError
 from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 
@@ -174,25 +174,25 @@ def _run(
 
     if task.reference_file:
         task.reference_file.parent.mkdir(parents=True, exist_ok=True)
-    return run_unlearn(
-        open_model(source, links=False), data, unlearning, target=task.target, force=force, logging=logging,
-        reference_file=task.reference_file, secret=lambda: client_secret(default_secret_path()),
-        ledger=default_ledger_path(), checks=checks, observer=observer,
-    )  # fmt: skip
+    try:
+        return run_unlearn(
+            open_model(source, links=False), data, unlearning, target=task.target, force=force, logging=logging,
+            reference_file=task.reference_file, secret=lambda: client_secret(default_secret_path()),
+            ledger=default_ledger_path(), checks=checks, observer=observer,
+        )  # fmt: skip
+    except (KeyboardInterrupt, Stopped):
+        kept = task.target.with_name(f"{task.target.name}.resume")
+        if logging.resume and kept.exists():
+            note(f"checkpoints are kept in {kept}: the same command goes on from the last one")
+        else:
+            note("nothing of this training is kept: with --resume, checkpoints are, and the same command goes on")
+        raise
 
 
 def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
     """What came of one copy, on standard error."""
-    text = f"{name_of_copy(copy)}: {unlearning.algo}, {len(result.steps)} steps"
-    if result.before and result.after:
-        text += f"; loss per answer token on the forget set {result.before.forget:.3f} → {result.after.forget:.3f}"
-        if result.before.retain is not None:
-            text += f", on the retain set {result.before.retain:.3f} → {result.after.retain:.3f}"
-    elif result.steps:
-        first, last = result.steps[0].forget, result.steps[-1].forget
-        text += f"; loss per answer token {first:.3f} → {last:.3f} (first and last batch)"
     rounded = f" ({result.rounding:.2%} of it lost to {unlearning.delta_dtype})" if unlearning.delta_dtype else ""
-    note(f"{text}; ‖Δ‖ {result.norm:.3g}{rounded}")
+    note(result.summary(name_of_copy(copy), unlearning.algo) + rounded)
     for warning in result.warnings():
         warn(warning)
     if result.spent:

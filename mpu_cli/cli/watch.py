@@ -64,11 +64,15 @@ def watch(
         if result is None:
             note(f"{copy}: its delta was asked for again")
         else:
-            note(f"{copy}: {unlearning.algo}, {len(result.steps)} steps; ‖Δ‖ {result.norm:.3g}")
+            note(result.summary(copy, unlearning.algo))
         for warning in result.warnings() if result else ():
             warn(f"{copy}: {warning}")
         emit([delta], {}, as_json=False)
 
+    for copy, place in _misplaced(spool):
+        warn(f"{copy}: a copy is expected at {place}")
+    if not once:
+        note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
     with terminal() as observer:
         from mpu_cli.federation.spool import Spool
         from mpu_cli.federation.watching import Watching
@@ -80,3 +84,20 @@ def watch(
         )
     if not whole:
         raise MpuError("some copies have no delta", "see the warnings above; remove their .failed files to try again")
+
+
+def _misplaced(spool: Path) -> list[tuple[Path, Path]]:
+    """Copies in the spool that lie where nobody looks, and where each belongs."""
+    from mpu_cli.manifest import read_copy_manifest
+
+    found = []
+    for pattern in ("copy_*", "in/copy_*", "in/*/copy_*"):
+        for path in sorted(spool.glob(pattern)):
+            try:
+                manifest = read_copy_manifest(path) if path.is_dir() else None
+            except MpuError:
+                continue
+            if manifest:
+                place = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
+                found.append((path, place))
+    return found

@@ -14,7 +14,7 @@ from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.client import lora
 from mpu_cli.client.sharding import whole_parameters
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
 from mpu_cli.models.source import Model
@@ -134,7 +134,7 @@ def write_changes(changes: Iterator[tuple[str, torch.Tensor]], writer: Checkpoin
     for name, change in changes:
         part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
         if not math.isfinite(part):
-            raise MpuError(f"training diverged: {name!r} is no longer finite", "lower --lr, or use fewer --epochs")
+            raise Diverged(f"{name!r} is")
         square += part
         target = writer.tensor(name)
         target.copy_(change)

@@ -22,7 +22,7 @@ from mpu_cli.client.rate import finetuning_rate
 from mpu_cli.client.schedule import ExampleSet, schedule
 from mpu_cli.client.training import NO_LOGGING, Losses, seeded, train
 from mpu_cli.client.unlearn import ADVICE
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
 from mpu_cli.models.limits import longest_input
 from mpu_cli.models.loading import load, memory_in_mind
@@ -105,7 +105,7 @@ def finetune(
         observer.stage("finetune", epochs, "epochs")
         memorise(loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
-            raise MpuError("training diverged: weights are no longer finite", "lower --lr, or use fewer --epochs")
+            raise Diverged("weights are")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
         stored = TORCH[largest.dtype]
         lost = _rounded_away(loaded, stored, model.checkpoint)

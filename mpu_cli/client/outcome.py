@@ -44,6 +44,18 @@ class Result:
     earlier: int = 0  # trainings in the ledger before this one
     rate: float = 0.0  # the learning rate
 
+    def summary(self, name: str, algorithm: str) -> str:
+        """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
+        text = f"{name}: {algorithm}, {len(self.steps)} steps"
+        if self.before and self.after:
+            text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
+            if self.before.retain is not None:
+                text += f", on the retain set {self.before.retain:.3f} → {self.after.retain:.3f}"
+        elif self.steps:
+            first, last = self.steps[0].forget, self.steps[-1].forget
+            text += f"; loss per answer token {first:.3f} → {last:.3f} (first and last batch)"
+        return f"{text}; ‖Δ‖ {self.norm:.3g}"
+
     def warnings(self) -> list[str]:
         """What is probably wrong with the training, and what to change; empty if nothing is."""
         before, after = self.before, self.after

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from mpu_cli.client.checks import check_options
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.unlearn import unlearn
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import check_ranges
@@ -87,9 +88,7 @@ def _train(model: Model, data: Dataset, options: Unlearning, search: Search, lr:
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         try:
             result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
-        except MpuError as error:
-            if not error.problem.startswith("training diverged"):
-                raise
+        except Diverged:
             return Trial(lr, epochs, 0.0, 2 * search.max_retain_rise, False, time.monotonic() - started)
     if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
         raise UsageError("a search runs in one process")
@@ -103,5 +102,6 @@ def _optuna() -> Any:
         import optuna
     except ImportError as error:
         raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
+    warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
     optuna.logging.set_verbosity(logging.WARNING)
     return optuna
