@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -526,6 +527,12 @@ def test_report(mpu: Callable, tmp_path: Path) -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "already exists" in mpu("report", "sweep", cwd=tmp_path, check=False).err
     assert mpu("report", "sweep", "--force", "--metrics", "model_utility", cwd=tmp_path).out
+    shutil.copytree(tmp_path / "sweep", tmp_path / "other")
+    told = mpu("report", "sweep", "other", "--out", "both.html", "--json", cwd=tmp_path).json
+    assert told["experiments"] == 2 * len(lines)
+    page = (tmp_path / "both.html").read_text()
+    assert "<th>sweep</th>" in page
+    assert "<td>other</td>" in page
     assert "has no results.jsonl" in mpu("report", ".", cwd=tmp_path, check=False).err
 
 

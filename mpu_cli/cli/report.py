@@ -12,8 +12,15 @@ from mpu_cli.cli.output import chosen_metrics, emit, names_in
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of a sweep, with results.jsonl.", metavar="DIR")],
-    out: Annotated[Path | None, typer.Option(help="Page to write (default: DIR/report.html).", metavar="FILE")] = None,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders of sweeps, with results.jsonl; of several, the folder's name is an axis.", metavar="DIR…"
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Page to write (default: report.html in the first DIR).", metavar="FILE")
+    ] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Metrics to show, comma-separated (default: the main ones).", metavar="NAMES")
     ] = None,
@@ -22,18 +29,20 @@ def report(
         typer.Option(help="Axes to average over (default: secret_seed and seed, if they vary).", metavar="OPTIONS"),
     ] = None,
     force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Write a sweep's tables and curves as one HTML page that needs nothing else: forgetting against utility, and each
-    numeric axis of the grid, with 95 % intervals.
+    """Write the tables and curves of sweeps as one HTML page that needs nothing else: forgetting against utility, and
+    each numeric axis of the grid, with 95 % intervals.
 
     Prints the path of the page.
     """
-    from mpu_cli.experiment.report import read_others, read_results, write_report
+    from mpu_cli.experiment.report import read_others, read_sweeps, write_report
 
-    lines = read_results(folder)
+    lines = read_sweeps(folders)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = chosen_metrics(metrics, had) if metrics is not None else None
-    target = out or folder / "report.html"
-    write_report(lines, target, folder.resolve().name, names, list(names_in(over)) if over else None,
-                 others=read_others(folder), force=force)  # fmt: skip
-    emit([target], None, False)
+    target = out or folders[0] / "report.html"
+    title = ", ".join(folder.resolve().name for folder in folders)
+    write_report(lines, target, title, names, list(names_in(over)) if over else None,
+                 others=read_others(folders), force=force)  # fmt: skip
+    emit([target], {"report": target, "experiments": len(lines)}, as_json)

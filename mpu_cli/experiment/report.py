@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,9 +59,21 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
 
 
-def read_others(folder: Path) -> list[dict[str, Any]]:
-    """What the sweep in ``folder`` showed beside its own results. Raises MpuError if it is damaged."""
-    return read_lines(folder / OTHERS, "run the sweep again")
+def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The lines of all sweeps; of several, each line also has the name of its folder, as the axis ``sweep``."""
+    if len(folders) == 1:
+        return read_results(folders[0])
+    return [
+        {"sweep": folder.resolve().name, **line, "name": f"{folder.resolve().name}/{line['name']}"}
+        for folder in folders
+        for line in read_results(folder)
+    ]
+
+
+def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the sweeps showed beside their own results, each once. Raises MpuError if it is damaged."""
+    lines = [line for folder in folders for line in read_lines(folder / OTHERS, "run the sweep again")]
+    return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
 
 
 def write_report(
