@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from mpu_cli.models.source import Model
     from mpu_cli.server.keys import Keys
 
-CLOSE = 0.1  # relative error of the task vector (of the weights if there is no reference) that counts as recovered
+CLOSE = (
+    0.1  # relative error of the task vector (of the weights if there is no pretrained model) that counts as recovered
+)
 HELD = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
 
 
@@ -71,8 +73,8 @@ def audit(
     """Play a client that keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
 
     "weights" is the error up to symmetries, under which the model computes the same function; "of the change" is the
-    same error relative to base − reference, what fine-tuning changed, and decides the verdict; "task vector" is the
-    error of base − reference itself, in the reference's coordinates. Each is that of the best estimate of a change in
+    same error relative to base − pretrained, what fine-tuning changed, and decides the verdict; "task vector" is the
+    error of base − pretrained itself, in the pretrained model's coordinates. Each is that of the best estimate of a change in
     noise: as it is, scaled down, or by its singular values. Prints a verdict.
     """
     from mpu_cli.auditing.attacks import ATTACKS
