@@ -74,8 +74,8 @@ def audit(
 
     "weights" is the error up to symmetries, under which the model computes the same function; "of the change" is the
     same error relative to base − pretrained, what fine-tuning changed, and decides the verdict; "task vector" is the
-    error of base − pretrained itself, in the pretrained model's coordinates. Each is that of the best estimate of a change in
-    noise: as it is, scaled down, or by its singular values. Prints a verdict.
+    error of base − pretrained itself, in the pretrained model's coordinates. Each is that of the best estimate of a
+    change in noise: as it is, scaled down, or by its singular values. Prints a verdict.
     """
     from mpu_cli.auditing.attacks import ATTACKS
     from mpu_cli.auditing.belief import audit_as_believed
