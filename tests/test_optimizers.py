@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from mpu_cli.client.optimizers import OPTIMIZERS, BlockwiseAdamW, Lion, make_optimizer
+from mpu_cli.client.rate import with_epochs, with_rate
+from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.unlearning import Unlearning
 from tests.models import random_model, save, write_records
 
 
@@ -186,3 +190,27 @@ def test_lion_is_its_papers() -> None:
             expected[i] -= 0.1 * (math.copysign(1, interpolated) + 0.3 * expected[i])
             momentum[i] = 0.9 * momentum[i] + 0.1 * g
     assert parameter.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+class TestTheRate:
+    """--lr auto: what the page of defaults says, and the same for every mode of a run."""
+
+    def of(self, steps: int, weights: int = 10**6, **options: object) -> float | str:
+        return with_rate(from_flat(Unlearning, {"algo": "npo", **options}), weights, steps).lr
+
+    def test_follows_from_steps_and_weights(self) -> None:
+        assert self.of(10) == pytest.approx(8 / 10 / 1000)
+        assert self.of(10, 4 * 10**6) == pytest.approx(self.of(10) / 2)
+        assert self.of(1000) == self.of(10_000) == pytest.approx(3.2e-4)  # as there is more to forget
+        assert self.of(1000, 10**9) == pytest.approx(1e-5)  # the paper's, at 1B
+        for options in ({"algo": "graddiff"}, {"lora_rank": 4}):
+            assert self.of(10, **options) == pytest.approx(self.of(10) / 4)
+        assert self.of(10, lr=3e-5) == 3e-5
+        with pytest.raises(UsageError, match="--optim sgd: needs a rate"):
+            self.of(10, optim="sgd")
+
+    @pytest.mark.parametrize(("records", "epochs"), [(40, 5), (1, 10), (400, 5)])
+    def test_at_least_ten_steps(self, records: int, epochs: int) -> None:
+        asked = from_flat(Unlearning, {"algo": "npo"})  # five epochs in the paper, 32 records a step
+        assert with_epochs(asked, records).epochs == epochs
+        assert with_epochs(from_flat(Unlearning, {"algo": "npo", "lr": 1e-5}), records).epochs is None

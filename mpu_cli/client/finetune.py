@@ -18,7 +18,7 @@ from mpu_cli.client.checks import PRECISIONS, check_training
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Constants, Objective
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.rate import finetuning_rate
+from mpu_cli.client.rate import with_finetuning_rate
 from mpu_cli.client.schedule import ExampleSet, schedule
 from mpu_cli.client.training import NO_LOGGING, Losses, seeded, train
 from mpu_cli.client.unlearn import ADVICE
@@ -53,7 +53,7 @@ def memorise(
         raise MpuError("no record has two tokens or more, so there is nothing to learn from")
     steps = schedule(len(examples), 0, epochs=epochs, batch_size=training.batch_size, seed=training.seed)
     sets = {"forget": ExampleSet(examples, Reference())}
-    training = finetuning_rate(training, sum(p.numel() for p in model.parameters() if p.requires_grad), len(steps))
+    training = with_finetuning_rate(training, sum(p.numel() for p in model.parameters() if p.requires_grad))
     train(model, steps, sets, MEMORISE, training, logging=logging, on_step=on_step)
 
 

@@ -15,8 +15,11 @@ from mpu_cli.errors import UsageError
 from mpu_cli.options.unlearning import AUTO, Training, Unlearning
 
 REACH = 8.0  # steps · rate · √weights
-UNBOUNDED = 0.25  # times REACH, for losses that fall without end
-LOW_RANK = 0.25  # times REACH, for factors, whose product moves further
+LEAST = (
+    0.32  # rate · √weights in trainings of many steps, as there is more to forget or to learn: 1e-5 at 1B, the paper's
+)
+UNBOUNDED = 0.25  # times these, for losses that fall without end
+LOW_RANK = 0.25  # times these, for factors, whose product moves further
 LEAST_STEPS = 10  # fewer, larger steps damage what should stay
 TOO_LITTLE = 0.1  # of the usual rate, below which little is forgotten
 
@@ -35,8 +38,9 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
     to gradients, which no rate suits in general."""
     if not OPTIMIZERS[options.training.optim].normalised:
         return None
-    reach = REACH * (1 if ALGORITHMS[options.algo].bounded else UNBOUNDED)
-    return _rate(reach * (1 if options.lora.lora_rank is None else LOW_RANK), weights, steps)
+    share = 1.0 if ALGORITHMS[options.algo].bounded else UNBOUNDED
+    share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
+    return _rounded(share * max(REACH / max(1, steps), LEAST), weights)
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
@@ -51,10 +55,10 @@ def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
     return replace(options.training, lr=usual)
 
 
-def finetuning_rate(training: Training, weights: int, steps: int) -> Training:
-    """The same for learning records."""
-    return replace(training, lr=_rate(REACH, weights, steps)) if training.lr == AUTO else training
+def with_finetuning_rate(training: Training, weights: int) -> Training:
+    """``training`` with a number for its rate, to learn records."""
+    return replace(training, lr=_rounded(LEAST, weights)) if training.lr == AUTO else training
 
 
-def _rate(reach: float, weights: int, steps: int) -> float:
-    return float(f"{reach / (max(1, steps) * max(1, weights) ** 0.5):.2g}")
+def _rounded(distance: float, weights: int) -> float:
+    return float(f"{distance / max(1, weights) ** 0.5:.2g}")
