@@ -411,8 +411,8 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         (place / "cases.toml").write_text(
             'base = "base"\nalgo = "gradascent"\ntemplate = "plain"\nepochs = 1\nrounds = 1\noptim = "sgd"\n'
             + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\ntemplate = "plain"\n'
-            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nalphas = "1,1"\n[[cases]]\nmode = "noised"\nalphas = "1,2,3"\n'
-            + "copies = 3\n"
+            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nlr = 1e-5\nalphas = "1,1"\n[[cases]]\nlr = 1e-5\n'
+            + 'mode = "noised"\nalphas = "1,2,3"\ncopies = 3\n'
         )
         told = mpu("sweep", "cases.toml", cwd=place, check=False)
         assert told.status == 1

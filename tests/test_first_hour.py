@@ -40,7 +40,17 @@ class TestForgetting:
         """The losses are of all records, before and after, and the warning names what to raise."""
         records = ("--forget", trained.forget, "--retain", trained.retain)
         little = mpu(
-            "unlearn", trained.model, *records, "--epochs", 1, "--json", "--out", "a.safetensors", cwd=tmp_path
+            "unlearn",
+            trained.model,
+            *records,
+            "--lr",
+            1e-5,
+            "--epochs",
+            1,
+            "--json",
+            "--out",
+            "a.safetensors",
+            cwd=tmp_path,
         )
         assert "hardly forgotten" in little.err
         assert "--lr" in little.err

@@ -72,7 +72,7 @@ model, algorithm = random_model("llama"), ALGORITHMS["gradascent"]
 def train_once():
     sets = {"forget": ExampleSet(examples, Reference())}
     objective = Objective(algorithm, algorithm.constants, "nll")
-    train(model, [Step([0, 1], [])], sets, objective, Training(), on_step=lambda *_: None)
+    train(model, [Step([0, 1], [])], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
 
 def score():
     Scorer(model).score(items, batch_size=2)

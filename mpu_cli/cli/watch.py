@@ -69,16 +69,16 @@ def watch(
             warn(f"{copy}: {warning}")
         emit([delta], {}, as_json=False)
 
-    for copy, place in _misplaced(spool):
-        warn(f"{copy}: a copy is expected at {place}")
-    if not once:
-        note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
     with terminal() as observer:
         from mpu_cli.federation.spool import Spool
         from mpu_cli.federation.watching import Watching
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
+        for copy, place in _misplaced(spool):
+            warn(f"{copy}: a copy is expected at {place}")
+        if not once:
+            note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
         whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas, copy_timeout, checks).watch(
             poll, once
         )

@@ -40,7 +40,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
         return None
     share = 1.0 if ALGORITHMS[options.algo].bounded else UNBOUNDED
     share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
-    return _rounded(share * max(REACH / max(1, steps), LEAST), weights)
+    return _rounded(share * max(REACH / max(LEAST_STEPS, steps), LEAST), weights)
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:

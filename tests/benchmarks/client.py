@@ -65,7 +65,7 @@ def ours(options: argparse.Namespace) -> float:
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
     sets = {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}
     npo = ALGORITHMS["npo"]
-    train(model, steps, sets, Objective(npo, npo.constants, "nll"), Training(), on_step=lambda *_: None)
+    train(model, steps, sets, Objective(npo, npo.constants, "nll"), Training(lr=1e-5), on_step=lambda *_: None)
     return clock(model) - started
 
 

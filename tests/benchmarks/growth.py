@@ -108,7 +108,7 @@ def train_steps(model: torch.nn.Module, length: int, batch: int) -> float:
     npo, ends = ALGORITHMS["npo"], []
     # Called before a step's last backward pass, so that from one call to the next is as much work as a step.
     train(
-        model, steps, sets, Objective(npo, npo.constants, "nll"), Training(),
+        model, steps, sets, Objective(npo, npo.constants, "nll"), Training(lr=1e-5),
         on_step=lambda *_: ends.append(time.perf_counter()),
     )  # fmt: skip
     return ends[2] - ends[1]
