@@ -45,7 +45,7 @@ def work(folder: Path, device: str) -> None:
     train(
         wrap(model, Lora(lora_rank=RANK)), [Step(both, both)] * 2,
         {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
-        Objective(npo, npo.constants, "nll"), Training(gradient_checkpointing=True), on_step=lambda *_: None,
+        Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip
     if device == "cuda":
         print(torch.cuda.max_memory_allocated())
