@@ -638,6 +638,10 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip
     assert "warning" not in mpu(*asked, "--split", "paragraphs", cwd=tmp_path).err
+    (tmp_path / "forget.csv").write_text("Ask,Reply\nWho?,Me.\n")
+    table = ("--forget", "forget.csv", "--columns", "question=Ask,answer=Reply")
+    told = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)
+    assert "training takes about" in told.out
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from mpu_cli.models.source import Model
     from mpu_cli.server.keys import Keys
 
-CLOSE = (
-    0.1  # relative error of the task vector (of the weights if there is no pretrained model) that counts as recovered
-)
+CLOSE = 0.1  # relative error of the task vector, or without a pretrained model of the weights, that is a recovery
 HELD = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
 
 

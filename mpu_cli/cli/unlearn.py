@@ -271,7 +271,7 @@ def _preview(tasks: Sequence[_Task], data: Dataset, options: Unlearning, force: 
     if usual and float(training.lr) < TOO_LITTLE * usual:
         notes.append(f"so few steps at this rate hardly forget: --lr auto would be {usual:.2g}; `mpu tune` finds both")
     if device_of(training.device).type == "cpu":
-        seconds = training_seconds(open_model(tasks[0].copy, links=False), options)
+        seconds = training_seconds(open_model(tasks[0].copy, links=False), options, data.forget)
         notes.append(f"training takes about {in_time(len(tasks) * seconds)} on this machine's processors")
     show(
         Preview(

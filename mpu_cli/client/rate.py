@@ -15,9 +15,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.options.unlearning import AUTO, Training, Unlearning
 
 REACH = 8.0  # steps · rate · √weights
-LEAST = (
-    0.32  # rate · √weights in trainings of many steps, as there is more to forget or to learn: 1e-5 at 1B, the paper's
-)
+LEAST = 0.32  # rate · √weights in long trainings, as there is more to forget or to learn: 1e-5 at 1B, the paper's
 UNBOUNDED = 0.25  # times these, for losses that fall without end
 LOW_RANK = 0.25  # times these, for factors, whose product moves further
 LEAST_STEPS = 10  # fewer, larger steps damage what should stay

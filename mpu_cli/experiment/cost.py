@@ -26,6 +26,7 @@ from mpu_cli.server.profile import BUFFERS
 if TYPE_CHECKING:
     from mpu_cli.experiment.sweep import Cell
     from mpu_cli.options.unlearning import Unlearning
+    from mpu_cli.records.reading import Record
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
@@ -171,15 +172,14 @@ def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
     return costs
 
 
-def training_seconds(model: Model, options: Unlearning) -> float:
-    """About how long training on one copy takes, on as many records to keep as to forget, at this processor's speed.
+def training_seconds(model: Model, options: Unlearning, forget: Sequence[Record]) -> float:
+    """About how long training on one copy takes here, on as many records to keep as to ``forget``, on the processor.
 
-    Raises MpuError as ``training_tokens`` does.
+    Raises MpuError if the model has no tokenizer.
     """
     from mpu_cli.client.checks import epochs_of
 
-    records = options.records
-    tokens = 2 * epochs_of(options) * training_tokens(model, records.forget, records.data_dir)
+    tokens = 2 * epochs_of(options) * tokens_in(model, forget)
     weights = sum(info.elements for info in model.checkpoint.tensors.values())
     return 6.0 * weights * tokens / measure_machine().operations
 
@@ -189,11 +189,16 @@ def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
-    from mpu_cli.models.loading import tokenizer_of
-    from mpu_cli.records.encoding import Encoding
     from mpu_cli.records.reading import read_records
 
-    records = read_records(forget, data_dir)
+    return tokens_in(model, read_records(forget, data_dir))
+
+
+def tokens_in(model: Model, records: Sequence[Record]) -> int:
+    """The same of records that are read already."""
+    from mpu_cli.models.loading import tokenizer_of
+    from mpu_cli.records.encoding import Encoding
+
     try:
         tokenizer = tokenizer_of(model)
     except MpuError as error:
