@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.architectures.family import LAYER_AXES, Permutation, Rotation, Turns
+from mpu_cli.architectures.family import LAYER_AXES, Permutation, QuarterTurns, Rotation
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.models.source import Model, open_model
@@ -133,7 +133,7 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
         yield "the other planes", last, draw(Rotation("qk", ("query", "key"), other, structure.rotary))
     if structure.norm:
         yield "angles under a norm", last, draw(Rotation("qk", ("query", "key"), structure.planes, structure.rotary))
-        moved = draw(Turns("qk", ("query", "key"), structure.planes, structure.rotary, structure.norm))
+        moved = draw(QuarterTurns("qk", ("query", "key"), structure.planes, structure.rotary, structure.norm))
         yield "turns without the norm's weights", last, {axis: moved[axis] for axis in ("query", "key")}
     if not structure.movable:
         order = torch.arange(sizes["heads"]).roll(1)

@@ -233,23 +233,24 @@ class TestFlower:
             assert "CERTIFICATE_VERIFY_FAILED" in (net.folder / "stranger.log").read_text()
             run = net.submit(
                 bundle, base=str(place / "base"), state=str(place / "state"), owners="a,b", rounds=1,
-                publish="--copies 2 --kappa 0.05 --seed 3", **CONFIG,
+                publish="--copies 2 --kappa 0.05", **CONFIG,
             )  # fmt: skip
             status, log = net.finish(run)
             assert status == "finished:completed", log
             assert "it is asked for again" in log
             peaks = net.peaks()
         assert max(peaks[name] for name in ("link", "a", "b")) < 512
-        for owner, seed in (("a", 3), ("b", 4)):
-            folder = place / "hand" / owner
-            mpu("publish", place / "base", "--copies", 2, "--kappa", 0.05, "--seed", seed, "--out", folder, "--keys",
-                folder / "keys.bin")  # fmt: skip
+        opened = ("--identity", place / "state/identity.txt")
+        for owner in "ab":
+            folder, keys = place / "hand" / owner, place / f"state/round_1/{owner}/keys.bin"
+            mpu("publish", place / "base", "--copies", 2, "--kappa", 0.05, "--only", "1,2", "--keys", keys, *opened,
+                "--out", folder)  # fmt: skip
             for k in (1, 2):
                 mpu("unlearn", folder / f"copy_{k}", *records(place, owner), *TRAINING, "--out",
                     folder / f"deltas/copy_{k}.safetensors")  # fmt: skip
-        of_owners = [place / "hand" / owner for owner in "ab"]
-        mpu("aggregate", *(folder / "deltas" for folder in of_owners), *("--keys", of_owners[0] / "keys.bin"),
-            *("--keys", of_owners[1] / "keys.bin"), "--out", place / "hand/model")  # fmt: skip
+        keys = [part for owner in "ab" for part in ("--keys", place / f"state/round_1/{owner}/keys.bin")]
+        mpu("aggregate", *(place / f"hand/{owner}/deltas" for owner in "ab"), *keys, *opened, "--out",
+            place / "hand/model")  # fmt: skip
         expected = tensors(place / "hand/model")
         found = tensors(place / "state/round_1/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

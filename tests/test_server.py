@@ -135,18 +135,6 @@ class TestPublish:
         assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
         assert len({alpha for alphas in drawn for alpha in alphas}) == 6
 
-    def test_the_profile_adds_up(self, mpu, tmp_path, base):
-        told = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "k.bin", "--profile", "--json")
-        seconds = told.json["profile"]
-        assert {"draw the noise", "convert and write", "read the base, fingerprint"} <= set(seconds)
-        assert all(value >= 0 for value in seconds.values())
-        # The table shows the same seconds, and shares of them that add up.
-        table = told.err.split("Seconds of work")[1].splitlines()
-        rows = [line.rsplit(maxsplit=2) for line in table if line.endswith("%")]
-        shown = {name.strip(): float(value) for name, value, _ in rows}
-        assert shown == {name: round(value, 2) for name, value in seconds.items()}
-        assert abs(sum(float(share.rstrip("%")) for _, _, share in rows) - 100) <= len(rows) / 2
-
     def test_two_publications_share_no_noise(self, mpu, tmp_path, base):
         noises = []
         for name in "ab":

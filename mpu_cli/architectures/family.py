@@ -103,7 +103,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Turns:
+class QuarterTurns:
     """The rotations that are signed permutations: one per KV head, applied to every head of ``axes`` belonging to it.
 
     In each plane a multiple of 90°; of the coordinates that RoPE leaves alone any order and signs. ``norm`` says how a
@@ -133,7 +133,7 @@ class ExpertPermutation:
     groups: int = 1
 
 
-Symmetry = Permutation | Rotation | Turns | HeadPermutation | ExpertPermutation
+Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermutation
 
 HEADS, EXPERTS = HeadPermutation("heads"), "experts"
 QK, VO = ("query", "key"), ("value", "mixed")
@@ -163,9 +163,9 @@ class Structure:
     """What decides the symmetries of one layer.
 
     ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys,
-    as in ``Turns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward layers;
-    ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether something
-    works on values coordinate by coordinate, so that they cannot be rotated.
+    as in ``QuarterTurns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward
+    layers; ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether
+    something works on values coordinate by coordinate, so that they cannot be rotated.
     """
 
     planes: str | None
@@ -187,12 +187,14 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     if name == "none":
         return ()
     planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
-    turns = Turns("qk", QK, planes, rotary, norm)
+    turns = QuarterTurns("qk", QK, planes, rotary, norm)
     ffns = tuple(ffn.permutation(signed=name in ("signed", EVERY)) for ffn in layer.ffns)
     experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
     if not layer.attention:
         return (*ffns, *(experts if name != "paper" else ()))
-    values: Symmetry = Turns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
+    values: Symmetry = (
+        QuarterTurns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
+    )
     if name == "paper":
         one: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
         return (*ffns, *((turns, values) if norm or layer.elementwise else one))
@@ -238,8 +240,8 @@ class Family:
     those in memory.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
-    layer; None: all), ``qk_norm`` (as in ``Turns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``, ``experts``
-    (a rule: whether a layer has experts), ``groups`` (of experts). ``note`` is for the list of families.
+    layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
+    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts). ``note`` is for the list of families.
     """
 
     model_types: tuple[str, ...]

@@ -24,9 +24,9 @@ from mpu_cli.architectures.family import (
     ExpertPermutation,
     HeadPermutation,
     Permutation,
+    QuarterTurns,
     Rotation,
     Symmetry,
-    Turns,
 )
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import AxisMap, coordinates
@@ -224,7 +224,7 @@ def _heads(layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair]
     for axis in ATTENTION:
         by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
-    rotations = [s for s in chosen if isinstance(s, Rotation | Turns)]
+    rotations = [s for s in chosen if isinstance(s, Rotation | QuarterTurns)]
     if any(isinstance(s, HeadPermutation) for s in chosen):
         kv_order = match(_overlap(*by_head["key"]) + _overlap(*by_head["value"]))
         for h, g in enumerate(kv_order.tolist()):
@@ -248,18 +248,18 @@ def _heads(layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair]
         for axis in rotation.axes:
             per_kv_head = len(orders[axis]) // kv_heads
             maps[axis] = AxisMap(maps[axis].order, matrices.repeat_interleave(per_kv_head, 0))
-        if isinstance(rotation, Turns) and rotation.norm == "shared":
+        if isinstance(rotation, QuarterTurns) and rotation.norm == "shared":
             maps[OF_HEAD] = AxisMap(matrices.abs().argmax(2).mode(0).values)
-        if isinstance(rotation, Turns):
+        if isinstance(rotation, QuarterTurns):
             maps |= {_UNSIGNED[axis]: _order(matrices, orders[axis], d) for axis in rotation.axes if axis in _UNSIGNED}
     return maps
 
 
-def _solved(products: torch.Tensor, rotation: Rotation | Turns) -> torch.Tensor:
+def _solved(products: torch.Tensor, rotation: Rotation | QuarterTurns) -> torch.Tensor:
     """The matrix of each KV head, (heads, d, d), from X Yᵀ of copy and target."""
     d = products.shape[-1]
     r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
-    turns = isinstance(rotation, Turns)
+    turns = isinstance(rotation, QuarterTurns)
     matrices = torch.zeros(products.shape, dtype=torch.float64)
     if r:
         kind = str(rotation.planes)

@@ -213,7 +213,7 @@ def _listed(copies: Sequence[int]) -> str:
 def _preview(plan: AggregatePlan, as_json: bool) -> None:
     """What `mpu aggregate` would read and write, all deltas checked except for their numbers."""
     from mpu_cli.cli.preview import Preview, show
-    from mpu_cli.server.profile import BUFFERS
+    from mpu_cli.server.copying import BUFFERS
 
     notes = []
     for keys, weights in zip(plan.publications, plan.weights, strict=True):

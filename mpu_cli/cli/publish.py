@@ -90,7 +90,6 @@ def publish(
         Path | None,
         typer.Option(help="Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"),
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Report where the time went.")] = False,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -108,7 +107,6 @@ def publish(
     from mpu_cli.server.calibration import statement
     from mpu_cli.server.families import published_as_they_are, unmoved
     from mpu_cli.server.hidden import hidden, losses_of_copy
-    from mpu_cli.server.profile import Profile
     from mpu_cli.server.publish import publish as run_publish
 
     clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
@@ -139,12 +137,11 @@ def publish(
             f"config.json: the copies do not get {few(lost)}, which mpu does not know; if the model computes something "
             "else without, they are wrong (`mpu check-family` tells)"
         )
-    laps = Profile() if profile else None
     if dry_run:
         _preview(plan, as_json)
         return
     with terminal() as observer:
-        published = run_publish(plan, observer=observer, profile=laps)
+        published = run_publish(plan, observer=observer)
     recovered = hidden(plan, published) if plan.pretrained and only is None else None
     if recovered:
         _tell_hidden(recovered, publication)
@@ -173,10 +170,6 @@ def publish(
         note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
     if calibration:
         note(statement(calibration))
-    if laps:
-        total = sum(laps.seconds.values())
-        rows = [[name, f"{seconds:.2f}", f"{seconds / total:.0%}"] for name, seconds in laps.seconds.items()]
-        table("Seconds of work, summed over all threads", ["", "seconds", "share"], rows)
     names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
     note(
         f"next: send {few(names)} to the client, who runs `mpu unlearn {names[0]} …` on each and returns the deltas; "
@@ -196,7 +189,6 @@ def publish(
             "hidden": asdict(recovered) if recovered else None,
             "probe": known_by,
             "blocks": [asdict(block) for block in published.blocks],
-            "profile": laps.seconds if laps else None,
         },
         as_json,
     )
@@ -205,8 +197,8 @@ def publish(
 def _preview(plan: PublishPlan, as_json: bool) -> None:
     """What `mpu publish` would read and write."""
     from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.server.copying import BUFFERS
     from mpu_cli.server.families import published_as_they_are
-    from mpu_cli.server.profile import BUFFERS
 
     publication = plan.publication
     notes = [

@@ -15,7 +15,6 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.device import device_of, tell_accelerate
 from mpu_cli.models.source import Model
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.unlearning import Logging, Lora, Privacy, Training, Unlearning
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import no_template
@@ -32,7 +31,6 @@ def epochs_of(options: Unlearning) -> int:
 def check_options(options: Unlearning) -> Objective:
     """The objective that ``options`` describe. Raises UsageError for options that do not go together or do not work
     here, and for a constant that the algorithm does not have."""
-    check_ranges(options)
     objective = objective_of(options.algo, options.loss)
     check_training(options.training, options.prompts.date)
     if options.lora.lora_rank is None and options.lora != Lora():
@@ -59,7 +57,6 @@ def refers_back(objective: Objective) -> bool:
 
 def check_training(training: Training, date: str) -> None:
     """Raise UsageError or MpuError for what the device or the libraries cannot do here, before anything is loaded."""
-    check_ranges(training)
     parse_date(date)
     device = device_of(training.device)
     tell_accelerate(device)
@@ -73,7 +70,6 @@ def check_training(training: Training, date: str) -> None:
 
 def check_logging(logging: Logging, privacy: Privacy) -> None:
     """Raise UsageError for logs that would leak private records, MpuError for a library that is not installed."""
-    check_ranges(logging)
     if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
         raise UsageError("--dp-epsilon does not work with --resume, --log or --report-to")
     if (name := logging.report_to) and find_spec(name) is None:

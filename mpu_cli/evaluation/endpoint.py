@@ -44,15 +44,19 @@ class Endpoint:
     name: str
     key: str | None = None
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        """Nothing: the server decides how it reads."""
+
     def score(
         self,
         items: Sequence[Item],
         *,
         batch_size: int,
         others: Sequence[Item] = (),
+        moments: bool = False,  # noqa: ARG002 (as of a ``Reader``; the server tells no distributions)
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """The scores of each item's tokens, and of those of ``others``; see ``Scorer.score``.
+        """The scores of each item's tokens, and of those of ``others``, without moments; see ``Scorer.score``.
 
         Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
         """
@@ -71,10 +75,12 @@ class Endpoint:
         self,
         tokenizer: PreTrainedTokenizerBase,
         items: Sequence[Item],
+        drafts: Sequence[list[int]] = (),  # noqa: ARG002 (as of a ``Reader``)
         *,
         limit: int,
         stops: Sequence[str] = (),
         batch_size: int,
+        longest: int | None = None,
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
         """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""

@@ -25,7 +25,6 @@ from mpu_cli.models.deltas import open_delta
 from mpu_cli.models.device import device_of
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.evaluation import Measuring
 
 FORMAT = {"format": "mpu-eval", "version": 1}
@@ -99,7 +98,6 @@ def evaluate(
     it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``.
     Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
-    check_ranges(options)
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)
     if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):

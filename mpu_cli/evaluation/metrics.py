@@ -8,7 +8,6 @@ A metric names the keys it needs and the metrics it is computed from.
 
 from __future__ import annotations
 
-import importlib
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -75,12 +74,6 @@ class Reading(TypedDict, total=False):
     min_k: float
     min_k_plus_plus: float
     compressed: int
-
-
-def import_statistics() -> None:
-    """Import the libraries that the metrics use."""
-    for name in ("rouge_score.rouge_scorer", "scipy.stats", "sklearn.metrics"):
-        importlib.import_module(name)
 
 
 def reading(item: Item, scores: TokenScores, text: str) -> Reading:

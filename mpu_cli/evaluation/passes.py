@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,13 +16,12 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import recovery
 from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
 from mpu_cli.evaluation.encoding import Encoder, Item
-from mpu_cli.evaluation.endpoint import Endpoint
 from mpu_cli.evaluation.findings import Findings
-from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
-from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE, import_statistics, reading
+from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE, reading
 from mpu_cli.evaluation.provenance import Subject
+from mpu_cli.evaluation.reader import Local, Reader
 from mpu_cli.evaluation.recovered import attack_key
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.deltas import add_delta
@@ -58,7 +56,7 @@ class Run:
     encoder: Encoder
     findings: Findings
     _model: PreTrainedModel | None
-    _scorer: Scorer | Endpoint | None = None
+    _reader: Reader | None = None
     _whole: bool = False  # with its delta
     _items: dict[tuple[str, str], list] = field(default_factory=dict)
 
@@ -69,10 +67,10 @@ class Run:
         return self._model
 
     @property
-    def scorer(self) -> Scorer | Endpoint:
-        if self._scorer is None:
-            self._scorer = self.subject.endpoint or Scorer(self.model)
-        return self._scorer
+    def reader(self) -> Reader:
+        if self._reader is None:
+            self._reader = self.subject.endpoint or Local(self.model)
+        return self._reader
 
     @property
     def batch_size(self) -> int:
@@ -86,7 +84,7 @@ class Run:
 
     def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
         """Mean loss per token of each item, in nats."""
-        scores = self.scorer.score([], others=items, batch_size=self.batch_size, advance=advance)
+        scores = self.reader.score([], others=items, batch_size=self.batch_size, advance=advance)
         return [each.loss for each in scores]
 
     def add_delta(self) -> None:
@@ -97,7 +95,7 @@ class Run:
 
     def release(self) -> None:
         """Let go of the model, whose weights were changed, or whose room is needed."""
-        self._model, self._scorer, self._whole = None, None, False
+        self._model, self._reader, self._whole = None, None, False
 
 
 @dataclass(frozen=True)
@@ -171,16 +169,12 @@ def carry_out(todo: Sequence[Pass], subject: Subject, options: Measuring, found:
         for split in each.splits:
             for part in each.parts:
                 check_ids(run.encoded(split, part), run.model, subject.model.source)
-    if isinstance(run.scorer, Scorer):
-        scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
-        items = (run.encoded(split, part) for each in scoring for split in each.splits for part in each.parts)
-        run.scorer.prepare([*chain(*map(_flat, items))])
-    largest = max(todo, key=lambda each: each.records, default=None)
+    scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
+    items = (run.encoded(split, part) for each in scoring for split in each.splits for part in each.parts)
+    run.reader.prepare([*chain(*map(_flat, items))])
     for each in todo:
         if each.with_delta:
             run.add_delta()
-        if each is largest:  # the metrics' imports take a second, best spent beside a pass that keeps all cores busy
-            threading.Thread(target=import_statistics, daemon=True).start()
         found.keep(each.find(run, partial(_advance, observer, each.what)))
         if each.alters:
             run.release()
@@ -242,10 +236,9 @@ def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance:
     answers = flat.get("answer", [])
     others = [item for part in parts if part != "answer" for item in flat[part]]
     share = len(parts) * len(split.rows) / (len(answers) + len(others))
-    wanted = {} if isinstance(run.scorer, Endpoint) else {"moments": moments and bool(answers)}
     scored = iter(
-        run.scorer.score(
-            answers, others=others, batch_size=run.batch_size, advance=lambda n: advance(n * share), **wanted
+        run.reader.score(
+            answers, others=others, batch_size=run.batch_size, moments=moments, advance=lambda n: advance(n * share)
         )
     )
     found: dict[str, object] = {}
@@ -282,14 +275,10 @@ def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, o
 def _answers(
     split: Split, items: list[Item], drafts: list[list[int]], run: Run, advance: Advance
 ) -> list[dict[str, str]]:
-    ask = (
-        run.scorer.answer
-        if isinstance(run.scorer, Endpoint)
-        else partial(answer, run.model, drafts=drafts, longest=run.encoder.max_length)
-    )
-    answers = ask(
-        run.tokenizer, items, limit=split.limit, stops=split.stops, batch_size=run.batch_size, advance=advance
-    )
+    answers = run.reader.answer(
+        run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
+        longest=run.encoder.max_length, advance=advance,
+    )  # fmt: skip
     return [asdict(each) for each in answers]
 
 

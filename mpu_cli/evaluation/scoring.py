@@ -29,7 +29,6 @@ ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
 FEWEST = 80  # tokens at once nevertheless, for each of which the head is read
-LINE = 16  # float32 numbers in a line of that cache; rows an even number of lines apart displace each other
 FEWEST_ITEMS = 8  # in a pack, if several are read at once
 CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it is padding
 SAME = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
@@ -152,17 +151,16 @@ class _Pass:
         vocabulary = self.states.shape[1] if head is None else vocabulary_of(head)
         sizes = [len(item.labels) for item in self.items]
         fully = [_key(item) in wanted.fully for item in self.items]
-        pairs = torch.tensor([*chain(*self.rows)]) * vocabulary
-        pairs += torch.tensor([*chain(*(item.labels for item in self.items))])
-        needed = pairs[torch.tensor(fully).repeat_interleave(torch.tensor(sizes))]
-        last = len(self.states) * vocabulary
-        # Those of which more than losses is needed come first.
-        pairs, places = torch.unique(torch.where(torch.isin(pairs, needed), pairs, pairs + last), return_inverse=True)
-        count = int((pairs < last).sum())
-        rows, targets = (pairs % last // vocabulary).to(device), (pairs % vocabulary).to(device)
+        of_items = torch.tensor([[*chain(*self.rows)], [*chain(*(item.labels for item in self.items))]]).T
+        pairs, places = torch.unique(of_items, dim=0, return_inverse=True)  # (pairs, 2): rows and labels
+        needed = torch.zeros(len(pairs), dtype=torch.bool)
+        needed[places[torch.tensor(fully).repeat_interleave(torch.tensor(sizes))]] = True
+        order = needed.logical_not().int().argsort(stable=True)  # those of which more than losses is needed come first
+        rows, targets = pairs[order].to(device).unbind(1)
+        places, count = order.argsort()[places], int(needed.sum())
         step = max(1, chunk_of(vocabulary) // SHARE)
         if device.type == "cpu":
-            step = min(step, _odd_lines(max(FEWEST, CACHED // vocabulary)))
+            step = min(step, max(FEWEST, CACHED // vocabulary))
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
             logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
@@ -179,11 +177,6 @@ class _Pass:
 
 def _chunks(begin: int, end: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, end)) for start in range(begin, end, step))
-
-
-def _odd_lines(count: int) -> int:
-    """The largest odd number of lines in ``count`` numbers, in numbers."""
-    return (count - LINE) // (2 * LINE) * 2 * LINE + LINE
 
 
 def _columns(head: Head | None, states: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.errors import MpuError
 from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model, open_model
-from mpu_cli.server.profile import BUFFERS
+from mpu_cli.server.copying import BUFFERS
 
 if TYPE_CHECKING:
     from mpu_cli.experiment.sweep import Cell

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import queue
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
+from mpu_cli.subprocesses import run_mpu
 
 OUTPUT = "output.txt"  # in a cell's folder: what its process said
 
@@ -35,21 +34,16 @@ class Jobs:
         """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""
         place = self._places.get()
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "mpu_cli", *self.command, "--cell", name],
-                capture_output=True, text=True, env={**os.environ, **self._environment(place)}, check=False,
-            )  # fmt: skip
+            ended = run_mpu([*self.command, "--cell", name], environment=self._environment(place))
         finally:
             self._places.put(place)
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / OUTPUT).write_text(done.stderr, encoding="utf-8")
+        (folder / OUTPUT).write_text(ended.stderr, encoding="utf-8")
         try:
-            return json.loads(done.stdout)
+            return json.loads(ended.stdout)
         except ValueError:
-            said = [line.removeprefix("mpu: error: ") for line in done.stderr.splitlines() if "error: " in line]
-            reason = said[0] if said else f"exit status {done.returncode}"
-            raise MpuError(reason, f"{folder / OUTPUT} has all that it said") from None
+            raise MpuError(ended.reason, f"{folder / OUTPUT} has all that it said") from None
 
     def _environment(self, place: int) -> dict[str, str]:
         import torch

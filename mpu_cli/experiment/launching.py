@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.subprocesses import run_mpu
 
 
 def launched(command: str, asked: Unlearning, copy: Path, target: Path, reference_file: Path | None) -> dict[str, Any]:
@@ -21,21 +21,16 @@ def launched(command: str, asked: Unlearning, copy: Path, target: Path, referenc
     """
     resume = [] if asked.privacy.dp_epsilon is not None else ["--resume"]
     kept = ["--reference-file", str(reference_file)] if reference_file else []
-    arguments = ["mpu_cli", "unlearn", str(copy), *as_arguments(asked), *resume, *kept]
+    arguments = ["unlearn", str(copy), *as_arguments(asked), *resume, *kept, "--out", str(target), "--force", "--json"]
     try:
-        done = subprocess.run(
-            [*shlex.split(command), *arguments, "--out", str(target), "--force", "--json"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        ended = run_mpu(arguments, launcher=shlex.split(command))
     except (OSError, ValueError) as error:
         raise UsageError(f"--launch {command!r}: cannot be started ({error})") from error
-    begin = done.stdout.find("{")
+    begin = ended.stdout.find("{")
     try:
-        return json.loads(done.stdout[begin:])
+        return json.loads(ended.stdout[begin:])
     except ValueError:
-        said = [line.removeprefix("mpu: error: ") for line in done.stderr.splitlines() if "mpu: error: " in line]
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise MpuError(f"{copy}: {said[0] if said else last}", f"started with --launch {command!r}") from None
+        raise MpuError(f"{copy}: {ended.reason}", f"started with --launch {command!r}") from None
 
 
 def as_arguments(options: Unlearning) -> Iterator[str]:

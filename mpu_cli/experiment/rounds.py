@@ -37,7 +37,7 @@ from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted, w
 from mpu_cli.experiment.provenance import begin, facts_of, identity_of
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
-from mpu_cli.options.declare import check_ranges, flat, from_flat
+from mpu_cli.options.declare import flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Logging
@@ -74,7 +74,6 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
 
     Raises MpuError if ``folder`` holds something else, UsageError for options that do not go together.
     """
-    check_ranges(experiment)
     check_options(experiment.unlearning)
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:

@@ -21,7 +21,6 @@ from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.tuning import Search
 from mpu_cli.options.unlearning import Unlearning
 
@@ -47,7 +46,6 @@ def tune(
     be trained.
     """
     optuna = _optuna()
-    check_ranges(search)
     if not check_options(options).constants.alpha or not data.retain:
         raise UsageError(
             "a search needs records to keep, to measure what is lost", "use --retain, and an --alpha above 0"

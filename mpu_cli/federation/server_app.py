@@ -15,8 +15,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.exchange import Exchange, Job, Request, shown, table, word
 from mpu_cli.federation.spool import COPY, DELTA, FILE, checked, digest_of, files_of, is_name
+from mpu_cli.subprocesses import run_mpu
 
 PIECE = 32 << 20  # bytes of files in a message
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
@@ -58,6 +57,8 @@ class Settings:
 def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
     """Raises MpuError for what is missing."""
     owners = tuple(name.strip() for name in str(config["owners"]).split(",") if name.strip())
+    if len(owners) > 1 and any(option.split("=")[0] == "--seed" for option in shlex.split(str(config["publish"]))):
+        raise MpuError("publish: --seed would give all owners the same noise", "leave it out")
     for name in ("base", "state", "owners"):
         if not config[name]:
             raise MpuError(f"{name}: not set", f"give it with --run-config '{name}=\"…\"'")
@@ -77,13 +78,10 @@ def say(text: str) -> None:
 
 def mpu(*arguments: object) -> str:
     """Run an ``mpu`` command; its standard output. Raises MpuError with its own message if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mpu_cli", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        lines = [line.removeprefix("mpu: error: ") for line in done.stderr.splitlines() if line.startswith("mpu: ")]
-        raise MpuError(f"mpu {arguments[0]}: " + (" ".join(lines) or f"exit status {done.returncode}"))
-    return done.stdout
+    ended = run_mpu([str(argument) for argument in arguments])
+    if ended.status:
+        raise MpuError(f"mpu {arguments[0]}: {ended.reason}")
+    return ended.stdout
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,9 @@ class Round:
         if not self.identity.exists():
             self.identity.parent.mkdir(parents=True, exist_ok=True)
             mpu("keygen", "--out", self.identity)
-        for index, owner in enumerate(self.settings.owners):
+        for owner in self.settings.owners:
             if not self.keys(owner).exists():
-                self._publish(owner, index)
+                self._publish(owner)
         pairs = [(owner, copy) for owner in self.settings.owners for copy in self.copies(owner)]
         self.exchange.run((owner, self._deliver(owner, copy)) for owner, copy in pairs)
         say(f"round {self.number}: all deltas are here")
@@ -143,13 +141,13 @@ class Round:
         for _, copy in pairs:
             shutil.rmtree(copy)
 
-    def _publish(self, owner: str, index: int) -> None:
+    def _publish(self, owner: str) -> None:
         folder, first = self.folder / owner, self.settings.state / "round_1" / owner / "run"
         shutil.rmtree(folder, ignore_errors=True)  # of a publication that was interrupted
         folder.mkdir(parents=True)
         run = ["--run", first.read_text().strip()] if first.exists() else []
         mpu("publish", self.base, "--out", folder / "copies", "--keys", folder / "keys.partial", "--identity",
-            self.identity, "--round", self.number, *run, *_own_seed(self.settings.publish, index))  # fmt: skip
+            self.identity, "--round", self.number, *run, *self.settings.publish)  # fmt: skip
         facts = json.loads((self.copies(owner)[0] / "mpu.json").read_text(encoding="utf-8"))
         (folder / "run").write_text(facts["run"] + "\n")
         (folder / "keys.partial").rename(self.keys(owner))
@@ -259,15 +257,6 @@ class Round:
 
     def _end(self, owner: str, copy: Path) -> Job[None]:
         yield Request("forget", self.name(owner, copy))
-
-
-def _own_seed(options: list[str], index: int) -> list[str]:
-    """``options`` with another ``--seed`` for each owner, if there is one: owners must not share their noise."""
-    joined = [part for option in options for part in (option.split("=", 1) if option[:7] == "--seed=" else [option])]
-    if "--seed" in joined[:-1]:
-        at = joined.index("--seed") + 1
-        joined[at] = str(int(joined[at]) + index)
-    return joined
 
 
 def _missing(files: dict[str, Path], held: dict[str, int]) -> dict[Path, int]:

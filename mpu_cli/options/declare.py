@@ -1,11 +1,11 @@
-"""Declaring options: a group of options is a frozen dataclass whose fields carry their help and range.
+"""Declaring options: a group is a frozen dataclass, a kind of ``Options``, whose fields carry their help and range.
 
 A group may hold other groups; seen from outside, its options are flat and each name occurs once. The command line
 (``mpu_cli.cli.grouped``), recipes (``from_flat``), environment variables and the Python functions all read these
 declarations, so a new option is one line in a group and its use.
 
 >>> @dataclass(frozen=True, kw_only=True)
-... class Stirring:
+... class Stirring(Options):
 ...     speed: float = option(1.0, "Turns per second.", above=0)
 >>> from_flat(Stirring, {"speed": 2})
 Stirring(speed=2.0)
@@ -26,6 +26,16 @@ from mpu_cli.errors import UsageError
 
 Group = TypeVar("Group")
 AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
+
+
+class Options:
+    """A group of options, which cannot be made with a number that is out of its range: raises UsageError."""
+
+    def __post_init__(self) -> None:
+        known = declared(cast(AnyClass, type(self)))
+        for own in fields(cast(AnyClass, self)):
+            if own.name in known:  # and not a group, which checked itself
+                known[own.name].check(getattr(self, own.name))
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,17 @@ class Declaration:
             raise UsageError(f"{where}{self.name} = {value!r}: must be of type {self.kind.__name__}")
         if self.choices and value not in self.choices:
             raise UsageError(f"{where}{self.name} = {value!r}: must be one of {', '.join(self.choices)}")
+        self.check(value, where)
         return value
+
+    def check(self, value: object, where: str = "") -> None:
+        """Raise UsageError for a number that is not finite or out of range."""
+        allowed = self.range or Range()
+        if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
+            return
+        finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
+        place = f"{where}{self.name} =" if where else self.flag
+        raise UsageError(f"{place} {value}: must be {finite}{allowed}")
 
 
 def _number(text: str, complaint: str) -> float:
@@ -176,9 +196,7 @@ def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") ->
                 f"{where}{name}: unknown option",
                 f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}",
             )
-    group = _build(of, values, where)
-    check_ranges(group, where)
-    return group
+    return _build(of, values, where)
 
 
 def by_present_names(of: type[Group], values: Mapping[str, object]) -> dict[str, object]:
@@ -210,18 +228,6 @@ def flat(group: object) -> dict[str, object]:
         value = getattr(group, own.name)
         values |= flat(value) if is_dataclass(kind) else {own.name: value}
     return values
-
-
-def check_ranges(group: object, where: str = "") -> None:
-    """Raise UsageError for a number of the group that is not finite or out of the range that its option declares."""
-    known = declared(cast(AnyClass, type(group)))
-    for name, value in flat(group).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            allowed = known[name].range or Range()
-            if value not in allowed:
-                finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
-                place = f"{where}{name} =" if where else known[name].flag
-                raise UsageError(f"{place} {value}: must be {finite}{allowed}")
 
 
 def _own_fields(of: AnyClass) -> Iterator[tuple[Field, type]]:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.publishing import StoredDtype
 from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Template
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(Options):
     """The records to measure on."""
 
     PANEL: ClassVar[str] = "Records"
@@ -49,7 +49,7 @@ class EvaluationPrompts(ChatTemplate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
+class Scoring(Options):
     """How to run the model."""
 
     PANEL: ClassVar[str] = "Running"
@@ -67,7 +67,7 @@ ATTACKS = ("paraphrase", "context", "sample", "quantise", "relearn")  # those th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class Recovery(Options):
     """Attacks that try to bring back what was forgotten."""
 
     PANEL: ClassVar[str] = "Attacks on forgetting"
@@ -84,7 +84,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(Options):
     """Everything that decides the numbers of an evaluation, except the model."""
 
     metrics: tuple[str, ...] = option((), "Metrics to compute, comma-separated (default: all).", metavar="NAMES")

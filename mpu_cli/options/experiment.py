@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.publishing import Disguise, ServerRate, Stored
 from mpu_cli.options.unlearning import Unlearning
 
@@ -13,7 +13,7 @@ Mode = Literal["mpu", "clean", "clean-rounds", "noised"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Options):
     """An unlearning request from the first round to the last."""
 
     base: str = option(..., "The server's model: file, directory or Hub id.", metavar="BASE", argument=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import Options, group, option
 
 _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -38,7 +38,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
+class Copies(Options):
     """How many copies there are and how much of which noise each gets."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
@@ -76,7 +76,7 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PermanentNoise:
+class PermanentNoise(Options):
     """Noise that is the same in every copy."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
@@ -92,7 +92,7 @@ class PermanentNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth:
+class Depth(Options):
     """Which of the model's layers the copies have."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
@@ -136,14 +136,14 @@ class Disguise(Depth, PermanentNoise, Copies):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class Stored(Options):
     """In which dtype copies and models are written."""
 
     dtype: StoredDtype | None = option(None, "Store weights in this dtype (default: each tensor's own).")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerRate:
+class ServerRate(Options):
     """How much of the aggregated update becomes the next model."""
 
     server_lr: float | Literal["auto"] = option(
@@ -177,7 +177,7 @@ class Aggregating(ServerRate, Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(Options):
     """Noise calibrated to (ε, δ) differential privacy of the weights, in place of κ; off unless ε is given."""
 
     PANEL: ClassVar[str] = "Noise for differential privacy"
@@ -197,7 +197,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Publishing:
+class Publishing(Options):
     """What ``mpu publish`` takes besides the models and the files it writes."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpu_cli.options.declare import option
+from mpu_cli.options.declare import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(Options):
     """Where to look for a learning rate and a number of epochs, and what the model may lose on the way."""
 
     PANEL: ClassVar[str] = "Search"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mpu_cli.options.declare import flat, group, option
+from mpu_cli.options.declare import Options, flat, group, option
 
 Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"]
 Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
@@ -26,7 +26,7 @@ DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
+class Records(Options):
     """The client's private records."""
 
     PANEL: ClassVar[str] = "Records"
@@ -56,7 +56,7 @@ class Records:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatTemplate:
+class ChatTemplate(Options):
     """What a chat template prints around a record."""
 
     PANEL: ClassVar[str] = "Records"
@@ -80,7 +80,7 @@ class Prompts(ChatTemplate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(Options):
     """The retain term and the constants of the losses; None stands for the algorithm's own."""
 
     PANEL: ClassVar[str] = "Constants of the algorithm"
@@ -103,7 +103,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(Options):
     """How to train; the defaults but the rate are the paper's, for models of 1B parameters."""
 
     PANEL: ClassVar[str] = "Training"
@@ -144,7 +144,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(Options):
     """LoRA instead of training all weights; off unless a rank is given."""
 
     PANEL: ClassVar[str] = "LoRA"
@@ -168,7 +168,7 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Privacy:
+class Privacy(Options):
     """DP-SGD on the records; off unless ε is given. One delta spends (ε, δ); the ledger composes them."""
 
     PANEL: ClassVar[str] = "Differential privacy of the records"
@@ -188,7 +188,7 @@ class Privacy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unlearning:
+class Unlearning(Options):
     """Everything that decides what a client trains on a copy."""
 
     algo: Algorithm = option("npo", "Unlearning algorithm.")
@@ -212,7 +212,7 @@ class Unlearning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checks:
+class Checks(Options):
     """What is looked for in a copy before it is trained on."""
 
     PANEL: ClassVar[str] = "Checks of the copy"
@@ -224,7 +224,7 @@ class Checks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
+class Logging(Options):
     """What training leaves behind besides its result."""
 
     PANEL: ClassVar[str] = "Training"

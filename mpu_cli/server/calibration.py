@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Calibration as CalibrationOptions
 from mpu_cli.randomness import DOUBLE_REACH
 
@@ -52,7 +51,6 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     """
     from scipy.stats import norm  # takes a second, and only calibrated noise needs it
 
-    check_ranges(options)
     epsilon, delta, sensitivity = options.epsilon, options.dp_delta, options.sensitivity
     if epsilon is None or delta is None or sensitivity is None:
         raise UsageError("--epsilon needs --dp-delta and --sensitivity")

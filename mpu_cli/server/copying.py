@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
@@ -22,6 +22,8 @@ from mpu_cli.server.noise import Noise
 from mpu_cli.server.publication import Publication
 from mpu_cli.symmetry.transform import Transform, as_matrix, measured_slices, row_slices
 
+# bytes of memory: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
+BUFFERS = 350e6
 _SUM = 1 << 16  # elements summed in the compute dtype before the sum continues in double
 
 
@@ -63,7 +65,6 @@ class CopyWriter:
     writers: Sequence[CheckpointWriter]
     pool: Executor
     observer: Observer
-    clock: Callable[[], Callable[[str], None]]
     whole_names: Mapping[str, str]  # of tensors, in the base with all its layers
     hashed: str = NEWEST
     sigma: dict[str, float] = field(default_factory=dict)
@@ -159,9 +160,7 @@ class CopyWriter:
             return math.fsum(float(torch.dot(p, p)) for p in x.split(_SUM))
 
         def piece(offset: int) -> tuple[bytes, float, float]:
-            lap = self.clock()
             digest = piece_digest(raw, offset, self.hashed)
-            lap("read the base, fingerprint")
             if tensor.constant:
                 return digest, 0.0, 0.0
             part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
@@ -169,7 +168,6 @@ class CopyWriter:
             of_weights = of_task = square(v)
             if other is not None:
                 of_task = square(v - other[part].to(dtype))
-            lap("scale of the noise")
             return digest, of_task, of_weights
 
         return [self.pool.submit(piece, offset) for offset in pieces(info)]
@@ -196,17 +194,12 @@ class CopyWriter:
             dtype = torch.float64  # rounding the noise before adding it could leak the weight
 
         def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
-            lap = self.clock()
             clean = weights[start:stop].to(dtype)
-            lap("convert the base")
             draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-            lap("draw the noise")
             noisy = self.noise.of_copies(draws, sigma, shared, clean.view(-1)) if subkeys else [clean] * len(maps)
-            lap("add the noise")
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
                 turned = mapping.forward(noisy[k].view(clean.shape), start)
-                lap("change coordinates")
                 written = turned.to(stored)
                 if not all_finite(written):
                     raise MpuError(
@@ -214,22 +207,15 @@ class CopyWriter:
                         "choose a wider --dtype or a smaller --kappa",
                     )
                 mapping.put(target, written, start)
-                lap("convert and write")
                 if measured:
                     without = mapping.forward(clean, start)
                     survived = (written.to(dtype) - without).view(-1)
                     sums[k, 0] = torch.dot(survived, survived)
                     sums[k, 1] = written.numel() - torch.count_nonzero(written != without.to(stored))
-                    lap("measure what survives")
             return (sums, clean.numel()) if measured else None
 
-        def make_room(writer: CheckpointWriter) -> None:
-            lap = self.clock()
-            writer.populate(tensor.name)
-            lap("make room for the copies")
-
         for writer in self.writers:
-            self.pool.submit(make_room, writer)
+            self.pool.submit(writer.populate, tensor.name)
         slices = row_slices(maps, rows, columns)
         looked_at = measured_slices(len(slices))
         return [self.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]

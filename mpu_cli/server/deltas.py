@@ -21,7 +21,6 @@ from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import LEFT, RIGHT, DeltaManifest, delta_manifest
 from mpu_cli.models.source import Model
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.keys import Keys
 
@@ -221,7 +220,6 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggre
 
 def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
     """The base's layout, after checking that the deltas fit it and each other."""
-    check_ranges(options)
     options.check_step()
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     try:

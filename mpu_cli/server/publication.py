@@ -14,7 +14,6 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.options.declare import check_ranges
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.sealing import default_identity_path, own_secret
@@ -56,7 +55,7 @@ class Publication:
     stays: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa))
+        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa)  # raises for numbers that are out of range
         if self.round < 1:
             raise UsageError(f"--round {self.round}: must be at least 1")
         if not self.run:

@@ -29,7 +29,6 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
 from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
-from mpu_cli.server.profile import Profile, no_clock
 from mpu_cli.server.publication import Publication, permanent_seed
 
 
@@ -125,11 +124,11 @@ def plan_publish(
     )  # fmt: skip
 
 
-def publish(plan: PublishPlan, *, observer: Observer = SILENT, profile: Profile | None = None) -> Published:
+def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     """Write what ``plan`` says, all or nothing.
 
-    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md). ``profile``
-    collects where the time goes. Raises MpuError if the base or the pretrained model holds NaN, an output exists, or
+    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md).
+    Raises MpuError if the base or the pretrained model holds NaN, an output exists, or
     the copies made before are of another base.
     """
     publication, target, written = plan.publication, plan.target, plan.written
@@ -149,7 +148,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT, profile: Profile 
             folders = [plain / f"copy_{manifest.copy}" for manifest in written]
             for folder in folders:
                 folder.mkdir()
-        reports, keys = _write_copies(plan, publication, folders, observer, profile)
+        reports, keys = _write_copies(plan, publication, folders, observer)
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(plan.base, folder, plan.specs)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
@@ -164,7 +163,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT, profile: Profile 
 
 
 def _write_copies(
-    plan: PublishPlan, publication: Publication, folders: Sequence[Path], observer: Observer, profile: Profile | None
+    plan: PublishPlan, publication: Publication, folders: Sequence[Path], observer: Observer
 ) -> tuple[list[BlockReport], Keys]:
     """Write each copy's tensors into its folder; the keys that undo them."""
     known = plan.known
@@ -186,7 +185,6 @@ def _write_copies(
             writers=writers,
             pool=stack.enter_context(worker_pool()),
             observer=observer,
-            clock=profile.begin if profile else no_clock,
             whole_names=names_in_base(plan.whole, publication.omitted),
             hashed=hash_of(known.base.fingerprint) if known else NEWEST,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import singledispatchmethod
 from typing import Protocol
 
 import torch
@@ -15,9 +16,9 @@ from mpu_cli.architectures.family import (
     ExpertPermutation,
     HeadPermutation,
     Permutation,
+    QuarterTurns,
     Rotation,
     Symmetry,
-    Turns,
 )
 from mpu_cli.architectures.layout import axis_length
 from mpu_cli.symmetry.axis import AxisMap
@@ -36,6 +37,8 @@ class Draws(Protocol):
         """Standard normal, float64 (n,)."""
 
 
+OF_AXIS = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # weights of a norm, which have no signs
+
 Maps = Mapping[str, AxisMap | tuple[AxisMap, ...]]  # for an axis inside experts, one for each expert
 
 
@@ -44,63 +47,95 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
 
     ``draws(name)`` is the source for the symmetry of that name.
     """
-    orders: dict[str, torch.Tensor] = {}
-    rotations: dict[str, torch.Tensor] = {}
-    signs: dict[str, torch.Tensor] = {}
-    heads: dict[str, torch.Tensor] = {}  # the order of whole heads
-    of_experts: dict[str, tuple[AxisMap, ...]] = {}
-    kv_heads, d = sizes["kv_heads"], sizes["head_dim"]
-
-    def per_kv_head(axis: str) -> int:
-        return axis_length(sizes, axis) // d // kv_heads
-
+    sampler = _Sampler(sizes)
     for symmetry in symmetries:
-        source = draws(symmetry.name)
-        if isinstance(symmetry, Permutation) and symmetry.per_expert:
-            of_experts |= _inside_experts(symmetry, source, axis_length(sizes, symmetry.axes[0]), sizes["experts"])
-        elif isinstance(symmetry, Permutation):
-            n = axis_length(sizes, symmetry.axes[0])
-            orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
-            if symmetry.signed:
-                signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
-        elif isinstance(symmetry, Rotation):
-            matrices = _rotations(source, kv_heads, d, symmetry)
-            for axis in symmetry.axes:
-                rotations[axis] = matrices.repeat_interleave(per_kv_head(axis), dim=0)
-        elif isinstance(symmetry, Turns):
-            within, changed = _turns(source, kv_heads, d, symmetry)
-            for axis in symmetry.axes:
-                inside = within.repeat_interleave(per_kv_head(axis), dim=0)
-                orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
-                signs[axis] = changed.repeat_interleave(per_kv_head(axis), dim=0).flatten()
-            if symmetry.norm == "shared":
-                orders[OF_HEAD] = within[0]
-            if "mixed" in symmetry.axes:
-                orders[OF_MIXED] = orders["mixed"]
-            if symmetry.norm == "whole":
-                orders |= {OF_QUERIES: orders["query"], OF_KEYS: orders["key"]}
-        elif isinstance(symmetry, HeadPermutation):
-            group = sizes["heads"] // kv_heads
-            kv_order = source.permutation(kv_heads)
-            among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
-            query_order = (kv_order[:, None] * group + among).flatten()
-            heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
-        elif isinstance(symmetry, ExpertPermutation):
-            each = sizes["experts"] // symmetry.groups
-            among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
-            orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
-    for axis, order in heads.items():
-        moved = whole_heads(order, d)
-        orders[axis] = orders[axis][moved] if axis in orders else moved
-        unsigned = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}.get(axis)
-        if unsigned:
-            orders[unsigned] = orders[unsigned][moved] if unsigned in orders else moved
-    if "query" in heads:
-        orders["head"] = heads["query"]
-    return of_experts | {
-        axis: AxisMap(orders.get(axis, torch.arange(axis_length(sizes, axis))), rotations.get(axis), signs.get(axis))
-        for axis in orders.keys() | rotations.keys()
-    }
+        sampler.draw(symmetry, draws(symmetry.name))
+    return sampler.maps()
+
+
+class _Sampler:
+    """What the symmetries that were drawn do to each axis: an order, a rotation of each head, signs."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self._sizes = sizes
+        self._orders: dict[str, torch.Tensor] = {}
+        self._rotations: dict[str, torch.Tensor] = {}
+        self._signs: dict[str, torch.Tensor] = {}
+        self._heads: dict[str, torch.Tensor] = {}  # the order of whole heads
+        self._inside_experts: dict[str, tuple[AxisMap, ...]] = {}
+
+    def maps(self) -> Maps:
+        """One map for each axis that changes."""
+        orders, d = dict(self._orders), self._sizes["head_dim"]
+        for axis, order in self._heads.items():
+            moved = whole_heads(order, d)
+            for each in filter(None, (axis, OF_AXIS.get(axis))):
+                orders[each] = orders[each][moved] if each in orders else moved
+        if "query" in self._heads:
+            orders["head"] = self._heads["query"]
+        return self._inside_experts | {
+            axis: AxisMap(
+                orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
+            )
+            for axis in orders.keys() | self._rotations.keys()
+        }
+
+    @singledispatchmethod
+    def draw(self, symmetry: Symmetry, source: Draws) -> None:  # noqa: ARG002
+        """Draw ``symmetry``, and keep what it does to its axes."""
+        raise TypeError(f"{symmetry}: no symmetry")
+
+    @draw.register
+    def _(self, symmetry: Permutation, source: Draws) -> None:
+        n = self._length(symmetry.axes[0])
+        if symmetry.per_expert:
+            self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
+            return
+        self._orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
+        if symmetry.signed:
+            self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
+
+    @draw.register
+    def _(self, symmetry: Rotation, source: Draws) -> None:
+        matrices = _rotations(source, self._sizes["kv_heads"], self._sizes["head_dim"], symmetry)
+        for axis in symmetry.axes:
+            self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
+
+    @draw.register
+    def _(self, symmetry: QuarterTurns, source: Draws) -> None:
+        d = self._sizes["head_dim"]
+        within, changed = _quarter_turns(source, self._sizes["kv_heads"], d, symmetry)
+        for axis in symmetry.axes:
+            inside = within.repeat_interleave(self._per_kv_head(axis), dim=0)
+            self._orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
+            self._signs[axis] = changed.repeat_interleave(self._per_kv_head(axis), dim=0).flatten()
+        if symmetry.norm == "shared":
+            self._orders[OF_HEAD] = within[0]
+        if "mixed" in symmetry.axes:
+            self._orders[OF_MIXED] = self._orders["mixed"]
+        if symmetry.norm == "whole":
+            self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
+
+    @draw.register
+    def _(self, symmetry: HeadPermutation, source: Draws) -> None:  # noqa: ARG002 (its type decides)
+        kv_heads = self._sizes["kv_heads"]
+        group = self._sizes["heads"] // kv_heads
+        kv_order = source.permutation(kv_heads)
+        among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
+        query_order = (kv_order[:, None] * group + among).flatten()
+        self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+
+    @draw.register
+    def _(self, symmetry: ExpertPermutation, source: Draws) -> None:
+        each = self._sizes["experts"] // symmetry.groups
+        among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
+        self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
+
+    def _length(self, axis: str) -> int:
+        return axis_length(self._sizes, axis)
+
+    def _per_kv_head(self, axis: str) -> int:
+        return self._length(axis) // self._sizes["head_dim"] // self._sizes["kv_heads"]
 
 
 def _inside_experts(symmetry: Permutation, source: Draws, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
@@ -152,7 +187,7 @@ def _signs(source: Draws, n: int) -> torch.Tensor:
     return torch.where(source.uniform(n) < 0.5, -1.0, 1.0).float()
 
 
-def _turns(source: Draws, heads: int, d: int, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+def _quarter_turns(source: Draws, heads: int, d: int, turns: QuarterTurns) -> tuple[torch.Tensor, torch.Tensor]:
     """Order and signs of the coordinates of each head, (heads, d) each: a multiple of 90° in each plane, any signed
     permutation of the rest. Under a norm whose weights all heads share, all have the same order."""
     r = 0 if turns.planes is None else d if turns.rotary is None else turns.rotary

@@ -1,0 +1,47 @@
+"""mpu in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ERROR, HINT = "mpu: error: ", "mpu: hint: "  # how lines begin that say why mpu failed, and what to do
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a process of mpu left: its exit status, and all that it wrote."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed: its own error and hint; else the last line that it wrote, or its exit status."""
+        errors, hints = (
+            [line.split(mark, 1)[1] for line in self.stderr.splitlines() if mark in line] for mark in (ERROR, HINT)
+        )
+        if errors:
+            return errors[0] + (f" ({hints[0]})" if hints else "")
+        return next(filter(None, reversed(self.stderr.strip().splitlines())), f"exit status {self.status}")
+
+
+def run_mpu(
+    arguments: Sequence[str],
+    *,
+    launcher: Sequence[str] = (sys.executable, "-m"),
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run ``mpu`` with ``arguments``, started by ``launcher``, until it ends; ``environment`` is added to this one.
+
+    Raises OSError if the launcher cannot be started.
+    """
+    done = subprocess.run(
+        [*launcher, "mpu_cli", *arguments], capture_output=True, text=True, check=False,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    return Ended(done.returncode, done.stdout, done.stderr)
