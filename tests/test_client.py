@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import run
+from mpu_cli.client.frozen import forward
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.schedule import schedule
@@ -72,8 +72,8 @@ class TestData:
         records += [question("w4", "w5"), question("w4 w5 w6 " * 5, "w7")]
         examples = Encoding(tokenizer, system_prompt="").encode(records)
         with torch.no_grad():
-            together = run(model, pad(examples)).sequence_log_probs
-            alone = torch.cat([run(model, pad([example])).sequence_log_probs for example in examples])
+            together = forward(model, pad(examples)).sequence_log_probs
+            alone = torch.cat([forward(model, pad([example])).sequence_log_probs for example in examples])
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)  # norms and RoPE are in float32
 
 
@@ -149,7 +149,7 @@ class TestUnlearn:
         model, tokenizer = load(base, torch.float64, "cpu")
         examples = Encoding(tokenizer, template="plain").encode(read_records(tmp_path / "forget.jsonl"))
         with as_wide_as(torch.float64):
-            run(model, pad(examples)).cross_entropy.backward()
+            forward(model, pad(examples)).cross_entropy.backward()
         delta = load_file(tmp_path / "d.safetensors")
         parameters = dict(model.named_parameters())
         assert delta.keys() == parameters.keys()

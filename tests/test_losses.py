@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu_cli.client.frozen import freeze, run, steering_direction
-from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, Part, score
+from mpu_cli.client.frozen import forward, freeze, steering_direction
+from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, TermInputs, score
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.logits import Logits, separate_head
@@ -50,10 +50,10 @@ class TestLosses:
         for name, records in sets.items():
             inputs = pad(encoding.encode(records))
             with torch.no_grad():
-                said = run(frozen, inputs, layer=1)
-            scores = run(model, inputs, layer=1)
+                said = forward(frozen, inputs, layer=1)
+            scores = forward(model, inputs, layer=1)
             direction = torch.rand(said.hidden.shape[1], dtype=torch.float64)
-            parts[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
+            parts[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return parts
 
     @staticmethod
@@ -162,11 +162,11 @@ class TestLosses:
             torch.tensor([-4.0, -6.0], dtype=torch.float64), Logits(torch.randn(6, 7, dtype=torch.float64)),
             direction=torch.rand(4, dtype=torch.float64),
         )  # fmt: skip
-        other = Part(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
+        other = TermInputs(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
         detached = {"satimp", "wga"}  # their weights are detached constants, which finite differences cannot see
 
         def loss(logits, hidden):
-            part = Part(score(logits, labels, hidden=hidden), frozen)
+            part = TermInputs(score(logits, labels, hidden=hidden), frozen)
             settings = self.settings(name, **({"beta": 0, "beta1": 0, "beta2": 0} if name in detached else {}))
             return ALGORITHMS[name].forget(part, other, settings)
 
@@ -179,7 +179,7 @@ class TestLosses:
         logits = torch.randn(1, 4, 7, dtype=torch.float64, requires_grad=True)
         scores = score(logits, torch.tensor([[IGNORED, 1, 2, 3]]))
         s = self.settings(name)
-        ALGORITHMS[name].forget(Part(scores, Frozen()), None, s).backward(retain_graph=True)
+        ALGORITHMS[name].forget(TermInputs(scores, Frozen()), None, s).backward(retain_graph=True)
         found, logits.grad = logits.grad, None
         p = scores.log_probs.detach().exp()
         weights = p**s.beta1 * (1 - p) ** s.beta2 if name == "satimp" else p**s.beta
@@ -198,10 +198,10 @@ class TestChunksOfLogits:
         for name, held in sets.items():
             inputs = pad(Encoding(tokenizer, system_prompt="").encode(held))
             with torch.no_grad():
-                said = run(frozen, inputs, layer=1, head=separate_head(frozen) if apart else None)
-            scores = run(model, inputs, layer=1, head=separate_head(model) if apart else None)
+                said = forward(frozen, inputs, layer=1, head=separate_head(frozen) if apart else None)
+            scores = forward(model, inputs, layer=1, head=separate_head(model) if apart else None)
             direction = torch.ones(said.hidden.shape[1], dtype=torch.float64)
-            found[name] = Part(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
+            found[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return found
 
     @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
@@ -283,7 +283,7 @@ class TestFrozen:
         fresh, _ = load(tmp_path / "base", torch.float64, "cpu")
         numbers = [4, 0, 6]
         with torch.no_grad():
-            said = run(fresh, pad([examples[i] for i in numbers]), layer=0)
+            said = forward(fresh, pad([examples[i] for i in numbers]), layer=0)
         expected = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}[asks]
         found = getattr(kept.frozen(kept.collect(numbers, like=[0])), asks)
         found = found.whole() if asks == "logits" else found

@@ -12,9 +12,9 @@ import torch
 from scipy import optimize, stats
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import Reference, freeze, run
+from mpu_cli.client.frozen import Reference, forward, freeze
 from mpu_cli.client.ledger import read_ledger
-from mpu_cli.client.losses import ALGORITHMS, Objective, Part
+from mpu_cli.client.losses import ALGORITHMS, Objective, TermInputs
 from mpu_cli.client.private import Unit, plan, train_privately
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
@@ -62,10 +62,10 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
     for name, data in sets.items():
         for number, example in enumerate(data.examples):
             model.zero_grad()
-            scores = run(model, pad([example]))
+            scores = forward(model, pad([example]))
             if name == "forget":
                 frozen = data.reference.frozen(data.reference.collect([number], like=[number]))
-                loss = constants.gamma * ALGORITHMS[algorithm].forget(Part(scores, frozen), None, constants)
+                loss = constants.gamma * ALGORITHMS[algorithm].forget(TermInputs(scores, frozen), None, constants)
             else:
                 loss = constants.alpha * scores.cross_entropy
             loss.backward()
@@ -91,7 +91,7 @@ def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
     for places in people:
         model.zero_grad()
         for name, number in places:
-            loss = run(model, pad([sets[name].examples[number]])).cross_entropy
+            loss = forward(model, pad([sets[name].examples[number]])).cross_entropy
             (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
         size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
         for key, parameter in model.named_parameters():
@@ -183,7 +183,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
     for name, held in fewer.items():
         for example in held.examples:
             model.zero_grad()
-            loss = run(model, pad([example])).cross_entropy
+            loss = forward(model, pad([example])).cross_entropy
             (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
             for key, parameter in model.named_parameters():
                 expected[key] -= parameter.grad / 4

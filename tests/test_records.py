@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from mpu_cli.client.frozen import run
+from mpu_cli.client.frozen import forward
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.client.sets import alternates
 from mpu_cli.errors import MpuError
@@ -87,7 +87,7 @@ def test_a_text_counts_every_token_but_its_first(tmp_path):
 
     model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")
     [example] = Encoding(tokenizer).encode([Record((), "w4 w5 w6 w7", "")])
-    assert len(run(model, pad([example])).log_probs) == len(example.ids) - 1
+    assert len(forward(model, pad([example])).log_probs) == len(example.ids) - 1
 
 
 @needs_shared

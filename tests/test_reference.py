@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import run
+from mpu_cli.client.frozen import forward
 from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import Asked, Encoder
@@ -68,7 +68,7 @@ class TestReferenceFile:
             model, tokenizer = load(place / copy, torch.float32, "cpu")
             examples = Encoding(tokenizer, "plain").encode(read_records(place / "forget.jsonl"))
             with torch.no_grad():
-                means.append(run(model, pad(examples)).sequence_log_probs.double())
+                means.append(forward(model, pad(examples)).sequence_log_probs.double())
         ratios = means[1] - means[0]
         term = -(2 / 0.1) * float(torch.nn.functional.logsigmoid(-0.1 * ratios).mean())
         assert told["steps"][0]["forget_term"] == pytest.approx(term, rel=1e-5)

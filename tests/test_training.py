@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from mpu_cli.client import schedule, training
 from mpu_cli.client.dataset import read_dataset
-from mpu_cli.client.frozen import Reference, run
+from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.training import last_checkpoint
 from mpu_cli.client.unlearn import unlearn
@@ -285,7 +285,7 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
     seen = []
 
     def watched(model, *arguments, **options):
-        scores = run(model, *arguments, **options)
+        scores = forward(model, *arguments, **options)
         if scores.log_probs.requires_grad:
             seen.append("forward")
             scores.log_probs.register_hook(lambda _: seen.append("backward"))

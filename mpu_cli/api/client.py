@@ -1,21 +1,93 @@
-"""The client's step: ``unlearn``."""
+"""The client's step: ``unlearn``, and the plan of what it will read and write."""
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpu_cli.api.paths import PathLike
-from mpu_cli.client.dataset import read_dataset
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
+from mpu_cli.client.checks import check_logging, check_options
+from mpu_cli.client.dataset import Dataset, read_dataset
 from mpu_cli.client.ledger import default_ledger_path
 from mpu_cli.client.outcome import Result
 from mpu_cli.client.tag import client_secret, default_secret_path
-from mpu_cli.client.unlearn import unlearn as _unlearn
+from mpu_cli.client.unlearn import unlearn as run_unlearn
+from mpu_cli.errors import MpuError, Stopped, UsageError
+from mpu_cli.evaluation.answers import Shown, answers_before_and_after
+from mpu_cli.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
-from mpu_cli.outputs import delta_path, round_of_copy
+from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
+from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
+
+
+@dataclass(frozen=True)
+class Task:
+    """A copy, where its delta goes, and the file of its reference probabilities."""
+
+    copy: str
+    target: Path
+    reference_file: Path | None
+
+
+@dataclass(frozen=True)
+class UnlearnPlan:
+    """Copies, one after the other; what is trained on them, and how."""
+
+    tasks: Sequence[Task]
+    data: Dataset
+    options: Unlearning
+    checks: Checks
+    logging: Logging
+    identity: Path | None
+    force: bool
+
+
+@dataclass(frozen=True)
+class Unlearned:
+    """What came of one task. ``result``: None if its delta was there already."""
+
+    task: Task
+    result: Result | None
+    answers: Sequence[Shown] = ()
+
+
+def plan_unlearn(
+    copies: PathLike | Iterable[PathLike],
+    *,
+    out: PathLike | None = None,
+    reference_file: PathLike | None = None,
+    identity: PathLike | None = None,
+    force: bool = False,
+    observer: Observer = SILENT,
+    **options: Any,
+) -> UnlearnPlan:
+    """What ``mpu unlearn`` with the same arguments will do: the records are read, and no model is.
+
+    Raises UsageError for options that do not go together, and if one file would be that of several copies; MpuError for
+    records that cannot be used.
+    """
+    for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
+    for_checks = {name: options.pop(name) for name in declared(Checks) if name in options}
+    how, logging = from_flat(Unlearning, options), from_flat(Logging, for_logging)
+    data = read_dataset(how)
+    for warning in data.warnings():
+        observer.warn(warning)
+    named = [str(copies)] if isinstance(copies, str | Path) else [str(copy) for copy in copies]
+    tasks = _tasks(named, None if out is None else str(out), Path(reference_file) if reference_file else None)
+    check_options(how)
+    check_logging(logging, how.privacy)
+    checks = from_flat(Checks, for_checks)
+    return UnlearnPlan(tasks, data, how, checks, logging, Path(identity) if identity else None, force)
 
 
 def unlearn(
@@ -31,21 +103,104 @@ def unlearn(
     deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
 
     ``options`` are those of ``Unlearning``, ``Checks`` and ``Logging``: algo, forget, retain, lr, batch_size, like,
-    lora_rank, resume, ….
+    lora_rank, resume, …. Warnings about the records go to ``observer``.
     """
-    for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
-    for_checks = {name: options.pop(name) for name in declared(Checks) if name in options}
-    how = from_flat(Unlearning, options)
-    return _unlearn(
-        open_model(str(copy), links=False),
-        read_dataset(how),
-        how,
-        target=delta_path(str(out) if out else None, str(copy), round_of_copy(Path(copy))),
-        force=force,
-        logging=from_flat(Logging, for_logging),
-        reference_file=Path(reference_file) if reference_file else None,
-        secret=lambda: client_secret(default_secret_path()),
-        ledger=default_ledger_path(),
-        checks=from_flat(Checks, for_checks),
-        observer=observer,
-    )
+    plan = plan_unlearn(
+        copy, out=out, reference_file=reference_file, force=force, observer=observer, **options
+    )  # fmt: skip
+    [task] = plan.tasks
+    return _train(str(copy), task, plan, observer)
+
+
+def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT) -> Iterator[Unlearned]:
+    """What comes of each task of ``plan``, as soon as it is done; with answers to the first ``show`` questions.
+
+    Of several copies with ``resume``, those that have their delta are passed over. Sealed copies are opened beside
+    their deltas while they are trained on.
+    """
+    several = len(plan.tasks) > 1
+    for task in plan.tasks:
+        with _opened(task, plan.identity, observer) as source:
+            if several and plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
+                observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
+                yield Unlearned(task, None)
+                continue
+            result = _train(source, task, plan, observer)
+            answers: Sequence[Shown] = ()
+            if show and result.first:
+                answers = answers_before_and_after(
+                    open_model(source, links=False), task.target, plan.data.forget[:show], plan.options.prompts,
+                    plan.options.prompts.template, plan.options.training.device,
+                )  # fmt: skip
+        yield Unlearned(task, result, answers)
+        gc.collect()  # the model, which the next one needs room for
+
+
+def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Result:
+    if task.reference_file:
+        task.reference_file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return run_unlearn(
+            open_model(source, links=False), plan.data, plan.options, target=task.target, force=plan.force,
+            logging=plan.logging, reference_file=task.reference_file,
+            secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(), checks=plan.checks,
+            observer=observer,
+        )  # fmt: skip
+    except (KeyboardInterrupt, Stopped):
+        kept = task.target.with_name(f"{task.target.name}.resume")
+        if plan.logging.resume and kept.exists():
+            observer.note(f"checkpoints are kept in {kept}: the same command goes on from the last one")
+        else:
+            observer.note("nothing of this training is kept: with --resume, checkpoints are, and the same command goes "
+                          "on")  # fmt: skip
+        raise
+
+
+def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) -> list[Task]:
+    several = len(copies) > 1
+    if several and out is not None and Path(out).suffix == SUFFIX:
+        raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
+    tasks = []
+    for copy in copies:
+        target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
+        own = reference_file
+        if reference_file is not None and several:
+            if reference_file.is_file() or reference_file.suffix == SUFFIX:
+                raise UsageError(f"--reference-file {reference_file}: one file for {len(copies)} copies",
+                                 "name a directory")  # fmt: skip
+            own = reference_file / (name_of_copy(copy) + SUFFIX)
+        tasks.append(Task(copy, target, own))
+    if twice := sorted({str(t.target) for t in tasks if [o.target for o in tasks].count(t.target) > 1}):
+        raise UsageError(f"{twice[0]}: would be the delta of two copies", "unlearn on them one after the other")
+    return tasks
+
+
+@contextmanager
+def _opened(task: Task, identity: Path | None, observer: Observer) -> Iterator[str]:
+    """Where to read a copy: itself or, if it is sealed, a directory beside its delta that is removed afterwards."""
+    path = Path(task.copy)
+    if not path.is_file() or not is_sealed(path):
+        yield task.copy
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"{task.copy}: a sealed copy cannot be opened by several processes",
+            f"open it before you start them: age -d -i IDENTITY {task.copy} | tar x",
+        )
+    identities = read_identities(identity or default_identity_path())
+    for folder in remove_abandoned(task.target.parent):
+        observer.warn(f"{folder}: removed; a stopped command had left an opened copy there")
+    with Transaction() as transaction:
+        yield str(open_folder(path, identities, transaction.scratch(task.target.parent)))
+
+
+def _has_delta(task: Task, opened: Path) -> bool:
+    """Whether the delta of a copy, ``opened``, lies at its target. Raises MpuError if that of something else does."""
+    if not task.target.exists():
+        return False
+    origin = read_copy_manifest(opened) if opened.is_dir() else None
+    if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
+        raise MpuError(
+            f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
+        )
+    return True

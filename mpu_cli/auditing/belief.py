@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from mpu_cli.auditing.attacks import ATTACKS, ONE_COPY, Audit, audit
+from mpu_cli.auditing.attacks import audit
+from mpu_cli.auditing.result import ATTACKS, ONE_COPY, Audit
 from mpu_cli.errors import UsageError
 from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.auditing.attacks import ATTACKS, Audit
+from mpu_cli.auditing.result import ATTACKS, Audit
 from mpu_cli.figures import PALETTE, log_ticks, make_figure, write_figure
 
 if TYPE_CHECKING:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal
-from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import flat
 from mpu_cli.options.evaluation import Measuring, Scoring
+
+if TYPE_CHECKING:
+    from mpu_cli.evaluation.metrics import Form
+    from mpu_cli.evaluation.retain import RetainLog
 
 OUTPUT = "Output"
 ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
@@ -98,76 +101,37 @@ def eval_(
 
     An interrupted run resumes where it left off. Prints the path of the result; the table goes to standard error.
     """
-    if plot and plot.resolve() == out.resolve():
-        raise UsageError(f"--out and --plot: both are {out}", "choose different names")
-    if before and not plot:
-        raise UsageError("--before requires --plot")
-    if endpoint_model and not endpoint:
-        raise UsageError("--endpoint-model requires --endpoint")
+    from mpu_cli.api.measuring import measure
 
-    from mpu_cli.evaluation.benchmarks import benchmark_of
-    from mpu_cli.evaluation.results import goal, main_metrics
-    from mpu_cli.evaluation.retain import read_retain_log
-
-    log = read_retain_log(measuring.retain_log) if measuring.retain_log else None
-    chosen = benchmark_of(measuring, log, records)
-
-    from mpu_cli.evaluation.endpoint import KEY, endpoint_at
-    from mpu_cli.evaluation.evaluate import choose, evaluate
-    from mpu_cli.models.loading import adapter_base, is_adapter
-    from mpu_cli.models.source import open_model
-
-    if plot:
-        from mpu_cli.evaluation.plots import check_drawable
-        from mpu_cli.figures import check_target
-
-        check_target(plot, force)
-        check_drawable(choose(chosen, measuring.metrics, bool(measuring.reference_model), bool(endpoint)), plot)
-    earlier = read_retain_log(before) if before else None
-    adapted = is_adapter(Path(model))
-    if base and not adapted:
-        raise UsageError("--base: only an adapter has one")
-    of = (base or adapter_base(Path(model))) if adapted else model
-    served = endpoint_at(endpoint, endpoint_model, os.environ.get(KEY)) if endpoint else None
     with terminal() as observer:
-        result = evaluate(
-            open_model(of, links=False),
-            chosen,
-            measuring,
-            adapter=Path(model) if adapted else None,
-            delta=delta,
-            show=show,
-            lm_eval=names_in(lm_eval),
-            endpoint=served,
-            out=out,
-            force=force,
-            observer=observer,
-        )
-    rows = []
-    shown = dict.fromkeys([*main_metrics(result.forms), *result.forms])  # the main ones first
-    for name, form in ((name, result.forms[name]) for name in shown):
-        beside = log.value(name) if log else None
-        if log and name == "privleak":
-            beside = 0.0  # computed against that model; the log's own value was computed without one
-        rows.append([name, _with_interval(form), ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
-    table(
-        f"{endpoint or model} on {chosen.name}", ["metric", "value", "goal", *(["retain model"] if log else [])], rows
-    )
+        measured = measure(
+            model, records, out=out, base=base, delta=delta, show=show, lm_eval=names_in(lm_eval), endpoint=endpoint,
+            endpoint_model=endpoint_model, plot=plot, before=before, force=force, observer=observer, **flat(measuring),
+        )  # fmt: skip
+    result = measured.result
+    _tell(f"{endpoint or model} on {measured.benchmark}", result.forms, measured.log)
     show_answers(result.shown)
-    if log is None and "privleak" in result.forms:
+    if measured.log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
-    paths = [result.path]
-    if plot:
-        from mpu_cli.evaluation.plots import draw
-
-        draw(result.forms, plot, title=model, retain=log.metrics if log else None,
-             before=earlier.metrics if earlier else None, force=force)  # fmt: skip
-        paths.append(plot)
     emit(
-        paths,
+        [result.path, *([plot] if plot else [])],
         {"result": result.path, "metrics": {name: form["agg_value"] for name, form in result.forms.items()}},
         as_json,
     )
+
+
+def _tell(title: str, forms: Mapping[str, Form], log: RetainLog | None) -> None:
+    """The table of metrics, the main ones first, beside the retain model's."""
+    from mpu_cli.evaluation.results import goal, main_metrics
+
+    rows = []
+    for name in dict.fromkeys([*main_metrics(forms), *forms]):
+        beside = log.value(name) if log else None
+        if log and name == "privleak":
+            beside = 0.0  # computed against that model; the log's own value was computed without one
+        form = forms[name]
+        rows.append([name, _with_interval(form), ARROWS[goal(name, form)], *([_number(beside)] if log else [])])
+    table(title, ["metric", "value", "goal", *(["retain model"] if log else [])], rows)
 
 
 def _number(value: float | None) -> str:

@@ -99,13 +99,10 @@ def publish(
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
     from mpu_cli.api.server import plan_publish
-    from mpu_cli.architectures.layout import layout_of
     from mpu_cli.boundary.cleaning import left_out
     from mpu_cli.cli.secrets import new_passphrase, open_keys
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.records.reading import read_records
-    from mpu_cli.server.calibration import statement
-    from mpu_cli.server.families import published_as_they_are, unmoved
     from mpu_cli.server.hidden import hidden, losses_of_copy
     from mpu_cli.server.publish import publish as run_publish
 
@@ -150,26 +147,7 @@ def publish(
         known_by = losses_of_copy(probe, plan, published)
         told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
         note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
-    if plan.pretrained is None and (publication.kappa > 0 or publication.shared_kappa > 0):
-        note(UNSCALED)
-    if seed is not None:
-        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
-    report(published, publication.max_noise)
-    drawn = publishing.disguise.alphas == RANDOM
-    if publication.omitted:
-        lacking = few([str(layer) for layer in publication.omitted])
-        note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
-    factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
-    order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
-    note(f"noise: {_kind(scheme)}{order}; symmetries: {publication.symmetries}")
-    whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, base)
-    if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
-        warn(bare)
-    left = unmoved(whole, publication.symmetries)
-    if left and publication.symmetries != "none":
-        note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
-    if calibration:
-        note(statement(calibration))
+    _tell(plan, published, drawn=publishing.disguise.alphas == RANDOM, seeded=seed is not None)
     names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
     note(
         f"next: send {few(names)} to the client, who runs `mpu unlearn {names[0]} …` on each and returns the deltas; "
@@ -184,7 +162,7 @@ def publish(
             "run": published.keys.run,
             "round": published.keys.round,
             "symmetries": publication.symmetries,
-            "noise": {"kind": scheme.kind, "factors": None if drawn else scheme.factors},
+            "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
             "hidden": asdict(recovered) if recovered else None,
             "probe": known_by,
@@ -192,6 +170,35 @@ def publish(
         },
         as_json,
     )
+
+
+def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool) -> None:
+    """What was published, on standard error; ``drawn``: the factors are secret, ``seeded``: the secrets are not."""
+    from mpu_cli.architectures.layout import layout_of
+    from mpu_cli.server.calibration import statement
+    from mpu_cli.server.families import published_as_they_are, unmoved
+
+    publication = plan.publication
+    scheme, calibration = publication.scheme, publication.calibration
+    if plan.pretrained is None and (publication.kappa > 0 or publication.shared_kappa > 0):
+        note(UNSCALED)
+    if seeded:
+        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
+    report(published, publication.max_noise)
+    if publication.omitted:
+        lacking = few([str(layer) for layer in publication.omitted])
+        note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
+    factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
+    order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
+    note(f"noise: {_kind(scheme)}{order}; symmetries: {publication.symmetries}")
+    whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, plan.whole.source)
+    if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
+        warn(bare)
+    left = unmoved(whole, publication.symmetries)
+    if left and publication.symmetries != "none":
+        note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
+    if calibration:
+        note(statement(calibration))
 
 
 def _preview(plan: PublishPlan, as_json: bool) -> None:

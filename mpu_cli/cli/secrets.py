@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import getpass
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
-from mpu_cli.cli.output import warn
 from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
@@ -27,27 +23,6 @@ def new_passphrase(
 
     check_one_way(recipients, asked or file, identity)
     return _passphrase(file, new=True) if asked or file else None
-
-
-@contextmanager
-def opened_copy(copy: str, identity: Path | None, beside: Path) -> Iterator[str]:
-    """Where to read ``copy``: itself or, if it is sealed, a directory next to ``beside`` that is removed afterwards."""
-    from mpu_cli import sealing
-
-    path = Path(copy)
-    if not path.is_file() or not sealing.is_sealed(path):
-        yield copy
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(
-            f"{copy}: a sealed copy cannot be opened by several processes",
-            f"open it before you start them: age -d -i IDENTITY {copy} | tar x",
-        )
-    identities = sealing.read_identities(identity or sealing.default_identity_path())
-    for folder in remove_abandoned(beside.parent):
-        warn(f"{folder}: removed; a stopped command had left an opened copy there")
-    with Transaction() as transaction:
-        yield str(sealing.open_folder(path, identities, transaction.scratch(beside.parent)))
 
 
 def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> Keys:

@@ -77,7 +77,7 @@ class Reference:
         return Frozen(log_probs=value) if self.asks == "log_probs" else Frozen(hidden=value)
 
 
-def run(
+def forward(
     model: torch.nn.Module,
     batch: dict[str, torch.Tensor],
     *,
@@ -134,7 +134,7 @@ def freeze(
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
         batch = {name: value.to(model.device) for name, value in pad(part).items()}
-        scores = run(model, batch, layer=layer if asks == "hidden" else None, head=head)
+        scores = forward(model, batch, layer=layer if asks == "hidden" else None, head=head)
         if asks == "log_probs":
             sums.append(scores.sequence_log_probs.cpu())
             continue

@@ -84,7 +84,7 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Part:
+class TermInputs:
     """One set's part of a step: the outputs of the model and of the frozen copy on it."""
 
     scores: Scores
@@ -148,18 +148,18 @@ def score(
     )
 
 
-def gradient_ascent(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def gradient_ascent(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
     return -forget.scores.cross_entropy
 
 
-def npo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def npo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
     ratio = forget.scores.sequence_log_probs - _given(forget.frozen.log_probs)
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(-constants.beta * ratio))
 
 
-def dpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def dpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
 
     w is the alternative answer, l the one to forget.
@@ -170,14 +170,14 @@ def dpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Ten
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(constants.beta * (won - lost)))
 
 
-def simnpo(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def simnpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
     mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
     margin = -constants.beta * mean_log_probs - constants.beta * constants.simnpo_delta
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(margin))
 
 
-def undial(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def undial(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
 
     def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
@@ -189,31 +189,31 @@ def undial(forget: Part, alternate: Part | None, constants: Constants) -> torch.
     return scores.token_mean(scores.logits.per_token(losses, scores.targets, frozen=_given(forget.frozen.logits)))
 
 
-def satimp(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def satimp(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
     p = forget.scores.log_probs.detach().exp()
     return forget.scores.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.scores.log_probs)
 
 
-def wga(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def wga(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
     p = forget.scores.log_probs.detach().exp()
     return forget.scores.token_mean(p**constants.beta * forget.scores.log_probs)
 
 
-def rmu(forget: Part, alternate: Part | None, constants: Constants) -> torch.Tensor:
+def rmu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
     hidden = _wide(_given(forget.scores.hidden))
     target = (constants.coefficient * _given(forget.frozen.direction)).to(hidden)
     return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
-def retain_nll(retain: Part) -> torch.Tensor:
+def retain_nll(retain: TermInputs) -> torch.Tensor:
     """Token mean cross-entropy."""
     return retain.scores.cross_entropy
 
 
-def retain_kl(retain: Part) -> torch.Tensor:
+def retain_kl(retain: TermInputs) -> torch.Tensor:
     """Token mean of KL(p_ref ‖ p) over the vocabulary."""
 
     def divergence(logits: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ def retain_kl(retain: Part) -> torch.Tensor:
     return scores.token_mean(scores.logits.per_token(divergence, frozen=_given(retain.frozen.logits)))
 
 
-def retain_hidden(retain: Part) -> torch.Tensor:
+def retain_hidden(retain: TermInputs) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
     hidden = _wide(_given(retain.scores.hidden))
     return retain.scores.token_mean((hidden - _given(retain.frozen.hidden).to(hidden)).square().mean(-1))
@@ -240,7 +240,7 @@ class Algorithm:
     the forget term stops pulling once a record is forgotten; where it does not, a smaller rate is usual.
     """
 
-    forget: Callable[[Part, Part | None, Constants], torch.Tensor]
+    forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
     constants: Constants
     own: tuple[str, ...] = ()
     asks: str | None = None
@@ -253,7 +253,7 @@ class Algorithm:
 
 
 # retain term by name: its function, and what it needs from the frozen copy
-RETAIN: dict[str, tuple[Callable[[Part], torch.Tensor], str | None]] = {
+RETAIN: dict[str, tuple[Callable[[TermInputs], torch.Tensor], str | None]] = {
     "nll": (retain_nll, None),
     "kl": (retain_kl, "logits"),
     "hidden": (retain_hidden, "hidden"),
@@ -285,7 +285,7 @@ class Objective:
     retain_loss: str
 
     @property
-    def retain(self) -> Callable[[Part], torch.Tensor]:
+    def retain(self) -> Callable[[TermInputs], torch.Tensor]:
         """The retain term."""
         return RETAIN[self.retain_loss][0]
 

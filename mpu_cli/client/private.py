@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed
-from mpu_cli.client.losses import Frozen, Objective, Part, score
+from mpu_cli.client.losses import Frozen, Objective, TermInputs, score
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.client.training import Losses, outside_layers
@@ -289,7 +289,7 @@ def _loss(
     constants = objective.constants
     for i, (name, number) in enumerate(places):
         scores = score(logits[i : i + 1], batch["labels"][i : i + 1])
-        part = Part(scores, _frozen(sets[name].reference, number, device))
+        part = TermInputs(scores, _frozen(sets[name].reference, number, device))
         forget = name == "forget"
         term = objective.algorithm.forget(part, None, constants) if forget else objective.retain(part)
         loss = loss + (constants.gamma if forget else constants.alpha) * term

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from mpu_cli.client.frozen import Reference, run
-from mpu_cli.client.losses import Objective, Part
+from mpu_cli.client.frozen import Reference, forward
+from mpu_cli.client.losses import Objective, TermInputs
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
@@ -118,9 +118,11 @@ class _UnlearningTrainer(Trainer):
         )
         return self.optimizer
 
-    def _part(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> Part:
+    def _inputs(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> TermInputs:
         counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
-        return Part(run(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch))
+        return TermInputs(
+            forward(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch)
+        )
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
         if self.args.device.type == "cpu":
@@ -129,13 +131,13 @@ class _UnlearningTrainer(Trainer):
         if "retain" in inputs:
             name, rate = "retain", constants.alpha
             layer = constants.layer if objective.retain_asks == "hidden" else None
-            part = self._part(model, "retain", inputs["retain"], layer)
+            part = self._inputs(model, "retain", inputs["retain"], layer)
             term = objective.retain(part)
         else:
             name, rate = "forget", constants.gamma
             layer = constants.layer if objective.algorithm.hidden else None
-            part = self._part(model, "forget", inputs["forget"], layer)
-            other = self._part(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
+            part = self._inputs(model, "forget", inputs["forget"], layer)
+            other = self._inputs(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
             term = objective.algorithm.forget(part, other, constants)
         loss = rate * term
         self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
@@ -274,7 +276,7 @@ def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
 
     def used() -> list[bool]:
         batch = {name: value.to(model.device) for name, value in pad([example]).items()}
-        hidden = run(model, batch, layer=layer).hidden
+        hidden = forward(model, batch, layer=layer).hidden
         assert hidden is not None
         return [gradient is not None for gradient in torch.autograd.grad(hidden.sum(), trained, allow_unused=True)]
 

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.boundary.files import private_umask
 from mpu_cli.checkpoint.fingerprint import fingerprint
@@ -35,10 +36,11 @@ from mpu_cli.client.checks import (
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down, write_losses
+from mpu_cli.client.losses import Objective
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
 from mpu_cli.client.precision import as_wide_as
-from mpu_cli.client.private import check_opacus, check_private, plan, train_privately
+from mpu_cli.client.private import Plan, check_opacus, check_private, plan, train_privately
 from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
 from mpu_cli.client.sets import KeptReferences, contents, encoded_sets, example_sets, sets_of, tokens_digest
@@ -60,6 +62,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Unlearning
 from mpu_cli.outputs import name_of_copy
+from mpu_cli.records.encoding import Example
 from mpu_cli.resumption import write_atomically
 
 ADVICE = (
@@ -116,12 +119,7 @@ def unlearn(
         if alone:
             check_finite(model, copy)
         check_suits(model, tokenizer, data, options, objective)
-        planned = None
-        if options.privacy.dp_epsilon is not None:
-            check_opacus()
-            check_private(change.trained(model))
-            units = {name: [record.unit for record in held] for name, held in sets_of(data, objective).items()}
-            planned = plan(units, options.training, options.privacy, epochs=epochs_of(options))
+        planned = _privately(change.trained(model), data, options, objective)
         weights = _weights_of(copy) if first and (ledger or logging.resume) else ""
         entry: Entry | None = None
         earlier: Sequence[Entry] = ()
@@ -133,28 +131,14 @@ def unlearn(
         tag = None
         if first and secret and manifest:
             tag = _tag(secret, manifest, options, tokens, reference_file is not None, observer)
-        signs: list[Sign] = []
         examples = [example for held, _ in encoded.values() for example in held]
-        if checks and alone:
-            observer.stage("check the copy", 1, "done")
-            signs += traps(model, examples, observer)
-        if checks and checks.like and first:
-            signs += against_public(copy, tokenizer, open_model(checks.like), examples)
-        sets = example_sets(
-            model,
-            encoded,
-            KeptReferences(reference_file, read_reference, manifest, tokens),
-            options,
-            objective,
-            observer,
-        )
+        signs = _signs(copy, model, tokenizer, examples, checks, state, observer)
+        references = KeptReferences(reference_file, read_reference, manifest, tokens)
+        sets = example_sets(model, encoded, references, options, objective, observer)
         steps = schedule(
-            len(sets["forget"].examples),
-            len(sets["retain"].examples) if "retain" in sets else 0,
-            epochs=epochs_of(options),
-            batch_size=options.training.batch_size,
-            seed=options.training.seed,
-        )
+            *(len(sets[name].examples) if name in sets else 0 for name in ("forget", "retain")),
+            epochs=epochs_of(options), batch_size=options.training.batch_size, seed=options.training.seed,
+        )  # fmt: skip
         training = with_rate(options, weights_trained, len(steps))
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
@@ -169,24 +153,18 @@ def unlearn(
             signs += against_others(entry, asdict(before), read_ledger(ledger)) if checks else []
         if checks:
             refuse(signs, copy.source, checks.trust_copy, observer)
-        losses: list[Losses] = []
         observer.stage(f"unlearn {name_of_copy(copy.source)}", epochs_of(options), "epochs")
-
-        def record(step: Losses, total: int) -> None:
-            losses.append(step)
-            kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
-            observer.advance(epochs_of(options) / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
-
+        progress = _Progress(observer, epochs_of(options))
         spent, trained = None, to_train
         if planned:
             planned = planned.of_examples(kept)
-            spent = train_privately(to_train, sets, objective, training, options.privacy, planned, on_step=record)
+            spent = train_privately(to_train, sets, objective, training, options.privacy, planned, on_step=progress)
             together = [*(each.mechanism for each in earlier), planned.mechanism]
             spent["epsilon_of_ledger"] = composed(together, options.privacy.dp_delta)
         else:
             trained = train(
                 to_train, steps, sets, objective, training, logging=logging, checkpoints=checkpoints,
-                on_step=record,
+                on_step=progress,
             )  # fmt: skip
         after = measure(trained, sets, options) if alone else None
         norm = lost = 0.0
@@ -200,7 +178,45 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr))
+    return Result(target, progress.losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr))
+
+
+@dataclass
+class _Progress:
+    """Shows the steps of a training, and keeps their losses."""
+
+    observer: Observer
+    epochs: int
+    losses: list[Losses] = field(default_factory=list)
+
+    def __call__(self, step: Losses, total: int) -> None:
+        self.losses.append(step)
+        kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+        self.observer.advance(self.epochs / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
+
+
+def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objective: Objective) -> Plan | None:
+    """How DP-SGD trains the parameters of these names on ``data``; None if it was not asked for."""
+    if options.privacy.dp_epsilon is None:
+        return None
+    check_opacus()
+    check_private(trained)
+    units = {name: [record.unit for record in held] for name, held in sets_of(data, objective).items()}
+    return plan(units, options.training, options.privacy, epochs=epochs_of(options))
+
+
+def _signs(
+    copy: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example],
+    checks: Checks | None, state: PartialState, observer: Observer,
+) -> list[Sign]:  # fmt: skip
+    """Signs in the copy itself that it was built to carry records out, as far as ``checks`` look for them."""
+    found: list[Sign] = []
+    if checks and state.num_processes == 1:
+        observer.stage("check the copy", 1, "done")
+        found += traps(model, examples, observer)
+    if checks and checks.like and state.is_main_process:
+        found += against_public(copy, tokenizer, open_model(checks.like), examples)
+    return found
 
 
 def _joined(options: Unlearning, data: Dataset) -> PartialState:

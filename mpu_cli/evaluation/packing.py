@@ -23,7 +23,7 @@ from mpu_cli.evaluation.encoding import Item
 NAME = "mpu_paths"  # of the attention, in transformers' table
 MASK = 1 << 24  # entries of attention masks at once
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention has beside a mask and a window
-_attention: ContextVar[PathAttention] = ContextVar(NAME)  # of the pack that a thread reads
+_attention: ContextVar[TreeAttention] = ContextVar(NAME)  # of the pack that a thread reads
 
 
 @dataclass
@@ -72,7 +72,7 @@ def packs(items: Sequence[Item], size: int) -> Iterator[Pack]:
     yield pack
 
 
-class PathAttention:
+class TreeAttention:
     """The attention of one pack, as transformers calls it; ``rows`` items at once."""
 
     def __init__(self, pack: Pack, rows: int, device: torch.device):
@@ -176,7 +176,7 @@ def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def attending_by(attention: PathAttention) -> Iterator[None]:
+def attending_by(attention: TreeAttention) -> Iterator[None]:
     """This thread's passes inside it read the pack of ``attention``."""
     before = _attention.set(attention)
     try:

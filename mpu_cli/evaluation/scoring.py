@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.packing import Pack, PathAttention, attending_along_paths, attending_by, packs, takes_paths
+from mpu_cli.evaluation.packing import Pack, TreeAttention, attending_along_paths, attending_by, packs, takes_paths
 from mpu_cli.heap import is_large, suit_heap_to
 from mpu_cli.models.loading import memory_in_mind
 from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocabulary_of
@@ -222,7 +222,7 @@ def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int,
     places = {place: number for number, place in enumerate(sorted({*chain(*predictors)}))}
     kept = torch.tensor([*places], device=model.device)
     keep = {"logits_to_keep": kept} if head is None and _keeps_logits(model) else {}
-    with attending_by(PathAttention(pack, rows, model.device)), input_of(head) as read:
+    with attending_by(TreeAttention(pack, rows, model.device)), input_of(head) as read:
         output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
     states = output.logits[0] if head is None else read[0][0]
     found = _Pass(

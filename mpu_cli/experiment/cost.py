@@ -7,6 +7,7 @@ machine's measured bandwidth and speed: a roofline, which is ours, not the paper
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.server.copying import BUFFERS
 
 if TYPE_CHECKING:
+    from mpu_cli.client.dataset import Dataset
     from mpu_cli.experiment.sweep import Cell
     from mpu_cli.options.unlearning import Unlearning
     from mpu_cli.records.reading import Record
@@ -172,16 +174,55 @@ def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
     return costs
 
 
-def training_seconds(model: Model, options: Unlearning, forget: Sequence[Record]) -> float:
-    """About how long training on one copy takes here, on as many records to keep as to ``forget``, on the processor.
+@dataclass(frozen=True)
+class TrainingCost:
+    """Training on one copy: ``memory`` in bytes, without activations; ``written``: bytes of the delta; ``usual_rate``:
+    what --lr auto would be, None for optimisers that have none; ``seconds``: on processors, else None."""
 
-    Raises MpuError if the model has no tokenizer.
+    epochs: int
+    steps: int
+    rate: float
+    usual_rate: float | None
+    memory: float
+    written: int
+    seconds: float | None
+
+
+def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCost:
+    """What ``unlearn`` takes. Steps are those of records that are one example each; as many records are read to keep as
+    to forget.
+
+    Raises MpuError if the model has no tokenizer, UsageError for options that do not go together.
     """
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.client.change import delta_specs
     from mpu_cli.client.checks import epochs_of
+    from mpu_cli.client.rate import usual_rate, with_epochs, with_rate
+    from mpu_cli.client.schedule import schedule
+    from mpu_cli.models.device import device_of
 
-    tokens = 2 * epochs_of(options) * tokens_in(model, forget)
-    weights = sum(info.elements for info in model.checkpoint.tensors.values())
-    return 6.0 * weights * tokens / measure_machine().operations
+    options = with_epochs(options, len(data.forget))
+    specs, epochs = delta_specs(copy, options), epochs_of(options)
+    weights = sum(info.elements for info in copy.checkpoint.tensors.values())
+    trained = sum(math.prod(shape) for _, shape in specs.values())
+    frozen = weights if options.lora.lora_rank is not None else weights - trained
+    training = options.training
+    steps = len(
+        schedule(len(data.forget), len(data.retain), epochs=epochs, batch_size=training.batch_size, seed=training.seed)
+    )
+    seconds = None
+    if device_of(training.device).type == "cpu":
+        tokens = 2 * epochs * tokens_in(copy, data.forget)
+        seconds = 6.0 * weights * tokens / measure_machine().operations
+    return TrainingCost(
+        epochs,
+        steps,
+        float(with_rate(options, trained, steps).lr),
+        usual_rate(options, trained, steps),
+        4 * frozen + training_memory(trained, training.optim),
+        nbytes_of(specs),
+        seconds,
+    )
 
 
 def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
