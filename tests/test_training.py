@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -18,16 +19,16 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from mpu_cli.client import schedule, training
+from mpu_cli.client import checkpoints, schedule, training
+from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.sharding import check_sharding
-from mpu_cli.client.training import last_checkpoint
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.models.source import open_model
 from mpu_cli.options.declare import from_flat
-from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.records.encoding import Example
 from tests.models import random_model, save, write_records
 from tests.stopping import stopped
@@ -70,12 +71,38 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     resumed = mpu(*arguments, cwd=folder)
     assert resumed.out == "deltas/base.safetensors\n"
     assert re.search(r"resuming after step \d+0 of 120", resumed.err)
+    assert "npo, 120 steps" in resumed.err  # those before it was killed count
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
     assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
     whole, resumed = load_file(folder / "whole.safetensors"), load_file(folder / "deltas/base.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not (folder / "deltas/base.safetensors.resume").exists()
+
+
+def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
+    """With no time between them every step but the last leaves one; in less than a minute, none does."""
+    options = from_flat(
+        Unlearning,
+        {"algo": "graddiff", "epochs": 2, "template": "plain", "batch_size": 3, "lr": 1e-3}
+        | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")},
+    )
+    saved: list[int] = []
+
+    class Watched(checkpoints.Saving):
+        def on_save(self, arguments, state, *others, **more):
+            saved.append(state.global_step)
+            super().on_save(arguments, state, *others, **more)
+
+    monkeypatch.setattr(training, "Saving", Watched)
+    monkeypatch.setattr(checkpoints, "SHARE", math.inf)
+    copy, data, logging = open_model(str(folder / "base")), read_dataset(options), Logging(resume=True)
+    unlearn(copy, data, options, target=folder / "delta_a", logging=logging)
+    assert saved == []
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    steps = unlearn(copy, data, options, target=folder / "delta_b", logging=logging).steps
+    assert saved == list(range(1, len(steps)))
+    assert len(saved) > 1
 
 
 def test_checkpoints_of_something_else_are_refused(mpu, folder):
@@ -291,7 +318,7 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
             scores.log_probs.register_hook(lambda _: seen.append("backward"))
         return scores
 
-    monkeypatch.setattr(training, "run", watched)
+    monkeypatch.setattr(training, "forward", watched)
     options = from_flat(
         Unlearning,
         {"algo": "graddiff", "epochs": 1, "template": "plain", "batch_size": 7}
@@ -340,14 +367,14 @@ def test_micro_batches_pad_little() -> None:
 @pytest.mark.parametrize("resume", [True, False])
 def test_an_interrupt_says_what_is_kept(folder, resume):
     """And how to go on."""
-    checkpoints, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
+    kept_in, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
     options = [*TRAINING, "--epochs", "400", *(["--resume", "--checkpoint-steps", "5"] if resume else [])]
     done = stopped(
         ["unlearn", "base", *options, "--log", "log.jsonl"],
-        lambda: last_checkpoint(checkpoints) if resume else log.exists() and log.stat().st_size > 500,
+        lambda: last_checkpoint(kept_in) if resume else log.exists() and log.stat().st_size > 500,
         cwd=folder, by=signal.SIGINT,
     )  # fmt: skip
     assert done.returncode == 130
-    kept = f"checkpoints are kept in {checkpoints.relative_to(folder)}"
+    kept = f"checkpoints are kept in {kept_in.relative_to(folder)}"
     assert (kept if resume else "nothing of this training is kept") in done.stderr
     assert "the same command goes on" in done.stderr

@@ -43,10 +43,11 @@ class Result:
     rounding: float = 0.0  # ‖Δ as written − Δ‖ / ‖Δ‖
     earlier: int = 0  # trainings in the ledger before this one
     rate: float = 0.0  # the learning rate
+    resumed_after: int = 0  # steps that were taken by earlier calls
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
-        text = f"{name}: {algorithm}, {len(self.steps)} steps"
+        text = f"{name}: {algorithm}, {self.resumed_after + len(self.steps)} steps"
         if self.before and self.after:
             text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
             if self.before.retain is not None:

@@ -24,8 +24,8 @@ from accelerate.utils import parse_flag_from_env
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Saving, last_checkpoint, step_of
 from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.losses import Objective, TermInputs
 from mpu_cli.client.optimizers import make_optimizer
@@ -41,7 +41,6 @@ from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import Example, pad
 
 NO_LOGGING = Logging()
-KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
 
 
 @dataclass(frozen=True)
@@ -161,17 +160,6 @@ class _UnlearningTrainer(Trainer):
         super().log(logs | self._last, *arguments)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of the Trainer in ``folder``; its state file is written last."""
-    whole = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / "trainer_state.json").is_file()]
-    return max(whole, key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The number of steps that were done when ``checkpoint`` was written."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
-
-
 def train(
     model: PreTrainedModel,
     steps: Sequence[Step],
@@ -214,8 +202,7 @@ def train(
             seed=training.seed,
             use_cpu=model.device.type == "cpu",
             report_to=[logging.report_to] if logging.report_to else [],
-            save_strategy="steps" if checkpoints else "no",
-            save_steps=logging.checkpoint_steps,
+            save_strategy="no",  # ``Saving`` decides
             save_total_limit=KEPT_CHECKPOINTS,
             logging_strategy="steps" if logging.report_to else "no",
             logging_steps=1,
@@ -263,6 +250,8 @@ def train(
         check_sharding(trainer.accelerator, training.optim)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
+        if checkpoints:
+            trainer.add_callback(Saving(logging.checkpoint_steps))
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
 

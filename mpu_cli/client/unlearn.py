@@ -23,6 +23,7 @@ from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.client.change import change_of, stored_specs, write_changes
+from mpu_cli.client.checkpoints import last_checkpoint, step_of
 from mpu_cli.client.checks import (
     PRECISIONS,
     ROTATED,
@@ -48,9 +49,7 @@ from mpu_cli.client.tag import training_tag
 from mpu_cli.client.training import (
     NO_LOGGING,
     Losses,
-    last_checkpoint,
     seeded,
-    step_of,
     train,
 )
 from mpu_cli.errors import MpuError, UsageError
@@ -143,8 +142,10 @@ def unlearn(
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
             _same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
-        if checkpoints and (last := last_checkpoint(checkpoints)):
-            observer.note(f"resuming after step {step_of(last)} of {len(steps)}")
+        last = last_checkpoint(checkpoints) if checkpoints else None
+        done = step_of(last) if last else 0
+        if last:
+            observer.note(f"resuming after step {done} of {len(steps)}")
         to_train = change.wrap(model)
         observer.stage("measure", 1, "done")
         before = measure(to_train, sets, options) if alone else None
@@ -154,6 +155,7 @@ def unlearn(
         if checks:
             refuse(signs, copy.source, checks.trust_copy, observer)
         observer.stage(f"unlearn {name_of_copy(copy.source)}", epochs_of(options), "epochs")
+        observer.advance(epochs_of(options) * done / len(steps))
         progress = _Progress(observer, epochs_of(options))
         spent, trained = None, to_train
         if planned:
@@ -178,7 +180,9 @@ def unlearn(
                 pass
     if checkpoints and first:
         shutil.rmtree(checkpoints)
-    return Result(target, progress.losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr))
+    return Result(
+        target, progress.losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr), done
+    )
 
 
 @dataclass

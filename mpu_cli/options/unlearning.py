@@ -233,6 +233,8 @@ class Logging(Options):
         False,
         "Keep checkpoints, and resume from the last if there is one; of several copies, pass over those that are done.",
     )
-    checkpoint_steps: int = option(50, "Steps between the checkpoints of --resume.", above=0)
+    checkpoint_steps: int | None = option(
+        None, "Steps between the checkpoints of --resume (default: one a minute).", above=0
+    )
     log: Path | None = option(None, "Append the losses of each step as JSON lines.", metavar="FILE")
     report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.")
