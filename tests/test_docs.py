@@ -9,10 +9,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import typer
 from nbclient import NotebookClient
 
 import mpu_cli
-from mpu_cli.cli.reference import families_page, metrics_page, reference
+from mpu_cli.cli.main import app
+from mpu_cli.cli.reference import _roff, families_page, manual, metrics_page, reference
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.benchmarks import known_metrics
 from tests.models import Trained, random_model, save
@@ -35,6 +37,21 @@ def test_every_metric_is_defined_and_its_page_is_current() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     assert page == metrics_page(), "run: python -m mpu_cli.cli.reference metrics > docs/metrics.md"
     assert all(len(metric.says) > 20 for metric in known_metrics().values())
+
+
+def test_manual_pages_name_every_option_and_mean_what_they_say() -> None:
+    """Only requests that a page is made of begin a line: help that begins with a dot would be one."""
+    pages = manual()
+    for name, command in typer.main.get_command(app).commands.items():
+        text = pages[f"mpu-{name}.1"]
+        for parameter in command.params:
+            assert (
+                getattr(parameter, "hidden", False)
+                or parameter.opts[-1].replace("-", r"\-") in text
+                or (parameter.param_type_name == "argument")
+            )
+        assert {line.split()[0] for line in text.splitlines() if line[:1] in (".", "'")} <= {".TH", ".SH", ".TP"}
+    assert _roff(".SH a\\b") == r"\&.SH a\eb"
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,11 @@ class TestWatch:
                 target = spool.arrived(f"{run}/round_{number}/copy_{k}")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(copy, target)
-            told = mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once")
+            told = mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once", "--json")
             deltas = spool.root / f"out/{run}/round_{number}"
-            assert told.out.split() == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
+            left = [json.loads(line) for line in told.out.splitlines()]
+            assert all(each["after"]["forget"] > each["before"]["forget"] for each in left)
+            assert [each["delta"] for each in left] == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
             assert mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once").out == ""
             mpu("aggregate", deltas, "--keys", place / f"r{number}/keys.bin", "--out", place / f"r{number}/model")
             base = place / f"r{number}/model"

@@ -285,7 +285,12 @@ class TestCheckedBeforeTheWork:
 
     def test_everything_that_mpu_makes_can_be_inspected(self, mpu: Callable, place: Path) -> None:
         """Every file and folder that a run and an evaluation leave says what it is, and no two kinds look alike."""
-        mpu("run", "base", *TRAINING, "--copies", 2, "--rounds", 1, "--keep", cwd=place)
+        run = ("run", "base", *TRAINING, "--copies", 2, "--rounds", 1, "--keep")
+        planned = mpu(*run, "--dry-run", "--json", cwd=place).json
+        assert not (place / "run").exists()
+        mpu(*run, cwd=place)
+        log = [json.loads(line) for line in (place / "run/log.jsonl").read_text().splitlines()]
+        assert planned["sent"] == sum(line["bytes"] for line in log if line["step"] == "publish")
         mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", cwd=place)
         mpu("unlearn", "base", *TRAINING, cwd=place)
         kinds = {
@@ -309,6 +314,7 @@ class TestDryRun:
                 ("unlearn", "copy_1", *TRAINING, *lora, "--force"),
                 ("unlearn", "copy_2", *TRAINING, *lora, "--force"),
                 ("aggregate", "deltas", "--dtype", "float32", "--force"),
+                *([] if lora else [("invert", "deltas", "--force")]),
             ]
             for step in steps:
                 before = sorted(place.rglob("*"))

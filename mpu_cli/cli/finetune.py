@@ -27,6 +27,7 @@ def finetune(
     log: Annotated[
         Path | None, typer.Option(help="Append the loss of each step as JSON lines.", metavar="FILE")
     ] = None,
+    dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -38,6 +39,9 @@ def finetune(
 
     records = [record for name in data for record in read_records(name, data_dir)]
 
+    if dry_run:
+        _preview(model, len(records), epochs, training, out, force, as_json)
+        return
     with terminal() as observer:
         from mpu_cli.client.finetune import finetune as run_finetune
         from mpu_cli.models.source import open_model
@@ -53,3 +57,22 @@ def finetune(
     if lost > LOST:
         warn(f"storage in the model's own dtype rounds away {lost:.0%} of the change; a higher --lr avoids that")
     emit([out], {"model": out, "lost_to_rounding": lost, "records": len(records), "losses": losses}, as_json)
+
+
+def _preview(model: str, records: int, epochs: int, training: Training, out: Path, force: bool, as_json: bool) -> None:
+    """What `mpu finetune` would read and write."""
+    from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.experiment.cost import training_memory
+    from mpu_cli.models.source import open_model
+
+    opened = open_model(model)
+    weights = sum(info.elements for info in opened.checkpoint.tensors.values())
+    steps = epochs * -(-records // training.batch_size)
+    preview = Preview(
+        reads=[(opened.source, opened.checkpoint.nbytes), (f"{records} records", None)],
+        writes=[(out, opened.checkpoint.nbytes)],
+        memory=training_memory(weights, training.optim),
+        notes=[f"{epochs} epochs of {training.batch_size} records a step: about {steps} steps; activations need memory "
+               "on top"],
+    )  # fmt: skip
+    show(preview, force=force, as_json=as_json)

@@ -132,9 +132,9 @@ def _overrides(settings: Sequence[str]) -> dict[str, object]:
 
 def _preview(cells: Sequence[Cell], as_json: bool) -> None:
     """The experiments, what passes between the parties, and how long training takes at least."""
-    from mpu_cli.experiment.cost import costs_of_cells
+    from mpu_cli.experiment.cost import costs_of
 
-    costs = costs_of_cells(cells)
+    costs = costs_of([cell.experiment for cell in cells])
     table(
         f"{len(cells)} experiments",
         ["", "sent to the client", "returned", "training at this processor's speed"],

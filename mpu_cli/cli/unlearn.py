@@ -88,7 +88,7 @@ def unlearn(
         return  # the first of several processes tells
     documents = [
         {"copy": each.task.copy, "delta": each.task.target,
-         **(_document(unlearning, each.result, each.answers) if each.result else {})}
+         **(document_of(unlearning, each.result, each.answers) if each.result else {})}
         for each in outcomes
     ]  # fmt: skip
     targets = [each.task.target for each in outcomes]
@@ -109,8 +109,8 @@ def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
         )
 
 
-def _document(unlearning: Unlearning, result: Result, answers: Sequence[Shown]) -> dict[str, object]:
-    """The same as JSON."""
+def document_of(unlearning: Unlearning, result: Result, answers: Sequence[Shown] = ()) -> dict[str, object]:
+    """What came of one copy, for JSON."""
     return {
         "algorithm": unlearning.algo,
         "lr": result.rate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, terminal, warn
+from mpu_cli.cli.unlearn import document_of
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Checks, Unlearning
 
@@ -44,6 +46,9 @@ def watch(
         typer.Option(help="Seconds after which a copy is given up, and marked as failed.", metavar="SECONDS", min=1),
     ] = 86_400.0,
     once: Annotated[bool, typer.Option("--once", help="Unlearn on what is there, and stop.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each delta instead of its path.")
+    ] = False,
 ) -> None:
     """Unlearn the --forget records on each copy that arrives in SPOOL, and leave its delta there.
 
@@ -67,7 +72,8 @@ def watch(
             note(result.summary(copy, unlearning.algo))
         for warning in result.warnings() if result else ():
             warn(f"{copy}: {warning}")
-        emit([delta], {}, as_json=False)
+        document = {"copy": copy, "delta": delta, **(document_of(unlearning, result) if result else {})}
+        emit([json.dumps(document, default=str) if as_json else delta], {}, as_json=False)
 
     with terminal() as observer:
         from mpu_cli.federation.spool import Spool

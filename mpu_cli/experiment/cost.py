@@ -26,7 +26,7 @@ from mpu_cli.server.copying import BUFFERS
 
 if TYPE_CHECKING:
     from mpu_cli.client.dataset import Dataset
-    from mpu_cli.experiment.sweep import Cell
+    from mpu_cli.options.experiment import Experiment
     from mpu_cli.options.unlearning import Unlearning
     from mpu_cli.records.reading import Record
 
@@ -133,7 +133,7 @@ def cost(
 
 
 @dataclass(frozen=True)
-class CellCost:
+class ExperimentCost:
     """An experiment with all its rounds: bytes to and from the client, hours of training at this machine's speed."""
 
     sent: int
@@ -141,16 +141,16 @@ class CellCost:
     hours: float
 
 
-def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
-    """What each experiment of a sweep costs at least; None if its model or records are not on this machine."""
+def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
+    """What each experiment costs at least; None if its model or records are not on this machine."""
     from mpu_cli.client.checks import epochs_of
     from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted
 
     machine = measure_machine()
-    costs: list[CellCost | None] = []
+    costs: list[ExperimentCost | None] = []
     read: dict[tuple[str, str, Path | None], int] = {}
-    for cell in cells:
-        played = uninterrupted(cell.experiment)
+    for experiment in experiments:
+        played = uninterrupted(experiment)
         published = publication_in(played, seed=bytes(32))
         asked = played.unlearning
         where = (played.base, asked.records.forget, asked.records.data_dir)
@@ -170,7 +170,9 @@ def costs_of_cells(cells: Sequence[Cell]) -> list[CellCost | None]:
         )  # fmt: skip
         rounds = rounds_of(played)
         assert one.training_seconds is not None
-        costs.append(CellCost(rounds * one.published, rounds * one.returned, rounds * one.training_seconds / 3600))
+        costs.append(
+            ExperimentCost(rounds * one.published, rounds * one.returned, rounds * one.training_seconds / 3600)
+        )
     return costs
 
 
