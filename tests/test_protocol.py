@@ -206,7 +206,7 @@ def test_permanent_noise_costs_first_order(mpu, tmp_path, trained):
 def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path, trained):
     """A property, not a bug: AdamW scales every coordinate separately, so rotated coordinates take a different path.
 
-    Permuted coordinates keep their scales. docs/algorithms.md has the table; --optim adamw-blockwise does not do this.
+    Permuted coordinates keep their scales. docs/results.md has the table; --optim adamw-blockwise does not do this.
     """
     base = trained.model
     options = [*real_records(trained), "--optim", "adamw", "--lr", "1e-4"]
