@@ -1,4 +1,4 @@
-"""What noise hides of a model, what it leaves, and what it costs: the tables of docs/results.md and figure of docs/protection.md.
+"""What noise hides of a model, what it leaves, and what it costs: tables and figure in docs.
 
 python examples/protection.py TARGET --pretrained MODEL --forget FILE --retain FILE --unseen FILE --out protection.jsonl
 

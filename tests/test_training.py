@@ -19,14 +19,15 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from mpu_cli.client import checkpoints, schedule, training
+from mpu_cli.client import checkpoints, schedule, trainer, training
 from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.unlearn import unlearn
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import open_model
+from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Logging, Unlearning
 from mpu_cli.records.encoding import Example
@@ -318,7 +319,7 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
             scores.log_probs.register_hook(lambda _: seen.append("backward"))
         return scores
 
-    monkeypatch.setattr(training, "forward", watched)
+    monkeypatch.setattr(trainer, "forward", watched)
     options = from_flat(
         Unlearning,
         {"algo": "graddiff", "epochs": 1, "template": "plain", "batch_size": 7}
@@ -378,3 +379,66 @@ def test_an_interrupt_says_what_is_kept(folder, resume):
     kept = f"checkpoints are kept in {kept_in.relative_to(folder)}"
     assert (kept if resume else "nothing of this training is kept") in done.stderr
     assert "the same command goes on" in done.stderr
+
+
+class TestOutOfMemory:
+    """A simulated accelerator's memory suffices for two records: what is trained does not depend on it."""
+
+    @pytest.mark.parametrize("where", ["forward", "backward"])
+    @pytest.mark.parametrize("more", [{"algo": "npo"}, {"algo": "undial"}, {"algo": "dpo", "micro_batch_size": 3}])
+    def test_changes_nothing_but_a_line(self, folder, monkeypatch, where, more):
+        wide, told = trained(folder, "wide", more), []
+        narrow = trained(folder, "narrow", more, lambda: limit_memory(monkeypatch, 2, where), told)
+        numbers = [int(re.match(r"out of memory: from here on, (\d) records? at once", line)[1]) for line in told]
+        assert numbers == ([1] if "micro_batch_size" in more else [3, 1])  # halved until it suffices, and told once
+        for name, change in wide.items():
+            torch.testing.assert_close(narrow[name], change, rtol=1e-6, atol=1e-12)
+
+    def test_one_record_that_does_not_fit_is_an_error(self, folder, monkeypatch):
+        with pytest.raises(MpuError, match="out of memory") as refused:
+            trained(folder, "none", {"algo": "npo"}, lambda: limit_memory(monkeypatch, 0, "forward"))
+        assert "--gradient-checkpointing" in refused.value.hint
+        assert not (folder / "none.safetensors").exists()
+
+
+def trained(folder, name, more, before=lambda: None, told=None):
+    """The delta of a training in float64; ``before`` is called when the first pass of it begins."""
+
+    class Listening(Observer):
+        def stage(self, label, *_):
+            if label.startswith("unlearn"):
+                before()
+
+        def warn(self, text):
+            if told is not None:
+                told.append(text)
+
+    options = from_flat(
+        Unlearning,
+        {"epochs": 2, "template": "plain", "batch_size": 6, "precision": "float64", "optim": "sgd", "lr": 1e-2}
+        | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")} | more,
+    )  # fmt: skip
+    copy, target = open_model(str(folder / "base")), folder / f"{name}.safetensors"
+    unlearn(copy, read_dataset(options), options, target=target, observer=Listening())
+    return load_file(target)
+
+
+def limit_memory(monkeypatch, most, where):
+    """Training passes of more than ``most`` records fail, on the way there or back."""
+    real = trainer.forward
+
+    def fail(_=None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def limited(model, batch, **options):
+        if len(batch["input_ids"]) <= most:
+            return real(model, batch, **options)
+        if where == "forward":
+            fail()
+        hidden = model.model.layers[0].register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+        try:
+            return real(model, batch, **options)
+        finally:
+            hidden.remove()
+
+    monkeypatch.setattr(trainer, "forward", limited)

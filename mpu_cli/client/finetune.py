@@ -20,7 +20,8 @@ from mpu_cli.client.losses import Algorithm, Constants, Objective
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.rate import with_finetuning_rate
 from mpu_cli.client.schedule import ExampleSet, schedule
-from mpu_cli.client.training import NO_LOGGING, Losses, seeded, train
+from mpu_cli.client.trainer import Losses
+from mpu_cli.client.training import NO_LOGGING, seeded, train
 from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from mpu_cli.client.schedule import ExampleSet
-from mpu_cli.client.training import Losses
+from mpu_cli.client.trainer import Losses
 from mpu_cli.models.answers import Answers
 from mpu_cli.options.unlearning import Unlearning
 

@@ -24,7 +24,7 @@ from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed
 from mpu_cli.client.losses import Frozen, Objective, TermInputs, score
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.schedule import ExampleSet
-from mpu_cli.client.training import Losses, outside_layers
+from mpu_cli.client.trainer import Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.randomness import Randomness, Stream, new_seed, standard_normals

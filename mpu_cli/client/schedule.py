@@ -7,7 +7,7 @@ a time.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,31 @@ class MicroBatches(Dataset):
     def __len__(self) -> int:
         return len(self._steps) * len(self._terms) * self._parts
 
-    def __getitem__(self, index: int) -> dict[str, dict[str, Any]]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The sets that one term reads, a batch each, and the ``number`` of the micro-batch."""
+        names, numbers, mine = self._at(index)
+        return {**self._batches(names, numbers, mine), "number": index}
+
+    def records_of(self, index: int) -> int:
+        """How many records a micro-batch has."""
+        return len(self._at(index)[2])
+
+    def pieces(self, index: int, most: int | None) -> Iterator[dict[str, Any]]:
+        """A micro-batch in batches of at most ``most`` records, whose losses and gradients add up to its own."""
+        names, numbers, mine = self._at(index)
+        size = most or max(1, len(mine))
+        for start in range(0, max(1, len(mine)), size):  # a filler is one
+            yield self._batches(names, numbers, mine[start : start + size])
+
+    def _at(self, index: int) -> tuple[list[str], list[int], list[int]]:
+        """The sets of a micro-batch, the examples of its step by number, and those of its own."""
         index, part = divmod(index, self._parts)
         step, term = divmod(index, len(self._terms))
         numbers = getattr(self._steps[step], self._terms[term])
         names = [name for name in READ[self._terms[term]] if name in self._sets]
-        mine = self._part_of(numbers, self._sets[names[0]].examples, part)
+        return names, numbers, self._part_of(numbers, self._sets[names[0]].examples, part)
+
+    def _batches(self, names: list[str], numbers: list[int], mine: list[int]) -> dict[str, Any]:
         return {name: self._batch(self._sets[name], numbers, mine) for name in names}
 
     def _part_of(self, numbers: list[int], examples: Sequence[Example], part: int) -> list[int]:

@@ -13,49 +13,31 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.utils.data import SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Saving, last_checkpoint, step_of
-from mpu_cli.client.frozen import Reference, forward
-from mpu_cli.client.losses import Objective, TermInputs
-from mpu_cli.client.optimizers import make_optimizer
+from mpu_cli.client.frozen import forward
+from mpu_cli.client.losses import Objective
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
 from mpu_cli.client.schedule import READ, ExampleSet, MicroBatches, Step
 from mpu_cli.client.sharding import check_sharding, split_weights
+from mpu_cli.client.trainer import Losses, UnlearningTrainer, only
 from mpu_cli.errors import MpuError
-from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import shards_with_zero_3
-from mpu_cli.models.logits import Head, separate_head
+from mpu_cli.models.logits import separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import Example, pad
 
 NO_LOGGING = Logging()
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The losses of one step.
-
-    ``loss`` = γ·``forget_term`` + α·``retain_term`` is minimised; ``forget`` and ``retain`` are cross-entropies per
-    answer token. None where no retain set is read.
-    """
-
-    loss: float
-    forget_term: float
-    retain_term: float | None
-    forget: float
-    retain: float | None
 
 
 @contextmanager
@@ -82,84 +64,6 @@ def seeded(training: Training) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _only(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    [batch] = batches  # with more than one, part of the schedule would be lost
-    return batch
-
-
-class _UnlearningTrainer(Trainer):
-    loss_is_scaled_for_ga = True  # every part is normalised by its whole step
-
-    def __init__(
-        self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
-        head: Head | None, on_step: Callable[[Losses], None], **kwargs: object,
-    ):  # fmt: skip
-        super().__init__(**kwargs)
-        self._head = head
-        self._objective, self._references, self._training, self._on_step = objective, references, training, on_step
-        self._sums: dict[str, torch.Tensor] = {}
-        self._last: dict[str, float] = {}  # terms of the last step
-        self._parts_seen = 0
-        self._trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-
-    def _get_train_sampler(self, *_: object) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)  # the schedule sets the order
-
-    def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
-        decayed = set(self.get_decay_parameter_names(self.model))
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self._training.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
-        ]
-        self.optimizer = make_optimizer(
-            self._training.optim, groups, float(self._training.lr), outside_layers(self.model)
-        )
-        return self.optimizer
-
-    def _inputs(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> TermInputs:
-        counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
-        return TermInputs(
-            forward(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch)
-        )
-
-    def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
-        if self.args.device.type == "cpu":
-            suit_heap_to(self._trained)
-        objective, constants = self._objective, self._objective.constants
-        if "retain" in inputs:
-            name, rate = "retain", constants.alpha
-            layer = constants.layer if objective.retain_asks == "hidden" else None
-            part = self._inputs(model, "retain", inputs["retain"], layer)
-            term = objective.retain(part)
-        else:
-            name, rate = "forget", constants.gamma
-            layer = constants.layer if objective.algorithm.hidden else None
-            part = self._inputs(model, "forget", inputs["forget"], layer)
-            other = self._inputs(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
-            term = objective.algorithm.forget(part, other, constants)
-        loss = rate * term
-        self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
-        # Processes average their gradients, but the parts of a step must add up.
-        loss = loss * self.accelerator.num_processes
-        return (loss, None) if return_outputs else loss
-
-    def _count(self, seen: dict[str, torch.Tensor]) -> None:
-        """Add up the parts of a step over micro-batches and processes; report the step when it is complete."""
-        for name, value in seen.items():
-            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
-        self._parts_seen += 1
-        if self._parts_seen % self.args.gradient_accumulation_steps == 0:
-            sums = {name: float(self.accelerator.reduce(value, "sum")) for name, value in self._sums.items()}
-            self._sums = {}
-            self._last = sums
-            retain_term, retain = sums.get("retain_term"), sums.get("retain")
-            self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
-
-    def log(self, logs: dict[str, float], *arguments: object) -> None:
-        super().log(logs | self._last, *arguments)
-
-
 def train(
     model: PreTrainedModel,
     steps: Sequence[Step],
@@ -170,11 +74,13 @@ def train(
     logging: Logging = NO_LOGGING,
     checkpoints: Path | None = None,
     on_step: Callable[[Losses, int], None],
+    on_memory: Callable[[int], None] = lambda _: None,
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
-    The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps.
-    With a folder for ``checkpoints``, keeps some there and resumes from the latest.
+    The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps;
+    ``on_memory``, when memory does not suffice, with how many records go through the model at once from then on. With a
+    folder for ``checkpoints``, keeps some there and resumes from the latest.
     """
     if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
@@ -190,33 +96,11 @@ def train(
         deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # else every GPU holds whole gradients until the last
         log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            num_train_epochs=1,
-            per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
-            learning_rate=float(training.lr),
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=training.warmup_steps,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-            seed=training.seed,
-            use_cpu=model.device.type == "cpu",
-            report_to=[logging.report_to] if logging.report_to else [],
-            save_strategy="no",  # ``Saving`` decides
-            save_total_limit=KEPT_CHECKPOINTS,
-            logging_strategy="steps" if logging.report_to else "no",
-            logging_steps=1,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            ddp_find_unused_parameters=False,
-            accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
-        )
+        arguments = _arguments(folder, training, logging, model.device, sharded)
         if training.gradient_checkpointing:
             # Recomputation in the backward pass runs outside the modes of the forward pass.
             contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch requires a function)
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
         per_process = -(-training.batch_size // arguments.world_size)
         accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)
@@ -236,16 +120,17 @@ def train(
 
         if shards_with_zero_3():
             split_weights(model)
-        trainer = _UnlearningTrainer(
+        trainer = UnlearningTrainer(
             model=model,
             args=arguments,
             train_dataset=MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
-            data_collator=_only,
+            data_collator=only,
             objective=objective,
             references={name: data.reference for name, data in sets.items()},
             training=training,
             head=None if sharded or deepspeed else separate_head(model),
             on_step=record,
+            on_memory=on_memory,
         )
         check_sharding(trainer.accelerator, training.optim)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
@@ -254,6 +139,38 @@ def train(
             trainer.add_callback(Saving(logging.checkpoint_steps))
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
+
+
+def _arguments(
+    folder: Path, training: Training, logging: Logging, device: torch.device, sharded: bool
+) -> TrainingArguments:
+    """The Trainer's arguments, for a model on ``device``."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
+        learning_rate=float(training.lr),
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        use_cpu=device.type == "cpu",
+        report_to=[logging.report_to] if logging.report_to else [],
+        save_strategy="no",  # ``Saving`` decides
+        save_total_limit=KEPT_CHECKPOINTS,
+        logging_strategy="steps" if logging.report_to else "no",
+        logging_steps=1,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
+    if arguments.world_size == 1:
+        arguments.__dict__["_setup_devices"] = device  # where the model is; transformers would take the first GPU
+    return arguments
 
 
 def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
@@ -271,9 +188,3 @@ def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
 
     for parameter, is_used in zip(trained, from_first(used), strict=True):
         parameter.requires_grad_(is_used)
-
-
-def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The weights of all embeddings and of the output head."""
-    head = model.get_output_embeddings()
-    return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,9 +47,9 @@ from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
 from mpu_cli.client.sets import KeptReferences, contents, encoded_sets, example_sets, sets_of, tokens_digest
 from mpu_cli.client.tag import training_tag
+from mpu_cli.client.trainer import Losses
 from mpu_cli.client.training import (
     NO_LOGGING,
-    Losses,
     seeded,
     train,
 )
@@ -166,7 +167,7 @@ def unlearn(
         else:
             trained = train(
                 to_train, steps, sets, objective, training, logging=logging, checkpoints=checkpoints,
-                on_step=progress,
+                on_step=progress, on_memory=partial(_tell_memory, observer),
             )  # fmt: skip
         after = measure(trained, sets, options) if alone else None
         norm = lost = 0.0
@@ -197,6 +198,12 @@ class _Progress:
         self.losses.append(step)
         kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
         self.observer.advance(self.epochs / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
+
+
+def _tell_memory(observer: Observer, most: int) -> None:
+    observer.warn(
+        f"out of memory: from here on, {most} record{'s' * (most > 1)} at once; --micro-batch-size {most} begins so"
+    )
 
 
 def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objective: Objective) -> Plan | None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.client.finetune import memorise
-from mpu_cli.client.training import Losses
+from mpu_cli.client.trainer import Losses
 from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import Record

@@ -108,7 +108,7 @@ def _blaming(what: str) -> Iterator[None]:
         panicked = type(error).__name__ == "PanicException"  # of the tokenizers library; not an Exception
         if not isinstance(error, Exception) and not panicked:
             raise
-        if isinstance(error, Exception) and _out_of_memory(error):
+        if isinstance(error, Exception) and out_of_memory(error):
             raise
         raise MpuError(f"{what} ({_first_line(error)})") from error
 
@@ -119,12 +119,13 @@ def memory_in_mind(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         raise MpuError("out of memory", f"{advice}") from error
 
 
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on a GPU or the CPU."""
     # CUDA, cuBLAS and NCCL each word it differently
     signs = ("out of memory", "alloc_failed", "allocate memory")
     message = str(error).lower()
