@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
+from transformers.integrations import sdpa_attention
 
 from mpu_cli.client import checkpoints, schedule, trainer, training
 from mpu_cli.client.checkpoints import last_checkpoint
@@ -26,10 +29,11 @@ from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.models import attention
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
-from mpu_cli.options.unlearning import Logging, Unlearning
+from mpu_cli.options.unlearning import Logging, Training, Unlearning
 from mpu_cli.records.encoding import Example
 from tests.models import random_model, save, write_records
 from tests.stopping import stopped
@@ -442,3 +446,68 @@ def limit_memory(monkeypatch, most, where):
             hidden.remove()
 
     monkeypatch.setattr(trainer, "forward", limited)
+
+
+def test_nothing_of_a_training_lives_on(folder, monkeypatch):
+    """Without the collector: neither the model nor the optimiser, whose room the next model needs."""
+    left = []
+    real = trainer.UnlearningTrainer.create_optimizer
+
+    def watched(self, *arguments):
+        made = real(self, *arguments)
+        left.extend([weakref.ref(self.model), weakref.ref(made)])
+        return made
+
+    monkeypatch.setattr(trainer.UnlearningTrainer, "create_optimizer", watched)
+    gc.disable()
+    try:
+        trained(folder, "delta", {"algo": "graddiff", "precision": "mixed"})
+    finally:
+        gc.enable()
+    assert len(left) == 2
+    assert [each() for each in left] == [None, None]
+
+
+def test_mixed_precision_rounds_layers_and_not_the_weights(folder):
+    """Near to float32 and nearer than bfloat16, whose weights round small steps away; the weights are in float32."""
+    whole, mixed, half = (
+        trained(folder, precision, {"algo": "graddiff", "precision": precision, "optim": "adamw", "lr": 1e-5})
+        for precision in ("float32", "mixed", "bfloat16")
+    )
+    assert all(change.dtype == torch.float32 for change in mixed.values())
+
+    def off(delta):
+        return sum(float((delta[name].double() - change).square().sum()) for name, change in whole.items()) ** 0.5
+
+    def changed(delta):
+        return sum(int(change.count_nonzero()) for change in delta.values())
+
+    assert 0 < off(mixed) < 0.5 * off(half)
+    assert changed(mixed) > 0.99 * changed(whole)
+    assert changed(half) < 0.9 * changed(whole)
+
+
+def test_keys_are_repeated_where_no_kernel_takes_groups():
+    """In float32 outside of a CPU; in half precision, and on a CPU, transformers decides."""
+    attention.repeat_keys_where_faster()
+    attention.repeat_keys_where_faster()  # once only
+    grouped = sdpa_attention.use_gqa_in_sdpa
+    assert grouped.__wrapped__.__module__ == "transformers.integrations.sdpa_attention"
+    for device, dtype, expected in (
+        ("meta", torch.float32, False),
+        ("meta", torch.bfloat16, True),
+        ("cpu", torch.float32, True),
+    ):
+        key = torch.empty(1, 2, 8, 4, device=device, dtype=dtype)
+        assert grouped(None, key, key) == expected
+        assert not grouped(torch.ones(1), key, key)
+
+
+def test_the_trainer_computes_where_the_model_is(monkeypatch, tmp_path):
+    """On the second of two GPUs, which transformers' own arguments would not name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    second = torch.device("cuda:1")
+    arguments = training._arguments(tmp_path, Training(lr=1e-3), Logging(), second, sharded=False)
+    assert (arguments.device, arguments.n_gpu) == (second, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +132,6 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
                     plan.options.prompts.template, plan.options.training.device,
                 )  # fmt: skip
         yield Unlearned(task, result, answers)
-        gc.collect()  # the model, which the next one needs room for
 
 
 def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Result:

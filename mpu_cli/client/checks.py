@@ -20,7 +20,10 @@ from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import no_template
 
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PRECISIONS = {  # dtype of the weights
+    "float32": torch.float32, "tf32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}  # fmt: skip
 
 
 def epochs_of(options: Unlearning) -> int:
@@ -39,8 +42,11 @@ def check_options(options: Unlearning) -> Objective:
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
     if options.privacy.dp_epsilon is not None:
         check_objective(options.algo, objective)
-        if options.training.warmup_steps or options.training.gradient_checkpointing:
-            raise UsageError("--dp-epsilon does not work with --warmup-steps or --gradient-checkpointing")
+        mixed = options.training.precision == "mixed"
+        if options.training.warmup_steps or options.training.gradient_checkpointing or mixed:
+            raise UsageError(
+                "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing or --precision mixed"
+            )
     return objective
 
 
@@ -61,8 +67,8 @@ def check_training(training: Training, date: str) -> None:
     device = device_of(training.device)
     tell_accelerate(device)
     if training.attention == "flash_attention_2":
-        if training.precision != "bfloat16" or device.type != "cuda":
-            raise UsageError("--attention flash_attention_2 requires --precision bfloat16 and a CUDA device")
+        if training.precision not in ("bfloat16", "mixed") or device.type != "cuda":
+            raise UsageError("--attention flash_attention_2 requires --precision bfloat16 or mixed and a CUDA device")
         # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
         if find_spec("flash_attn") is None:
             raise MpuError("--attention flash_attention_2 needs flash-attn", "install it with pip install flash-attn")

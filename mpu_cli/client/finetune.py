@@ -17,7 +17,7 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.client.checks import PRECISIONS, check_training
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Constants, Objective
-from mpu_cli.client.precision import as_wide_as
+from mpu_cli.client.precision import computing_in, in_precision
 from mpu_cli.client.rate import with_finetuning_rate
 from mpu_cli.client.schedule import ExampleSet, schedule
 from mpu_cli.client.trainer import Losses
@@ -26,7 +26,7 @@ from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
 from mpu_cli.models.limits import longest_input
-from mpu_cli.models.loading import load, memory_in_mind
+from mpu_cli.models.loading import letting_go, load, memory_in_mind
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
@@ -68,6 +68,7 @@ class Finetuned:
     lost_to_rounding: float
 
 
+@letting_go
 def finetune(
     model: Model,
     records: Sequence[Record],
@@ -95,10 +96,12 @@ def finetune(
 
     dtype = PRECISIONS[training.precision]
     with (
-        memory_in_mind(ADVICE), seeded(training), as_wide_as(dtype), Transaction(force=force) as transaction,
+        memory_in_mind(ADVICE), seeded(training), computing_in(training.precision, dtype),
+        Transaction(force=force) as transaction,
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(model, dtype, training.device, training.attention)
+        in_precision(loaded, training.precision)
         limit = longest_input(loaded)
         encoding = Encoding(
             tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length

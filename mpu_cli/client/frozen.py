@@ -100,6 +100,8 @@ def forward(
             output_hidden_states=layer is not None,
             logits_to_keep=kept,
         )
+    if head is not None:  # layers may compute in another precision than their weights have
+        states[0] = states[0].to(next(head.parameters()).dtype)
     return score(
         output.logits if head is None else states[0],
         labels[:, -kept:],

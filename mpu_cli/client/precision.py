@@ -1,4 +1,4 @@
-"""float64 throughout: models otherwise compute norms and softmaxes in float32, whatever their own dtype."""
+"""In which precision a model computes: float64 throughout, float32 with rounded matrix products, bfloat16 layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 _CASTS = (torch.Tensor.to, torch.Tensor.type)
 _SOFTMAXES = (
@@ -16,7 +17,8 @@ _SOFTMAXES = (
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Ignores casts of float64 tensors to float32, and keeps their softmaxes in float64."""
+    """Models compute norms and softmaxes in float32, whatever their own dtype. This ignores casts of float64 tensors to
+    float32, and keeps their softmaxes in float64."""
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = dict(kwargs or {})
@@ -37,3 +39,23 @@ def as_wide_as(dtype: torch.dtype) -> Iterator[None]:
         return
     with _KeepFloat64():
         yield
+
+
+@contextmanager
+def computing_in(precision: str, dtype: torch.dtype) -> Iterator[None]:
+    """Inside it, CUDA computes products of float32 matrices as ``precision``, of ``--precision``, says, and float64
+    models as ``as_wide_as`` does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        with as_wide_as(dtype):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def in_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """``model``, whose layers compute in bfloat16 if ``precision`` is "mixed"; its weights stay as they are."""
+    if precision == "mixed":
+        model.forward = torch.autocast(model.device.type, torch.bfloat16)(model.forward)
+    return model

@@ -41,7 +41,7 @@ from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
-from mpu_cli.client.precision import as_wide_as
+from mpu_cli.client.precision import computing_in, in_precision
 from mpu_cli.client.private import Plan, check_opacus, check_private, plan, train_privately
 from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
@@ -56,7 +56,7 @@ from mpu_cli.client.training import (
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.device import device_of, processes_of
-from mpu_cli.models.loading import load, load_once_per_host, memory_in_mind
+from mpu_cli.models.loading import letting_go, load, load_once_per_host, memory_in_mind
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, flat
@@ -71,6 +71,7 @@ ADVICE = (
 )
 
 
+@letting_go
 def unlearn(
     copy: Model,
     data: Dataset,
@@ -107,10 +108,17 @@ def unlearn(
     _warn_of_misfits(manifest, data, options, observer)
     read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
     state.wait_for_everyone()  # all look for the reference file before the first one writes it
-    with private_umask(), memory_in_mind(ADVICE), seeded(options.training), as_wide_as(dtype), ExitStack() as stack:
+    with (
+        private_umask(),
+        memory_in_mind(ADVICE),
+        seeded(options.training),
+        computing_in(options.training.precision, dtype),
+        ExitStack() as stack,
+    ):
         # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
         model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
+        in_precision(model, options.training.precision)
         change = change_of(options, model, copy.checkpoint, dtype)
         specs = stored_specs(change, model, options)
         weights_trained = sum(math.prod(shape) for _, shape in specs.values())

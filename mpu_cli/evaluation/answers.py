@@ -14,7 +14,7 @@ from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.provenance import own_template
 from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.limits import longest_input
-from mpu_cli.models.loading import load
+from mpu_cli.models.loading import letting_go, load
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import ChatTemplate
 from mpu_cli.records.reading import Record
@@ -32,6 +32,7 @@ class Shown:
     answer: str
 
 
+@letting_go
 def answers_before_and_after(
     copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, template: str | None, device: str
 ) -> list[Shown]:

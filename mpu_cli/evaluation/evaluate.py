@@ -23,6 +23,7 @@ from mpu_cli.evaluation.provenance import Subject, digest_of, facts_of
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.models.deltas import open_delta
 from mpu_cli.models.device import device_of
+from mpu_cli.models.loading import letting_go
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
@@ -78,6 +79,7 @@ def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool, ser
     return chosen
 
 
+@letting_go
 def evaluate(
     model: Model,
     benchmark: Benchmark,

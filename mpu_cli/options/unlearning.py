@@ -13,7 +13,7 @@ from mpu_cli.options.declare import Options, flat, group, option
 
 Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"]
 Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
-Precision = Literal["float32", "bfloat16", "float64"]
+Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
 RetainLoss = Literal["nll", "kl", "hidden"]
 Template = Literal["chat", "plain"]
 
@@ -123,7 +123,11 @@ class Training(Options):
     micro_batch_size: int | None = option(
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
     )
-    precision: Precision = option("float32", "Dtype of weights and training.")
+    precision: Precision = option(
+        "float32",
+        "Dtype of weights and training. tf32: float32 whose matrix products CUDA rounds; mixed: float32 weights and "
+        "layers computed in bfloat16; bfloat16: half the memory, and small steps round away.",
+    )
     gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False)
     deterministic: bool = option(
         True, "On a GPU: bit-identical results for the same seed, at some cost in speed.", affects_result=False
