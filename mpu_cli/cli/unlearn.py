@@ -12,7 +12,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, in_time, note, paths_from, show_answers, terminal, warn
+from mpu_cli.cli.output import emit, in_bytes, in_time, note, paths_from, show_answers, terminal, warn
 from mpu_cli.errors import MpuError
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpu_cli.api.client import UnlearnPlan
     from mpu_cli.client.outcome import Result
     from mpu_cli.evaluation.answers import Shown
+    from mpu_cli.experiment.cost import TrainingCost
 
 
 @grouped
@@ -150,7 +151,8 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     first = costs[0]
     notes = [
         f"{plan.options.algo}, {first.epochs} epochs of {plan.options.training.batch_size} records a step: about "
-        f"{first.steps} steps at a rate of {first.rate:.2g}; activations need memory on top"
+        f"{first.steps} steps at a rate of {first.rate:.2g}",
+        memory_line(max(costs, key=lambda cost: cost.memory.total)),
     ]
     if first.usual_rate and first.rate < TOO_LITTLE * first.usual_rate:
         notes.append(
@@ -162,7 +164,17 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     preview = Preview(
         reads=[*((model.source, model.checkpoint.nbytes) for model in models), *records],
         writes=[(task.target, cost.written) for task, cost in zip(plan.tasks, costs, strict=True)],
-        memory=max(cost.memory for cost in costs),  # one after the other
+        memory=max(cost.memory.total for cost in costs),  # one after the other
         notes=notes,
     )
     show(preview, force=plan.force, as_json=as_json)
+
+
+def memory_line(cost: TrainingCost) -> str:
+    """What takes the memory of a training."""
+    memory, work = cost.memory, cost.work
+    return (
+        f"at its peak, weights take {in_bytes(memory.weights)}, gradients and the optimiser "
+        f"{in_bytes(memory.gradients + memory.state)}, activations and logits of {work.rows} "
+        f"record{'s' * (work.rows > 1)} of {work.length} tokens {in_bytes(memory.activations + memory.logits)}"
+    )

@@ -22,10 +22,12 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.errors import MpuError
 from mpu_cli.models.shallow import shallow
 from mpu_cli.models.source import Model, open_model
+from mpu_cli.observer import SILENT
 from mpu_cli.server.copying import BUFFERS
 
 if TYPE_CHECKING:
     from mpu_cli.client.dataset import Dataset
+    from mpu_cli.experiment.memory import Memory, Work
     from mpu_cli.options.experiment import Experiment
     from mpu_cli.options.unlearning import Unlearning
     from mpu_cli.records.reading import Record
@@ -178,50 +180,61 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Training on one copy: ``memory`` in bytes, without activations; ``written``: bytes of the delta; ``usual_rate``:
-    what --lr auto would be, None for optimisers that have none; ``seconds``: on processors, else None."""
+    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``written``: bytes of the
+    delta; ``usual_rate``: what --lr auto would be, None for optimisers that have none; ``seconds``: on processors, else
+    None."""
 
     epochs: int
     steps: int
     rate: float
     usual_rate: float | None
-    memory: float
+    memory: Memory
+    work: Work
     written: int
     seconds: float | None
 
 
 def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCost:
-    """What ``unlearn`` takes. Steps are those of records that are one example each; as many records are read to keep as
-    to forget.
+    """What ``unlearn`` takes. In each step, as many records are read to keep as to forget.
 
-    Raises MpuError if the model has no tokenizer, UsageError for options that do not go together.
+    Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
+    together.
     """
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.client.change import delta_specs
-    from mpu_cli.client.checks import epochs_of
+    from mpu_cli.client.checks import check_options, epochs_of
     from mpu_cli.client.rate import usual_rate, with_epochs, with_rate
     from mpu_cli.client.schedule import schedule
+    from mpu_cli.client.sets import encoded_sets
+    from mpu_cli.experiment.memory import largest_work, peak_memory
     from mpu_cli.models.device import device_of
+    from mpu_cli.models.loading import skeleton, tokenizer_of
 
+    objective = check_options(options)
     options = with_epochs(options, len(data.forget))
-    specs, epochs = delta_specs(copy, options), epochs_of(options)
-    weights = sum(info.elements for info in copy.checkpoint.tensors.values())
-    trained = sum(math.prod(shape) for _, shape in specs.values())
-    frozen = weights if options.lora.lora_rank is not None else weights - trained
+    bare, epochs = skeleton(copy), epochs_of(options)
+    specs = delta_specs(copy, options)
+    encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)
+    sets = {name: examples for name, (examples, _) in encoded.items()}
     training = options.training
-    steps = len(
-        schedule(len(data.forget), len(data.retain), epochs=epochs, batch_size=training.batch_size, seed=training.seed)
-    )
+    steps = schedule(
+        len(sets["forget"]), len(sets.get("retain", ())), epochs=epochs, batch_size=training.batch_size,
+        seed=training.seed,
+    )  # fmt: skip
+    trained = sum(math.prod(shape) for _, shape in specs.values())
     seconds = None
     if device_of(training.device).type == "cpu":
-        tokens = 2 * epochs * tokens_in(copy, data.forget)
-        seconds = 6.0 * weights * tokens / measure_machine().operations
+        weights = sum(info.elements for info in copy.checkpoint.tensors.values())
+        of_forget = sum(len(example.ids) for example in sets["forget"])
+        seconds = 6.0 * weights * len(encoded) * epochs * of_forget / measure_machine().operations
+    work = largest_work(list(sets.values()), options)
     return TrainingCost(
         epochs,
-        steps,
-        float(with_rate(options, trained, steps).lr),
-        usual_rate(options, trained, steps),
-        4 * frozen + training_memory(trained, training.optim),
+        len(steps),
+        float(with_rate(options, trained, len(steps)).lr),
+        usual_rate(options, trained, len(steps)),
+        peak_memory(copy, options, objective, work),
+        work,
         nbytes_of(specs),
         seconds,
     )

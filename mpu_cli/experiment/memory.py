@@ -1,0 +1,216 @@
+"""Peak memory of a training, before it: weights and optimiser from their sizes, activations from a pass without data.
+
+The pass is of the model's own code, with torch's fake tensors: what the backward pass would keep is counted, storage by
+storage, for any architecture, with LoRA, checkpointing and mixed precision as they are. Nothing of that size exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mpu_cli.client import lora
+from mpu_cli.client.change import change_of
+from mpu_cli.client.checks import PRECISIONS
+from mpu_cli.client.losses import Objective
+from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.client.precision import in_precision
+from mpu_cli.models.loading import skeleton
+from mpu_cli.models.logits import CHUNK, input_of
+from mpu_cli.models.source import Model
+from mpu_cli.options.unlearning import Lora, Unlearning
+from mpu_cli.records.encoding import Example, answer_tokens
+
+PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
+FACTORS = 4  # bytes of a number in LoRA's factors
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is held at the peak of a training step, in bytes. ``activations``: all that the backward pass of the largest
+    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``process``: without data.
+    """
+
+    weights: float
+    gradients: float
+    state: float
+    activations: float
+    logits: float
+    process: float = PROCESS
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """The largest micro-batch: ``rows`` of ``length`` tokens, of which ``answers`` in all are predicted."""
+
+    rows: int
+    length: int
+    answers: int
+
+
+def largest_work(sets: Sequence[Sequence[Example]], options: Unlearning) -> Work:
+    """The largest micro-batch of a training on ``sets``: as many records as go at once, all as long as the longest."""
+    training = options.training
+    rows = min(training.micro_batch_size or training.batch_size, training.batch_size)
+    longest = [max(len(example.ids) for example in examples) for examples in sets if examples]
+    answers = [max(answer_tokens(example) for example in examples) for examples in sets if examples]
+    rows = min(rows, max(len(examples) for examples in sets))
+    return Work(rows, max(longest), rows * max(answers))
+
+
+def peak_memory(copy: Model, options: Unlearning, objective: Objective, work: Work) -> Memory:
+    """The peak of ``unlearn`` on ``copy``. Raises MpuError if transformers does not know the model."""
+    dtype = PRECISIONS[options.training.precision]
+    bare = skeleton(copy)
+    trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trained(bare))
+    weights = sum(p.numel() for p in bare.parameters()) * dtype.itemsize
+    trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
+    width = dtype.itemsize
+    if options.lora.lora_rank is not None:
+        trained, width = _factors(bare, options.lora), FACTORS
+        weights += trained * width
+    held = _held_for_backward(bare, dtype, options, work, trained_names)
+    vocabulary = bare.get_output_embeddings().weight
+    at_once = min(work.answers * vocabulary.shape[0], CHUNK)
+    logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
+    if "logits" in (objective.algorithm.asks, objective.retain_asks):  # a frozen head, and its logits
+        logits += vocabulary.numel() * dtype.itemsize + 4 * at_once
+    terms = 2 if objective.algorithm.alternate else 1  # a record and its alternative go through together
+    return Memory(
+        weights=weights,
+        gradients=trained * width,
+        state=trained * OPTIMIZERS[options.training.optim].state_bytes,
+        activations=terms * held,
+        logits=logits,
+    )
+
+
+def _factors(model: PreTrainedModel, options: Lora) -> int:
+    """How many numbers LoRA's factors have."""
+    shapes = [weight.shape for weight in lora.adapted(model, options).values()]
+    return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
+
+
+def _held_for_backward(
+    bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
+) -> int:
+    """Bytes that the backward pass keeps of one pass, beside the model's own tensors."""
+    training = options.training
+    with FakeTensorMode() as fakes:
+        model = AutoModelForCausalLM.from_config(bare.config, dtype=dtype, trust_remote_code=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    in_precision(model, training.precision)
+    with fakes:
+        if options.lora.lora_rank is not None:
+            _adapt(model, options.lora)
+        model.train()
+        layers = max(1, model.config.get_text_config().num_hidden_layers)
+        held = _saved(model, work)
+        if not training.gradient_checkpointing:
+            return held
+        model.enable_input_require_grads()  # as peft does: checkpoints of frozen inputs would have no gradient
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return _saved(model, work) + held // layers  # one layer at a time is computed again
+
+
+class _LowRank(torch.nn.Module):
+    """A frozen linear layer and factors beside it, which keep for the backward pass what peft's do."""
+
+    def __init__(self, base: torch.nn.Module, weight: torch.Tensor, rank: int):
+        super().__init__()
+        self.base = base
+        rows, columns = weight.shape if isinstance(base, torch.nn.Linear) else weight.shape[::-1]
+        self.lora_A = torch.nn.Parameter(torch.empty(rank, columns))
+        self.lora_B = torch.nn.Parameter(torch.empty(rows, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.base(x)
+        return frozen + linear(linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B).to(frozen.dtype)
+
+
+def _adapt(model: PreTrainedModel, options: Lora) -> None:
+    """LoRA on ``model``, in place; stacks of experts' matrices, which add little to what is kept, are left out."""
+    targets = lora.adapted(model.requires_grad_(True), options)
+    model.requires_grad_(False)
+    for name, weight in targets.items():
+        if weight.ndim == 2:
+            place = name.removesuffix(".weight")
+            model.set_submodule(place, _LowRank(model.get_submodule(place), weight, options.rank))
+
+
+def _saved(model: PreTrainedModel, work: Work) -> int:
+    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in own:
+            kept.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    ids = torch.zeros(work.rows, work.length, dtype=torch.long)
+    unpack: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
+        mask = torch.ones_like(ids) if work.rows > 1 else None  # one record is not padded
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+    del output  # until here, what it keeps is kept
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def way_to_fit(
+    copy: Model, options: Unlearning, objective: Objective, work: Work, memory: float
+) -> tuple[str, Memory] | None:
+    """The cheapest change with which ``options`` fit into ``memory`` bytes: what to add to the command, and the peak
+    with it. None if none of those that are known does."""
+    training = options.training
+    tries: list[tuple[str, Unlearning, Work]] = []
+
+    def add(words: str, changed: Unlearning, rows: int) -> None:
+        share = -(-work.answers * rows // work.rows)
+        tries.append((words, changed, replace(work, rows=rows, answers=share)))
+
+    def with_training(of: Unlearning, **named: Any) -> Unlearning:
+        return replace(of, training=replace(of.training, **named))
+
+    smaller = [rows for rows in (16, 8, 4, 2, 1) if rows < work.rows]
+    for rows in smaller:
+        add(f"--micro-batch-size {rows}", with_training(options, micro_batch_size=rows), rows)
+    checkpointing = with_training(options, gradient_checkpointing=True)
+    if not training.gradient_checkpointing and options.privacy.dp_epsilon is None:
+        for rows in (work.rows, *smaller):
+            words = "--gradient-checkpointing" + f" --micro-batch-size {rows}" * (rows < work.rows)
+            add(words, with_training(checkpointing, micro_batch_size=rows), rows)
+    if options.lora.lora_rank is None:
+        low_rank = replace(checkpointing, lora=Lora(lora_rank=16))
+        for rows in (work.rows, 1):
+            words = "--lora-rank 16 --gradient-checkpointing" + (
+                f" --micro-batch-size {rows}" if rows < work.rows else ""
+            )
+            add(words, with_training(low_rank, micro_batch_size=rows), rows)
+            add(
+                f"{words} --precision bfloat16",
+                with_training(low_rank, micro_batch_size=rows, precision="bfloat16"),
+                rows,
+            )
+    elif training.precision != "bfloat16":
+        half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
+        add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
+    for words, changed, smaller_work in tries:
+        needed = peak_memory(copy, changed, objective, smaller_work)
+        if needed.total <= memory:
+            return words, needed
+    return None

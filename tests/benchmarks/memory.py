@@ -1,0 +1,50 @@
+"""Peak memory of `mpu unlearn`, as its dry run predicts it and as it was: a table.
+
+    python -m tests.benchmarks.memory DIR FORGET RETAIN MODEL…
+
+Each row is one process; memory is anonymous memory (RssAnon), which leaves out the files that are mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.benchmarks.server import run as run_measured
+
+COMMON = ["--algo", "npo", "--epochs", "1", "--lr", "1e-5", "--template", "plain", "--force"]
+SETTINGS = {
+    "1 record": ["--batch-size", "1"],
+    "4 records": ["--batch-size", "4"],
+    "8 records": ["--batch-size", "8"],
+    "4 records, GradDiff": ["--batch-size", "4", "--algo", "graddiff"],
+    "4 records, adamw-blockwise": ["--batch-size", "4", "--optim", "adamw-blockwise"],
+    "4 records, checkpointing": ["--batch-size", "4", "--gradient-checkpointing"],
+    "4 records, bfloat16": ["--batch-size", "4", "--precision", "bfloat16"],
+    "4 records, LoRA": ["--batch-size", "4", "--lora-rank", "16"],
+    "8 records, LoRA": ["--batch-size", "8", "--lora-rank", "16"],
+    "4 records, LoRA, checkpointing": ["--batch-size", "4", "--lora-rank", "16", "--gradient-checkpointing"],
+}
+
+
+def main(folder: Path, forget: str, retain: str, models: list[str]) -> None:
+    print("| model | | predicted MB | measured MB | off |\n|---|---|---|---|---|")
+    for model in models:
+        for name, setting in SETTINGS.items():
+            command = [sys.executable, "-m", "mpu_cli", "unlearn", model, "--forget", forget, "--retain", retain,
+                       *COMMON, *setting, "--out", str(folder / "delta.safetensors")]  # fmt: skip
+            planned = json.loads(subprocess.check_output([*command, "--dry-run", "--json"], stderr=subprocess.DEVNULL))
+            with tempfile.TemporaryFile("w+") as output:
+                _, peak = run_measured(*command, stdout=output)
+            predicted, measured = planned["memory"] / 1e6, peak * 2**20 / 1e6
+            print(
+                f"| {Path(model).name} | {name} | {predicted:,.0f} | {measured:,.0f} | {predicted / measured - 1:+.0%} |"
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
