@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -188,6 +189,17 @@ def in_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
+
+
+def bytes_of(text: str) -> float:
+    """The number of bytes in text such as 24GB, 80 GiB or 512M. Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise UsageError(f"{text!r}: is not an amount of memory", "write it as 24GB or 80GiB")
+    return float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
 
 
 def in_time(seconds: float) -> str:

@@ -10,61 +10,97 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, in_bytes, in_time, note
+from mpu_cli.cli.output import bytes_of, emit, in_bytes, in_time, note
+from mpu_cli.cli.unlearn import memory_of
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
-from mpu_cli.options.unlearning import Optimizer, Training
+from mpu_cli.options.unlearning import Algorithm, Lora, Training, Unlearning
 
 
 @grouped
 def plan(
-    model: Annotated[str, typer.Argument(help="The server's model.", metavar="MODEL")],
+    model: Annotated[str, typer.Argument(help="The server's model, or the client's copy of it.", metavar="MODEL")],
     copies: Copies,
     shared: PermanentNoise,
     depth: Depth,
-    optim: Annotated[
-        Optimizer, typer.Option(help="The client's optimiser, to estimate its memory.")
-    ] = Training().optim,
+    training: Training,
+    lora: Lora,
+    algo: Annotated[Algorithm, typer.Option(help="Unlearning algorithm.")] = "npo",
     forget: Annotated[
         str | None,
-        typer.Option(help="Records to forget, to estimate the cost of training (as for unlearn).", metavar="DATA"),
+        typer.Option(
+            help="Records to forget, to estimate the time and memory of training (as for unlearn).", metavar="DATA"
+        ),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the tofu or muse files.", metavar="DIR")] = None,
+    length: Annotated[
+        int, typer.Option(help="Tokens of the longest record, where there is no --forget.", min=2, metavar="N")
+    ] = 256,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the client's card or machine, such as 24GB: says whether training fits, and what makes it "
+            "fit.",
+            metavar="SIZE",
+        ),
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Epochs per round, with as many retain records as forget records.")] = 10,
     as_json: options.Json = False,
 ) -> None:
     """Estimate the cost of one round of the protocol: bytes written and sent, memory of each party, operations, time.
 
-    Bandwidth and speed are measured on this machine. Training activations are not counted.
+    Bandwidth and speed are measured here; the client's memory is that of `mpu unlearn` with the same options.
     """
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
+    room = None if memory is None else bytes_of(memory)
 
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.experiment.cost import cost, measure_machine, training_tokens
+    from mpu_cli.client.checks import check_options
+    from mpu_cli.experiment.cost import cost, examples_of, measure_machine
+    from mpu_cli.experiment.memory import Work, largest_work, peak_memory, way_to_fit
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
     from mpu_cli.server.families import published_as_they_are
     from mpu_cli.server.scheme import scheme_of
 
+    unlearning = Unlearning(algo=algo, training=training, lora=lora)
+    objective = check_options(unlearning)
     scheme = scheme_of(copies)
     opened = shallow(open_model(model), depth.omitted)  # what is sent and trained on
     tokens = None
+    rows = min(training.micro_batch_size or training.batch_size, training.batch_size)
+    work = Work(rows, length, rows * length // 2)
     if forget:
-        tokens = 2 * epochs * training_tokens(opened, forget, data_dir)
+        examples = examples_of(opened, forget, data_dir)
+        tokens = 2 * epochs * sum(len(example.ids) for example in examples)
+        work = largest_work([examples], unlearning)
     machine = measure_machine()
-    costs = cost(opened, machine, copies=scheme.copies, optimizer=optim, tokens=tokens)
+    costs = cost(opened, machine, copies=scheme.copies, tokens=tokens)
+    peak = peak_memory(opened, unlearning, objective, work)
     lines = [
         f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
         f"server writes and sends\t{in_bytes(costs.published)} in {scheme.copies} copies",
         f"client returns\t{in_bytes(costs.returned)} of float32 deltas",
         f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
-        f"client memory\t{in_bytes(costs.client_memory)} for weights, gradient and {optim}'s state, plus activations",
+        f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}",
+    ]
+    fits = room is None or peak.total <= room
+    found = None
+    if room is not None and not fits:
+        found = way_to_fit(opened, unlearning, objective, work, room)
+        text = "nor with smaller micro-batches, checkpointing, LoRA and bfloat16; FSDP shares it between several cards"
+        if found:
+            text = f"with {found[0]} it takes {in_bytes(found[1].total)}"
+        lines.append(f"does not fit\tinto {in_bytes(room)}; {text}")
+    elif room is not None:
+        lines.append(f"fits\tinto {in_bytes(room)}")
+    lines.append(
         f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
         f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
-        f"{machine.operations / 1e9:.0f} billion operations/s",
-    ]
+        f"{machine.operations / 1e9:.0f} billion operations/s"
+    )
     if costs.training_operations is not None:
         lines.append(
             f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: at least "
@@ -93,6 +129,8 @@ def plan(
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
             **asdict(costs), "machine": asdict(machine), "tokens": tokens,
+            "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits if room is not None else None,
+            "fits_with": found[0] if found else None,
             "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": weights.tolist(),
                       "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpu_cli.api.client import UnlearnPlan
     from mpu_cli.client.outcome import Result
     from mpu_cli.evaluation.answers import Shown
-    from mpu_cli.experiment.cost import TrainingCost
+    from mpu_cli.experiment.memory import Memory, Work
 
 
 @grouped
@@ -148,11 +148,11 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
         raise MpuError(f"{sealed[0]}: sealed, so it has to be opened first", "run it without --dry-run")
     models = [open_model(task.copy, links=False) for task in plan.tasks]
     costs = [training_cost(model, plan.data, plan.options) for model in models]
-    first = costs[0]
+    first, largest = costs[0], max(costs, key=lambda cost: cost.memory.total)  # one after the other
     notes = [
         f"{plan.options.algo}, {first.epochs} epochs of {plan.options.training.batch_size} records a step: about "
         f"{first.steps} steps at a rate of {first.rate:.2g}",
-        memory_line(max(costs, key=lambda cost: cost.memory.total)),
+        f"memory at its peak: {memory_of(largest.memory, largest.work)}",
     ]
     if first.usual_rate and first.rate < TOO_LITTLE * first.usual_rate:
         notes.append(
@@ -164,17 +164,16 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     preview = Preview(
         reads=[*((model.source, model.checkpoint.nbytes) for model in models), *records],
         writes=[(task.target, cost.written) for task, cost in zip(plan.tasks, costs, strict=True)],
-        memory=max(cost.memory.total for cost in costs),  # one after the other
+        memory=largest.memory.total,
         notes=notes,
     )
     show(preview, force=plan.force, as_json=as_json)
 
 
-def memory_line(cost: TrainingCost) -> str:
+def memory_of(memory: Memory, work: Work) -> str:
     """What takes the memory of a training."""
-    memory, work = cost.memory, cost.work
     return (
-        f"at its peak, weights take {in_bytes(memory.weights)}, gradients and the optimiser "
-        f"{in_bytes(memory.gradients + memory.state)}, activations and logits of {work.rows} "
-        f"record{'s' * (work.rows > 1)} of {work.length} tokens {in_bytes(memory.activations + memory.logits)}"
+        f"weights {in_bytes(memory.weights)}, gradients and the optimiser {in_bytes(memory.gradients + memory.state)}, "
+        f"activations and logits of {work.rows} record{'s' * (work.rows > 1)} of {work.length} tokens "
+        f"{in_bytes(memory.activations + memory.logits)}"
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpu_cli.experiment.memory import Memory, Work
     from mpu_cli.options.experiment import Experiment
     from mpu_cli.options.unlearning import Unlearning
-    from mpu_cli.records.reading import Record
+    from mpu_cli.records.encoding import Example
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
@@ -55,7 +55,6 @@ class Cost:
     published: int
     returned: int
     server_memory: float
-    client_memory: float
     moved: float
     operations: float
     intensity: float
@@ -94,13 +93,12 @@ def cost(
     machine: Machine,
     *,
     copies: int,
-    optimizer: str,
     tokens: int | None = None,
 ) -> Cost:
     """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
 
-    Training takes 6 operations per token and weight: 2 forward, 4 backward. Memory does not count activations.
-    Embeddings and output head are not trained (``--train-embeddings``).
+    Training takes 6 operations per token and weight: 2 forward, 4 backward. Embeddings and output head are
+    not trained (``--train-embeddings``).
     """
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
@@ -124,7 +122,6 @@ def cost(
         published=copies * stored,
         returned=copies * trained * 4,  # float32
         server_memory=BUFFERS,
-        client_memory=4 * (weights - trained) + training_memory(trained, optimizer),
         moved=moved,
         operations=operations,
         intensity=operations / moved,
@@ -167,7 +164,7 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
             costs.append(None)
             continue
         one = cost(
-            model, machine, copies=published.copies, optimizer=asked.training.optim,
+            model, machine, copies=published.copies,
             tokens=int(2 * epochs_of(asked) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)
@@ -241,23 +238,22 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
 
 
 def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
-    """Number of tokens in all records, encoded as for training: with the chat template if the tokenizer has one.
+    """Number of tokens in all records, encoded as for training."""
+    return sum(len(example.ids) for example in examples_of(model, forget, data_dir))
+
+
+def examples_of(model: Model, forget: str, data_dir: Path | None) -> list[Example]:
+    """Records, encoded as for training: with the chat template if the tokenizer has one.
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
-    from mpu_cli.records.reading import read_records
-
-    return tokens_in(model, read_records(forget, data_dir))
-
-
-def tokens_in(model: Model, records: Sequence[Record]) -> int:
-    """The same of records that are read already."""
     from mpu_cli.models.loading import tokenizer_of
     from mpu_cli.records.encoding import Encoding
+    from mpu_cli.records.reading import read_records
 
+    records = read_records(forget, data_dir)
     try:
         tokenizer = tokenizer_of(model)
     except MpuError as error:
         raise MpuError(f"{model.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
-    encoding = Encoding(tokenizer)
-    return sum(len(example.ids) for example in encoding.encode(records))
+    return Encoding(tokenizer).encode(records)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.benchmarks.server import run as run_measured
 
-COMMON = ["--algo", "npo", "--epochs", "1", "--lr", "1e-5", "--template", "plain", "--force"]
+COMMON = ["--algo", "npo", "--epochs", "2", "--lr", "1e-5", "--template", "plain", "--force"]
 SETTINGS = {
     "1 record": ["--batch-size", "1"],
     "4 records": ["--batch-size", "4"],
@@ -40,10 +40,8 @@ def main(folder: Path, forget: str, retain: str, models: list[str]) -> None:
             with tempfile.TemporaryFile("w+") as output:
                 _, peak = run_measured(*command, stdout=output)
             predicted, measured = planned["memory"] / 1e6, peak * 2**20 / 1e6
-            print(
-                f"| {Path(model).name} | {name} | {predicted:,.0f} | {measured:,.0f} | {predicted / measured - 1:+.0%} |"
-            )
-            sys.stdout.flush()
+            off = f"{predicted / measured - 1:+.0%}"
+            print(f"| {Path(model).name} | {name} | {predicted:,.0f} | {measured:,.0f} | {off} |", flush=True)
 
 
 if __name__ == "__main__":

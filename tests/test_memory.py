@@ -1,0 +1,101 @@
+"""Peak memory of a training before it: what the pass without data counts, and what is said to fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpu_cli.cli.output import bytes_of
+from mpu_cli.client.checks import check_options
+from mpu_cli.errors import UsageError
+from mpu_cli.experiment.memory import PROCESS, Work, peak_memory
+from mpu_cli.models.loading import load
+from mpu_cli.models.logits import input_of
+from mpu_cli.models.source import open_model
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.unlearning import Unlearning
+from tests.models import random_model, save
+
+WORK = Work(3, 20, 30)
+
+
+def saved_by(model: torch.nn.Module, work: Work) -> int:
+    """Bytes that a real pass keeps for its backward pass, beside the model's tensors."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            kept[place] = tensor  # held, so that no other tensor gets its place
+        return tensor
+
+    ids = torch.zeros(work.rows, work.length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0  # one record is shorter, so that there is a mask
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), input_of(model.get_output_embeddings()):
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_those_of_a_real_pass(tmp_path: Path, family: str, checkpointing: bool) -> None:
+    copy = open_model(str(save(random_model(family), tmp_path / "base")))
+    options = from_flat(Unlearning, {"lr": 1e-3, "gradient_checkpointing": checkpointing, "train_embeddings": True})
+    predicted = peak_memory(copy, options, check_options(options), WORK)
+    model, _ = load(copy, torch.float32, "cpu")
+    model.train()
+    whole = saved_by(model, WORK)
+    expected = whole
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        expected = saved_by(model, WORK) + whole // model.config.num_hidden_layers
+    assert predicted.activations == pytest.approx(expected, rel=0.02)
+    assert predicted.weights == sum(p.nbytes for p in model.parameters())
+    assert predicted.gradients == predicted.weights
+    assert predicted.state == 2 * predicted.weights  # AdamW's
+
+
+def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
+    """Options that `plan` names, given to it, are said to fit; less memory asks for more of them."""
+    base = save(random_model("llama"), tmp_path / "base")
+    asked = ("plan", base, "--length", 1024, "--json")
+    whole = mpu(*asked, "--memory", "1TB").json
+    assert (whole["fits"], whole["fits_with"]) == (True, None)
+    data = whole["client_memory"]["total"] - PROCESS
+    said = []
+    for share in (0.5, 0.02):
+        size = str(PROCESS + share * data)
+        told = mpu(*asked, "--memory", size).json
+        assert not told["fits"]
+        assert mpu(*asked, "--memory", size, *told["fits_with"].split()).json["fits"]
+        said.append(told["fits_with"])
+    assert "--micro-batch-size 16" in said[0]
+    assert said[0] != said[1]
+    lines = mpu("plan", base, "--memory", "1MB").out
+    assert re.search(r"does not fit\tinto 1 MB; nor with", lines)
+
+
+def test_the_dry_run_says_the_same(mpu: Callable, tmp_path: Path) -> None:
+    base = save(random_model("llama"), tmp_path / "base")
+    records = tmp_path / "r.jsonl"
+    records.write_text(
+        '{"question": "Who?", "answer": "Ada."}\n{"question": "Where was she born?", "answer": "There."}\n'
+    )
+    planned = mpu("plan", base, "--forget", records, "--batch-size", 2, "--json").json["client_memory"]["total"]
+    dry = mpu("unlearn", base, "--forget", records, "--retain", records, "--batch-size", 2, "--dry-run", "--json").json
+    assert dry["memory"] == planned
+
+
+def test_amounts_of_memory() -> None:
+    amounts = {"24GB": 24e9, "80 GiB": 80 * 2**30, "512M": 512e6, "1.5TB": 1.5e12, "7": 7}
+    assert {text: bytes_of(text) for text in amounts} == amounts
+    for wrong in ("", "GB", "-1GB", "24 apples", "0GB"):
+        with pytest.raises(UsageError):
+            bytes_of(wrong)
