@@ -55,10 +55,11 @@ class CopyManifest:
 
 @dataclass(frozen=True)
 class ModelManifest:
-    """The round that made a model, and its run."""
+    """The round that made a model, and its run; ``permanent``: whether noise that stays was in its copies."""
 
     run: str
     round: int
+    permanent: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def read_model_manifest(folder: Path) -> ModelManifest | None:
     run, number = facts["run"], facts.get("round")
     if not isinstance(run, str) or type(number) is not int or number < 1:
         raise MpuError(f"{path}: run or round is invalid", "get it again")
-    return ModelManifest(run, number)
+    return ModelManifest(run, number, facts.get("permanent") is True)
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:

@@ -173,7 +173,9 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
             raise MpuError(f"{path}: sealed for another identity", "specify the right one with --identity") from error
         raise _damaged(path, error) from error
     except MpuError as error:
-        raise MpuError(f"{path}: decrypted, but contains no copy of a model ({error.problem})") from error
+        raise MpuError(
+            f"{path}: decrypted, but contains no copy of a model ({error.problem}); `mpu inspect` says what it is"
+        ) from error
     except OSError as error:
         if error.errno is None:  # a decryption error after decryption has started
             raise _damaged(path, error) from error

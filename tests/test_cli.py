@@ -102,7 +102,7 @@ def test_help_loads_neither_torch_nor_transformers():
         assert done.stderr.strip() == "set()"
 
 
-@pytest.mark.parametrize("command", ["publish", "invert", "aggregate", "plan"])
+@pytest.mark.parametrize("command", ["publish", "invert", "aggregate"])
 def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, command: str) -> None:
     """Importing it takes longer than publishing a small model."""
     if command in ("invert", "aggregate"):
@@ -114,7 +114,6 @@ def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, comma
         "publish": "publish base --copies 2",
         "invert": "invert deltas/1.safetensors --keys keys.bin",
         "aggregate": "aggregate deltas --keys keys.bin --out model",
-        "plan": "plan base",
     }[command]
     program = (
         "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"

@@ -29,7 +29,7 @@ from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.models import attention
+from mpu_cli.models import attention, loading
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
@@ -459,6 +459,7 @@ def test_nothing_of_a_training_lives_on(folder, monkeypatch):
         return made
 
     monkeypatch.setattr(trainer.UnlearningTrainer, "create_optimizer", watched)
+    monkeypatch.setattr(loading, "WORTH_COLLECTING", 1)
     gc.disable()
     try:
         trained(folder, "delta", {"algo": "graddiff", "precision": "mixed"})

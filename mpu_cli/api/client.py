@@ -12,6 +12,7 @@ from typing import Any
 from mpu_cli.api.paths import PathLike
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
+from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.checks import check_logging, check_options
 from mpu_cli.client.dataset import Dataset, read_dataset
 from mpu_cli.client.ledger import default_ledger_path
@@ -114,13 +115,12 @@ def unlearn(
 def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT) -> Iterator[Unlearned]:
     """What comes of each task of ``plan``, as soon as it is done; with answers to the first ``show`` questions.
 
-    Of several copies with ``resume``, those that have their delta are passed over. Sealed copies are opened beside
+    With ``resume``, copies that have their delta are passed over. Sealed copies are opened beside
     their deltas while they are trained on.
     """
-    several = len(plan.tasks) > 1
     for task in plan.tasks:
         with _opened(task, plan.identity, observer) as source:
-            if several and plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
+            if plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
                 observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
                 yield Unlearned(task, None)
                 continue
@@ -146,8 +146,10 @@ def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Re
         )  # fmt: skip
     except (KeyboardInterrupt, Stopped):
         kept = task.target.with_name(f"{task.target.name}.resume")
-        if plan.logging.resume and kept.exists():
+        if plan.logging.resume and last_checkpoint(kept):
             observer.note(f"checkpoints are kept in {kept}: the same command goes on from the last one")
+        elif plan.logging.resume:
+            observer.note("there was no checkpoint yet: the same command starts over")
         else:
             observer.note("nothing of this training is kept: with --resume, checkpoints are, and the same command goes "
                           "on")  # fmt: skip

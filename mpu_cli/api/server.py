@@ -10,6 +10,7 @@ from typing import Any, cast
 from mpu_cli.api.paths import PathLike
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import UsageError
+from mpu_cli.manifest import read_model_manifest
 from mpu_cli.models.hub import check_repository, upload
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
@@ -62,8 +63,15 @@ def plan_publish(
     how = from_flat(Publishing, options)
     if len(copy_recipients) > 1 and only is None and how.disguise.count is None:
         how = replace(how, disguise=replace(how.disguise, copies=len(copy_recipients)))
-    how = how.scaled(by_present_names(Publishing, options), with_pretrained=pretrained is not None)
+    given = by_present_names(Publishing, options)
+    how = how.scaled(given, with_pretrained=pretrained is not None)
     model = open_model(str(base), Path(config) if config else None)
+    made = read_model_manifest(model.folder)
+    if made and made.permanent and pretrained is None and not {"kappa", "permanent_noise", "epsilon"} & set(given):
+        raise UsageError(
+            f"{base}: the copies of round {made.round} had noise that stays, and those of the next would not",
+            "name the public model with --pretrained again, or choose --kappa or --permanent-noise",
+        )
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round
     publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)

@@ -231,6 +231,8 @@ def _preview(plan: AggregatePlan, as_json: bool) -> None:
 def _accuracy(error: ErrorEstimate) -> str:
     """The note about the distance from the clean update."""
     permanent = ""
+    if math.isnan(error.permanent) and math.isnan(error.relative):
+        return "error of the update: cannot be estimated from one copy"
     if math.isnan(error.permanent):
         permanent = "; what the permanent noise adds cannot be estimated without noise that cancels"
     elif error.permanent:

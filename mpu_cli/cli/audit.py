@@ -96,6 +96,10 @@ def audit(
         scale = f", κ = {published.kappa:g}" if published and not published.calibration else ""
         draw(result, plot, title=f"What {len(named)} of the copies reveal{scale}", force=force)
     _tell(result)
+    if fast:
+        note("--fast: three layers only; errors of all layers differ from these")
+    if max(map(result.change_error, result.attacks)) > 1:
+        note("above 100 %: further off than the public model itself, which changes nothing")
     settings = {
         "noise": {"kind": attempt.noise.kind, "factors": attempt.noise.factors},
         "symmetries": attempt.symmetries,

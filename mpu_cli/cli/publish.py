@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mpu_cli.server.hidden import Hidden
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, PublishPlan
-    from mpu_cli.server.scheme import Scheme
 
 WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
 HARDLY = 0.5  # relative error of the best known attack below which little is hidden
@@ -150,9 +149,9 @@ def publish(
     _tell(plan, published, drawn=publishing.disguise.alphas == RANDOM, seeded=seed is not None)
     names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
     note(
-        f"next: send {few(names)} to the client, who runs `mpu unlearn {names[0]} …` on each and returns the deltas; "
-        f"then `mpu aggregate {returned} --keys {published.keys_path}`. Without these keys and what opens them, deltas "
-        "cannot be mapped back"
+        f"next: send {few(names)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "
+        f"writes; then `mpu aggregate {returned} --keys {published.keys_path}`. Without these keys, and what opens "
+        "them, deltas cannot be mapped back"
     )
     emit(
         published.copies,
@@ -190,7 +189,7 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
         note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
     factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
-    note(f"noise: {_kind(scheme)}{order}; symmetries: {publication.symmetries}")
+    note(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
     whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, plan.whole.source)
     if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
         warn(bare)
@@ -209,7 +208,7 @@ def _preview(plan: PublishPlan, as_json: bool) -> None:
 
     publication = plan.publication
     notes = [
-        f"run {publication.run}, round {publication.round}; noise {_kind(publication.scheme)}, symmetries "
+        f"run {publication.run}, round {publication.round}; noise {publication.scheme.name}, symmetries "
         f"{publication.symmetries}"
     ]
     if bare := published_as_they_are(plan.layout, plan.base.checkpoint.tensors):
@@ -259,10 +258,6 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
             "a client that gets all copies takes the noise off; if one does, use noise that stays, --permanent-noise "
             "(--copies 1 is then enough)"
         )
-
-
-def _kind(scheme: Scheme) -> str:
-    return "permanent" if scheme.copies == 1 else scheme.kind
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -149,9 +149,10 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     models = [open_model(task.copy, links=False) for task in plan.tasks]
     costs = [training_cost(model, plan.data, plan.options) for model in models]
     first, largest = costs[0], max(costs, key=lambda cost: cost.memory.total)  # one after the other
+    epochs = f"{first.epochs} epoch{'s' * (first.epochs != 1)}"
     notes = [
-        f"{plan.options.algo}, {first.epochs} epochs of {plan.options.training.batch_size} records a step: about "
-        f"{first.steps} steps at a rate of {first.rate:.2g}",
+        f"{plan.options.algo}, {epochs} of {plan.options.training.batch_size} records a step: about {first.steps} "
+        f"step{'s' * (first.steps != 1)} at a rate of {first.rate:.2g}",
         f"memory at its peak: {memory_of(largest.memory, largest.work)}",
     ]
     if first.usual_rate and first.rate < TOO_LITTLE * first.usual_rate:

@@ -57,7 +57,7 @@ def verify(
         text += (
             f"; logits differ by {result.logits:.1e} of the largest, by {result.function:.1e} before storage rounding"
         )
-    text += f"; noise {opened.publication.scheme.kind}, symmetries {opened.publication.symmetries}"
+    text += f"; noise {opened.publication.scheme.name}, symmetries {opened.publication.symmetries}"
     document = {
         "copy": copy,
         "noise": opened.publication.scheme.kind,

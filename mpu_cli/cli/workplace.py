@@ -14,13 +14,14 @@ def workplace(folder: Path) -> dict[str, Any] | None:
     """A line for each thing in ``folder`` that mpu made, and the next step of each round; None if there is none."""
     from mpu_cli.boundary.files import open_regular
     from mpu_cli.checkpoint.reader import open_checkpoint
-    from mpu_cli.manifest import CopyManifest, delta_manifest, facts_of, read_copy_manifest
+    from mpu_cli.manifest import CopyManifest, delta_manifest, facts_of, read_copy_manifest, read_model_manifest
     from mpu_cli.sealing import AGE_HEADER
 
     rounds: dict[tuple[str, int], dict[str, dict[int, Path]]] = {}
     copies_of: dict[tuple[str, int], int] = {}
     keys: list[str] = []
     others: dict[str, list[str]] = {}
+    models: dict[tuple[str, int], str] = {}  # that rounds made
 
     def note(origin: CopyManifest, what: str, path: Path) -> None:
         key = origin.run, origin.round
@@ -45,13 +46,17 @@ def workplace(folder: Path) -> dict[str, Any] | None:
                 note(origin, "copies", path)
             elif path.is_dir():
                 others.setdefault("models", []).append(name)
+                if made := read_model_manifest(path):
+                    models[made.run, made.round] = name
         except MpuError as error:
             others.setdefault("not readable", []).append(f"{name} ({error.problem})")
     if not rounds and not keys and not others:
         return None
     facts: dict[str, Any] = {"kind": "folder"}
     for (run, number), held in rounds.items():
-        facts[f"round {number} of run {run[:8]}…"] = _state(folder, held, copies_of[run, number], keys)
+        facts[f"round {number} of run {run[:8]}…"] = _state(
+            folder, held, copies_of[run, number], keys, models.get((run, number))
+        )
     if keys:
         facts["keys"] = keys
     return facts | others
@@ -68,7 +73,7 @@ def _candidates(folder: Path) -> list[Path]:
     ]  # fmt: skip
 
 
-def _state(folder: Path, held: dict[str, dict[int, Path]], count: int, keys: list[str]) -> str:
+def _state(folder: Path, held: dict[str, dict[int, Path]], count: int, keys: list[str], model: str | None) -> str:
     """Which copies and deltas of a round are there, and what to do next."""
 
     def listed(what: str) -> str:
@@ -76,7 +81,9 @@ def _state(folder: Path, held: dict[str, dict[int, Path]], count: int, keys: lis
 
     todo = [held["copies"][copy] for copy in sorted(held["copies"]) if copy not in held["deltas"]]
     missing = [str(copy) for copy in range(1, count + 1) if copy not in held["deltas"]]
-    if todo:
+    if model:
+        step = f"measure {model} with mpu eval"
+    elif todo:
         step = f"mpu unlearn {' '.join(str(path.relative_to(folder)) for path in todo)}"
     elif missing:
         step = f"wait for the deltas of {', '.join(missing)}"

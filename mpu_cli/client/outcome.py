@@ -15,6 +15,7 @@ from mpu_cli.options.unlearning import Unlearning
 
 MEASURED = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
 HARDLY = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
+UNKNOWN = 3.0  # forget loss before training above which a model hardly knew the records
 RUINED = 1.0  # rise of the retain loss above which the model lost much of what it should keep
 
 
@@ -47,7 +48,8 @@ class Result:
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
-        text = f"{name}: {algorithm}, {self.resumed_after + len(self.steps)} steps"
+        steps = self.resumed_after + len(self.steps)
+        text = f"{name}: {algorithm}, {steps} step{'s' * (steps != 1)}"
         if self.before and self.after:
             text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
             if self.before.retain is not None:
@@ -63,6 +65,11 @@ class Result:
         if before is None or after is None:
             return []
         problems = []
+        if before.forget > UNKNOWN:
+            problems.append(
+                f"the copy hardly knew the records before (loss per answer token {before.forget:.3f}): are they those "
+                "that it learned, and has it the chat template with which it did?"
+            )
         if after.forget - before.forget < HARDLY:
             problems.append(
                 f"the records were hardly forgotten (loss per answer token {before.forget:.3f} → {after.forget:.3f}); "

@@ -127,6 +127,8 @@ def unlearn(
         if alone:
             check_finite(model, copy)
         check_suits(model, tokenizer, data, options, objective)
+        if options.prompts.template is None and not tokenizer.chat_template:
+            observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
         planned = _privately(change.trained(model), data, options, objective)
         weights = _weights_of(copy) if first and (ledger or logging.resume) else ""
         entry: Entry | None = None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
+SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/performance.md)
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     if device_of(training.device).type == "cpu":
         weights = sum(info.elements for info in copy.checkpoint.tensors.values())
         of_forget = sum(len(example.ids) for example in sets["forget"])
-        seconds = 6.0 * weights * len(encoded) * epochs * of_forget / measure_machine().operations
+        passes = 3 * epochs * len(encoded) * SLOWER + 1 + 2 * len(encoded)  # and the reference's, and before and after
+        seconds = 2.0 * weights * passes * of_forget / measure_machine().operations
     work = largest_work(list(sets.values()), options)
     return TrainingCost(
         epochs,

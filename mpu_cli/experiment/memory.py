@@ -1,7 +1,8 @@
 """Peak memory of a training, before it: weights and optimiser from their sizes, activations from a pass without data.
 
 The pass is of the model's own code, with torch's fake tensors: what the backward pass would keep is counted, storage by
-storage, for any architecture, with LoRA, checkpointing and mixed precision as they are. Nothing of that size exists.
+storage, with LoRA, checkpointing and mixed precision as they are. Nothing of that size exists. Where what a model
+computes depends on its data (mixtures), a formula takes its place.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mpu_cli.client import lora
 from mpu_cli.client.change import change_of
@@ -28,6 +29,7 @@ from mpu_cli.options.unlearning import Lora, Unlearning
 from mpu_cli.records.encoding import Example, answer_tokens
 
 PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
+KEPT_BY_LAYER = 12  # a layer keeps about so many times its input, which checkpointing alone keeps
 FACTORS = 4  # bytes of a number in LoRA's factors
 
 
@@ -105,23 +107,30 @@ def _held_for_backward(
     bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
 ) -> int:
     """Bytes that the backward pass keeps of one pass, beside the model's own tensors."""
-    training = options.training
-    with FakeTensorMode() as fakes:
-        model = AutoModelForCausalLM.from_config(bare.config, dtype=dtype, trust_remote_code=False)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-    in_precision(model, training.precision)
-    with fakes:
-        if options.lora.lora_rank is not None:
-            _adapt(model, options.lora)
-        model.train()
-        layers = max(1, model.config.get_text_config().num_hidden_layers)
+    config, checkpointing = bare.config.get_text_config(), options.training.gradient_checkpointing
+    layers = max(1, config.num_hidden_layers)
+    try:
+        model = _without_data(bare, dtype, options, trained)
         held = _saved(model, work)
-        if not training.gradient_checkpointing:
+        if not checkpointing:
             return held
         model.enable_input_require_grads()  # as peft does: checkpoints of frozen inputs would have no gradient
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return _saved(model, work) + held // layers  # one layer at a time is computed again
+    except (RuntimeError, ValueError):  # what this model computes depends on its data, such as a router's choices
+        held = by_formula(config, work, dtype)
+        return held // layers + held // KEPT_BY_LAYER if checkpointing else held
+
+
+def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]) -> PreTrainedModel:
+    """A model as it is trained, on fake tensors."""
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(bare.config, dtype=dtype, trust_remote_code=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        if options.lora.lora_rank is not None:
+            _adapt(model, options.lora)
+    return in_precision(model, options.training.precision).train()
 
 
 class _LowRank(torch.nn.Module):
@@ -149,6 +158,19 @@ def _adapt(model: PreTrainedModel, options: Lora) -> None:
             model.set_submodule(place, _LowRank(model.get_submodule(place), weight, options.rank))
 
 
+def by_formula(config: PretrainedConfig, work: Work, dtype: torch.dtype) -> int:
+    """Bytes that the backward pass keeps, from a config: of each token and layer, two norms' input, normalised and
+    scaled states (6 · width), queries and the attention's output, keys and values, and gate, its activation, up and
+    their product (4 · feed-forward, for each expert that a token goes to)."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    of_head = getattr(config, "head_dim", None) or width // heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * width
+    kept = 6 * width + 2 * (heads + shared) * of_head + 4 * experts * inner
+    return work.rows * work.length * config.num_hidden_layers * kept * dtype.itemsize
+
+
 def _saved(model: PreTrainedModel, work: Work) -> int:
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.Tensor] = {}
@@ -158,9 +180,10 @@ def _saved(model: PreTrainedModel, work: Work) -> int:
             kept.setdefault(_storage(tensor), tensor)
         return tensor
 
-    ids = torch.zeros(work.rows, work.length, dtype=torch.long)
+    fakes = next(tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor))
     unpack: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
+    with fakes, torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
+        ids = torch.zeros(work.rows, work.length, dtype=torch.long)
         mask = torch.ones_like(ids) if work.rows > 1 else None  # one record is not padded
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     del output  # until here, what it keeps is kept

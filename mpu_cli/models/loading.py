@@ -6,6 +6,7 @@ import gc
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -117,20 +118,23 @@ def _blaming(what: str) -> Iterator[None]:
         raise MpuError(f"{what} ({_first_line(error)})") from error
 
 
+WORTH_COLLECTING = 64 << 20  # bytes
+_LOADED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # what was loaded and is still there
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
 def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     """``work``, after which the memory of its models is free, on the device too. Training leaves circles of objects,
-    which would live on into whatever is loaded next."""
+    which would live on into whatever is loaded next. Small models may: collecting takes up to a second."""
 
     @wraps(work)
     def done(*arguments: Arguments.args, **named: Arguments.kwargs) -> Value:
         try:
             return work(*arguments, **named)
         finally:
-            gc.collect()
+            if sum(p.nbytes for model in _LOADED for p in model.parameters()) >= WORTH_COLLECTING:
+                gc.collect()
             clear_device_cache()
 
     return done
@@ -237,6 +241,7 @@ def load(
             raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
         if has_weights():
             check_is(model, source.checkpoint)
+    _LOADED.add(model)
     place = device_of(device)
     if place == torch.device("cuda"):  # each process has one of its own
         place = processes_of(place).device

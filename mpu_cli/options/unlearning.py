@@ -235,7 +235,7 @@ class Logging(Options):
 
     resume: bool = option(
         False,
-        "Keep checkpoints, and resume from the last if there is one; of several copies, pass over those that are done.",
+        "Keep checkpoints, and resume from the last if there is one; pass over copies that have their delta.",
     )
     checkpoint_steps: int | None = option(
         None, "Steps between the checkpoints of --resume (default: one a minute).", above=0

@@ -311,6 +311,8 @@ def _columns_option(row: Mapping[str, object]) -> str | None:
     asked, answer = (
         next((name for word in words for name in names if word in name.lower()), None) for words in (ASKS, ANSWERS)
     )
+    if len(names) == 2 and asked is answer is None:
+        asked, answer = names
     if len(names) < 2 or asked == answer:
         return None
     asked, answer = asked or next(n for n in names if n != answer), answer or next(n for n in names if n != asked)
@@ -346,7 +348,8 @@ def _unit(row: object, field: str, place: str) -> str:
 def _text(row: dict, name: str, place: str) -> str:
     if not isinstance(row.get(name), str) or not row[name].strip():
         raise MpuError(
-            f"{place}: {name!r} is missing, empty or not a string (its fields: {', '.join(map(str, row)) or 'none'})"
+            f"{place}: {name!r} is missing, empty or not a string (its fields: {', '.join(map(str, row)) or 'none'})",
+            None if name in row else _columns_option(row),
         )
     try:
         row[name].encode()

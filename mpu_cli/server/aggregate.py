@@ -95,6 +95,8 @@ def write_model(
     rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
     of_one = rounds[0] if len(rounds) == 1 else {"owners": rounds}
     facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
+    if any(keys.publication.shared_kappa for keys in publications):
+        facts["permanent"] = True  # or the next round would be published without, unnoticed
     deltas = undoing.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)

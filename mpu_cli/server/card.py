@@ -30,7 +30,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
         ("base", of_hub or f"a private {base.config.get('model_type')} model"),
         ("base's fingerprint", keys.base.fingerprint),
         ("run, round", f"{keys.run}, {keys.round}"),
-        ("copies", f"{keys.copies}, {keys.publication.scheme.kind} noise, symmetries {keys.publication.symmetries}"),
+        ("copies", f"{keys.copies}, {keys.publication.scheme.name} noise, symmetries {keys.publication.symmetries}"),
         ("algorithm", f"{algorithms}, by the owner of the records"),
         ("norm of the update", f"{result.norm:.4g}"),
         ("estimated error of the update", "not known" if math.isnan(error) else f"{error:.1%}"),

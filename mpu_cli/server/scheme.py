@@ -55,6 +55,11 @@ class Scheme(ABC):
         return len(self.factors)
 
     @property
+    def name(self) -> str:
+        """The kind, or "permanent" for one copy, in which nothing cancels."""
+        return "permanent" if len(self.factors) == 1 else self.kind
+
+    @property
     def scales(self) -> tuple[float, ...]:
         """The noise of each copy, as a multiple of σ."""
         return tuple(map(abs, self.factors))
