@@ -29,6 +29,8 @@ from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
 
+RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")  # how files of records end
+
 
 @dataclass(frozen=True)
 class Task:
@@ -162,6 +164,8 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
         raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
     tasks = []
     for copy in copies:
+        if Path(copy).suffix in RECORDS:
+            raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
         target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
         own = reference_file
         if reference_file is not None and several:

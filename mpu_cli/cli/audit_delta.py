@@ -43,6 +43,10 @@ def audit_delta(
         for each in found
     ]  # fmt: skip
     table("What a server reads off this delta", ["tensor", "rule", "forget vs keep", "precision", "recall", ""], rows)
+    note(
+        "forget vs keep: how often a reading ranks a record to forget above one to keep (AUC; 0.5: it cannot tell); "
+        "precision and recall: of the tokens that it lists"
+    )
     if telling := [each for each in found if each.tells]:
         warn(f"{len(telling)} of {len(found)} readings tell something about the records")
         note("LoRA without --train-embeddings tells least; only --dp-epsilon gives a bound (docs: SECURITY.md)")

@@ -111,6 +111,8 @@ def eval_(
     result = measured.result
     _tell(f"{endpoint or model} on {measured.benchmark}", result.forms, measured.log)
     show_answers(result.shown)
+    if delta:
+        note("this is the copy with its delta; the server's model may forget less (docs/protection.md)")
     if measured.log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
     emit(

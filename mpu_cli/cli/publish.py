@@ -292,7 +292,10 @@ def report(published: Published, max_noise: float | None = None) -> None:
         if calibration:
             scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
         table(f"Noise at {scale}, as requested and as stored", columns, rows)
-        note("σ: as asked for; survived: what storage left of it (RMS); unchanged: share of weights that it left alone")
+        note(
+            "RMS(v): of what fine-tuning changed, or of the weights without --pretrained; σ: noise as asked for; "
+            "survived: what storage left of it (RMS); unchanged: share of weights that it left alone"
+        )
         if not calibration and (silent := [block.block for block in blocks if block.rms == 0]):
             warn(
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "

@@ -197,7 +197,10 @@ class Unlearning(Options):
 
     algo: Algorithm = option("npo", "Unlearning algorithm.")
     epochs: int | None = option(
-        None, "Passes over the forget set per round (default: the paper's for the algorithm).", above=0
+        None,
+        "Passes over the forget set per round (default: the paper's for the algorithm, or as many more as ten steps "
+        "take).",
+        above=0,
     )
     delta_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Write the delta in this dtype (default: float32, or float64 if trained in it): half the traffic."

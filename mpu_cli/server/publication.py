@@ -194,8 +194,8 @@ def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
     path = default_secret_path()
     if not path.exists():
         note(
-            f"made {path}, from which permanent noise is drawn; keep it safe: "
-            "with a new one, publications can be averaged"
+            f"made {path}, from which permanent noise is drawn; keep it safe: whoever gets "
+            "publications made with several averages their noise away"
         )
     try:
         secret = own_secret(
