@@ -24,7 +24,8 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import Record, read_records
+from mpu_cli.records.reading import read_records
+from mpu_cli.records.record import Record
 
 SAME = 0.999  # cosine from which a row of the delta is a hidden state
 TRAININGS = {

@@ -31,7 +31,7 @@ from mpu_cli.models.loading import skeleton, tokenizer_of
 from mpu_cli.models.source import open_model
 from mpu_cli.models.staging import staged
 from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import question
+from mpu_cli.records.record import question
 
 SECONDS, BYTES = 10.0, 1 << 30  # that an input may take
 JUNK: tuple[object, ...] = (

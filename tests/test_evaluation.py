@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.generation import answer
-from mpu_cli.evaluation.metrics import reading
+from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
 from mpu_cli.options.unlearning import SYSTEM_PROMPT

@@ -13,7 +13,8 @@ from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.client.sets import alternates
 from mpu_cli.errors import MpuError
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
-from mpu_cli.records.reading import question, read_records
+from mpu_cli.records.reading import read_records
+from mpu_cli.records.record import question
 from tests.models import SHARED, load, needs_shared, random_model, save, write_records
 
 ROWS = [{"question": f"w{i} w4", "answer": f"w5 w{i}"} for i in range(3, 8)]
@@ -73,7 +74,7 @@ def test_earlier_turns_are_read_and_not_learned(tmp_path, tokenizer):
 
 
 def test_texts_are_learned_whole_and_in_pieces(tokenizer):
-    from mpu_cli.records.reading import Record
+    from mpu_cli.records.record import Record
 
     ids = tokenizer("w4 w5 w6 " * 100).input_ids
     examples = Encoding(tokenizer, max_length=64).encode([Record((), "w4 w5 w6 " * 100, "")])
@@ -83,7 +84,7 @@ def test_texts_are_learned_whole_and_in_pieces(tokenizer):
 
 
 def test_a_text_counts_every_token_but_its_first(tmp_path):
-    from mpu_cli.records.reading import Record
+    from mpu_cli.records.record import Record
 
     model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")
     [example] = Encoding(tokenizer).encode([Record((), "w4 w5 w6 w7", "")])

@@ -20,7 +20,8 @@ from mpu_cli.evaluation.encoding import Asked, Encoder
 from mpu_cli.manifest import delta_manifest, facts_of
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import Encoding, pad
-from mpu_cli.records.reading import question, read_records
+from mpu_cli.records.reading import read_records
+from mpu_cli.records.record import question
 from tests.models import load, random_model, save, write_records
 from tests.protocol import tensors
 

@@ -27,7 +27,8 @@ def audit_delta(
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
     no proof that nothing can be read: only --dp-epsilon bounds that. Prints one line for each reading.
     """
-    from mpu_cli.records.reading import parse_columns, read_records
+    from mpu_cli.records.reading import read_records
+    from mpu_cli.records.record import parse_columns
 
     columns = parse_columns(records.columns)
     forget = read_records(records.forget, records.data_dir, columns, split=records.split)

@@ -15,7 +15,7 @@ from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.options.unlearning import Prompts
 from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 
 
 def audit(

@@ -10,7 +10,8 @@ from mpu_cli.client.losses import objective_of
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Records, Unlearning
-from mpu_cli.records.reading import Record, paragraphs_in, parse_columns, read_records
+from mpu_cli.records.reading import paragraphs_in, read_records
+from mpu_cli.records.record import Record, parse_columns
 
 
 @dataclass(frozen=True)

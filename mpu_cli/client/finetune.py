@@ -31,7 +31,7 @@ from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
 from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 
 # Learning records means descending the loss that gradient ascent climbs.
 _ONLY = Algorithm(lambda learned, _alternate, _constants: learned.scores.cross_entropy, Constants(alpha=0))

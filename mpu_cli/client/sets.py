@@ -23,7 +23,7 @@ from mpu_cli.models.limits import longest_input, trained_length
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records.encoding import Encoding, Example
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 
 # For each set, its examples and what its loss needs from the frozen copy.
 Encoded = dict[str, tuple[list[Example], str | None]]

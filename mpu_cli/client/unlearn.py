@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -11,16 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.boundary.files import private_umask
-from mpu_cli.checkpoint.fingerprint import fingerprint
-from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.client.change import change_of, stored_specs, write_changes
@@ -37,7 +31,8 @@ from mpu_cli.client.checks import (
 )
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.ledger import Entry, Mechanism, composed, read_ledger, write_down, write_losses
+from mpu_cli.client.identity import check_same_training, entry_of, tag_of, weights_of
+from mpu_cli.client.ledger import Entry, composed, read_ledger, write_down, write_losses
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
@@ -45,8 +40,7 @@ from mpu_cli.client.precision import computing_in, in_precision
 from mpu_cli.client.private import Plan, check_opacus, check_private, plan, train_privately
 from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
-from mpu_cli.client.sets import KeptReferences, contents, encoded_sets, example_sets, sets_of, tokens_digest
-from mpu_cli.client.tag import training_tag
+from mpu_cli.client.sets import KeptReferences, encoded_sets, example_sets, sets_of, tokens_digest
 from mpu_cli.client.trainer import Losses
 from mpu_cli.client.training import (
     NO_LOGGING,
@@ -59,11 +53,9 @@ from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.loading import letting_go, load, load_once_per_host, memory_in_mind
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import declared, flat
-from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Privacy, Unlearning
 from mpu_cli.outputs import name_of_copy
 from mpu_cli.records.encoding import Example
-from mpu_cli.resumption import write_atomically
 
 ADVICE = (
     "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
@@ -130,17 +122,17 @@ def unlearn(
         if options.prompts.template is None and not tokenizer.chat_template:
             observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
         planned = _privately(change.trained(model), data, options, objective)
-        weights = _weights_of(copy) if first and (ledger or logging.resume) else ""
+        weights = weights_of(copy) if first and (ledger or logging.resume) else ""
         entry: Entry | None = None
         earlier: Sequence[Entry] = ()
         if first and ledger:  # before any record meets the model: what fails on one tells about it, too
-            entry = _entry(copy, weights, manifest, options, data, planned.mechanism if planned else None)
+            entry = entry_of(copy, weights, manifest, options, data, planned.mechanism if planned else None)
             entry, earlier = _written_down(ledger, entry, options.privacy, observer)
         encoded, kept = encoded_sets(model, tokenizer, data, options, objective, observer)
         tokens = tokens_digest(encoded)
         tag = None
         if first and secret and manifest:
-            tag = _tag(secret, manifest, options, tokens, reference_file is not None, observer)
+            tag = tag_of(secret, manifest, options, tokens, reference_file is not None, observer)
         examples = [example for held, _ in encoded.values() for example in held]
         signs = _signs(copy, model, tokenizer, examples, checks, state, observer)
         references = KeptReferences(reference_file, read_reference, manifest, tokens)
@@ -152,7 +144,7 @@ def unlearn(
         training = with_rate(options, weights_trained, len(steps))
         checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
         if checkpoints and first:
-            _same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
+            check_same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
         last = last_checkpoint(checkpoints) if checkpoints else None
         done = step_of(last) if last else 0
         if last:
@@ -295,83 +287,3 @@ def _bound(privacy: Privacy) -> dict[str, float] | None:
     """What the delta says of its privacy: the bound that was asked for, and no more. The exact figure, the sampling
     rate and the number of steps would tell the server how many records there are."""
     return None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}
-
-
-def deciding(options: Unlearning) -> dict[str, object]:
-    """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
-    out, and without records, which count by their contents."""
-    values = flat(replace(options, epochs=epochs_of(options)))
-    left_out = set(declared(Records))
-    if options.lora.lora_rank is None:
-        left_out |= declared(Lora).keys()
-    else:
-        values["lora_alpha"] = options.lora.alpha
-    if options.privacy.dp_epsilon is None:
-        left_out |= declared(Privacy).keys()
-    known = declared(Unlearning)
-    return {name: value for name, value in values.items() if known[name].affects_result and name not in left_out}
-
-
-def _entry(
-    copy: Model,
-    weights: str,
-    manifest: CopyManifest | None,
-    options: Unlearning,
-    data: Dataset,
-    mechanism: Mechanism | None,
-) -> Entry:
-    """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
-    small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
-    records = hashlib.sha256(json.dumps(contents(data)).encode()).hexdigest()
-    facts = [weights, copy.config, small, records, deciding(options)]
-    of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
-    return Entry(
-        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
-        options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
-    )  # fmt: skip
-
-
-def _weights_of(copy: Model) -> str:
-    with worker_pool() as pool:
-        return fingerprint(copy.checkpoint, pool)
-
-
-def _tag(
-    secret: Callable[[], bytes],
-    manifest: CopyManifest,
-    options: Unlearning,
-    tokens: str,
-    with_reference_file: bool,
-    observer: Observer,
-) -> dict[str, str] | None:
-    """The tag of this training run: equal for copies of a round that are trained identically. None if the client's
-    secret cannot be read or kept."""
-    decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        facts = {"tokens": tokens, "options": decided, "versions": versions}
-        return training_tag(secret(), manifest.run, manifest.round, facts)
-    except OSError as error:
-        observer.warn(
-            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
-        )
-        return None
-
-
-def _same_training(
-    folder: Path, copy: Model, weights: str, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
-) -> None:
-    """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
-    decided = deciding(options) | {"reference_file": with_reference_file}
-    decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    facts = [decided, weights, copy.checkpoint.metadata, contents(data), tokens]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / "mpu-resume.json"
-    if note.exists():
-        if read_json_object(note).get("sha256") != digest:
-            raise MpuError(
-                f"{folder}: holds checkpoints of a different copy, records or options", "remove it to start over"
-            )
-        return
-    write_atomically(note, json.dumps({"sha256": digest}))

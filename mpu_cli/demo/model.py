@@ -13,7 +13,7 @@ from mpu_cli.client.finetune import memorise
 from mpu_cli.client.trainer import Losses
 from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
 from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (

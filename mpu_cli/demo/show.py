@@ -35,7 +35,8 @@ from mpu_cli.options.evaluation import Measuring, Recovery
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, HIDING_PERMANENT, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
-from mpu_cli.records.reading import Record, read_records
+from mpu_cli.records.reading import read_records
+from mpu_cli.records.record import Record
 from mpu_cli.server.scheme import scheme_of
 
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")

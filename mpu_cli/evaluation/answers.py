@@ -17,7 +17,7 @@ from mpu_cli.models.limits import longest_input
 from mpu_cli.models.loading import letting_go, load
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import ChatTemplate
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 
 SHOWN = 64  # tokens of an answer, at most
 

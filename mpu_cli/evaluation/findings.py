@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.evaluation.metrics import Reading
+from mpu_cli.evaluation.readings import Reading
 from mpu_cli.resumption import write_atomically
 
 FIELDS = sorted(Reading.__annotations__)  # of a reading: findings with other fields are of another version

@@ -19,9 +19,10 @@ from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.findings import Findings
 from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
-from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE, reading
+from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE
 from mpu_cli.evaluation.provenance import Subject
 from mpu_cli.evaluation.reader import Local, Reader
+from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.recovered import attack_key
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.deltas import add_delta

@@ -15,7 +15,7 @@ import torch
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.unlearn import deciding
+from mpu_cli.client.identity import deciding
 from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG
 from mpu_cli.experiment.modes import publication_in, rounds_of
@@ -24,7 +24,7 @@ from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Copies
 from mpu_cli.options.unlearning import Unlearning
-from mpu_cli.records.reading import Record
+from mpu_cli.records.record import Record
 from mpu_cli.resumption import differences, write_atomically
 from mpu_cli.server.keys import BaseIdentity
 from mpu_cli.version import __version__

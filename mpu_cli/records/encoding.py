@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
 from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
-from mpu_cli.records.reading import Record, Turn
+from mpu_cli.records.record import Record, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,8 @@ from mpu_cli.evaluation.benchmarks.base import (
 from mpu_cli.evaluation.retain import RetainLog
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import Records
-from mpu_cli.records.reading import parse_columns, parse_record, source_rows
+from mpu_cli.records.reading import source_rows
+from mpu_cli.records.record import parse_columns, parse_record
 
 
 def own_records(

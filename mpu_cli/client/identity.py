@@ -1,0 +1,107 @@
+"""What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.client.checks import epochs_of
+from mpu_cli.client.dataset import Dataset
+from mpu_cli.client.ledger import Entry, Mechanism
+from mpu_cli.client.sets import contents
+from mpu_cli.client.tag import training_tag
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import CopyManifest
+from mpu_cli.models.source import Model
+from mpu_cli.observer import Observer
+from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.unlearning import Lora, Privacy, Records, Unlearning
+from mpu_cli.resumption import write_atomically
+
+
+def deciding(options: Unlearning) -> dict[str, object]:
+    """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
+    out, and without records, which count by their contents."""
+    values = flat(replace(options, epochs=epochs_of(options)))
+    left_out = set(declared(Records))
+    if options.lora.lora_rank is None:
+        left_out |= declared(Lora).keys()
+    else:
+        values["lora_alpha"] = options.lora.alpha
+    if options.privacy.dp_epsilon is None:
+        left_out |= declared(Privacy).keys()
+    known = declared(Unlearning)
+    return {name: value for name, value in values.items() if known[name].affects_result and name not in left_out}
+
+
+def entry_of(
+    copy: Model,
+    weights: str,
+    manifest: CopyManifest | None,
+    options: Unlearning,
+    data: Dataset,
+    mechanism: Mechanism | None,
+) -> Entry:
+    """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
+    small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
+    records = hashlib.sha256(json.dumps(contents(data)).encode()).hexdigest()
+    facts = [weights, copy.config, small, records, deciding(options)]
+    of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
+    return Entry(
+        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
+        options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
+    )  # fmt: skip
+
+
+def weights_of(copy: Model) -> str:
+    """The fingerprint of a copy's weights."""
+    with worker_pool() as pool:
+        return fingerprint(copy.checkpoint, pool)
+
+
+def tag_of(
+    secret: Callable[[], bytes],
+    manifest: CopyManifest,
+    options: Unlearning,
+    tokens: str,
+    with_reference_file: bool,
+    observer: Observer,
+) -> dict[str, str] | None:
+    """The tag of this training run: equal for copies of a round that are trained identically. None if the client's
+    secret cannot be read or kept."""
+    decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    try:
+        facts = {"tokens": tokens, "options": decided, "versions": versions}
+        return training_tag(secret(), manifest.run, manifest.round, facts)
+    except OSError as error:
+        observer.warn(
+            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
+        )
+        return None
+
+
+def check_same_training(
+    folder: Path, copy: Model, weights: str, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
+) -> None:
+    """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
+    decided = deciding(options) | {"reference_file": with_reference_file}
+    decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
+    facts = [decided, weights, copy.checkpoint.metadata, contents(data), tokens]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "mpu-resume.json"
+    if note.exists():
+        if read_json_object(note).get("sha256") != digest:
+            raise MpuError(
+                f"{folder}: holds checkpoints of a different copy, records or options", "remove it to start over"
+            )
+        return
+    write_atomically(note, json.dumps({"sha256": digest}))
