@@ -532,14 +532,19 @@ def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
 
 
 @pytest.mark.slow
-def test_out_of_memory_says_what_to_lower(tmp_path, shell):
-    """An address space limit stands in for a machine with little memory."""
-    base = save(random_model("llama", vocab_size=2_000_000), tmp_path / "base")  # loads, but not with its gradient
+def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_path, shell):
+    """An address space limit stands in for a machine with little memory: one that holds some records, and one that does
+    not hold the model."""
+    base = save(random_model("llama", vocab_size=2_000_000), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 400, 1)
-    line = f"mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1"
-    done = shell(f"ulimit -v 5000000; OMP_NUM_THREADS=1 {line}")
-    assert done.returncode == 1
-    assert "--micro-batch-size" in done.stderr.splitlines()[-1]
+    line = f"OMP_NUM_THREADS=1 mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1"
+    done = shell(f"ulimit -v 5000000; {line}")
+    assert done.returncode == 0, done.stderr
+    assert "out of memory: from here on, 200 records at once" in done.stderr
+    assert (tmp_path / "deltas/base.safetensors").exists()
+    refused = shell(f"ulimit -v 3600000; {line} --force")
+    assert refused.returncode == 1
+    assert "--micro-batch-size" in refused.stderr.splitlines()[-1]
 
 
 class TestOptionsFromAFile:

@@ -67,8 +67,8 @@ class Result:
         problems = []
         if before.forget > UNKNOWN:
             problems.append(
-                f"the copy hardly knew the records before (loss per answer token {before.forget:.3f}): are they those "
-                "that it learned, and has it the chat template with which it did?"
+                f"the copy hardly knew the records before (loss per answer token {before.forget:.3f}): are these the "
+                "records that it learned, in the chat template that it learned them with?"
             )
         if after.forget - before.forget < HARDLY:
             problems.append(
