@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,12 @@ from mpu_cli.cli.unlearn import memory_of
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
 from mpu_cli.options.unlearning import Algorithm, Lora, Training, Unlearning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpu_cli.experiment.memory import Memory
+    from mpu_cli.server.scheme import Scheme
 
 
 @grouped
@@ -57,6 +63,8 @@ def plan(
 
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.client.change import delta_specs
     from mpu_cli.client.checks import check_options
     from mpu_cli.experiment.cost import cost, examples_of, measure_machine
     from mpu_cli.experiment.memory import Work, largest_work, peak_memory, way_to_fit
@@ -78,24 +86,20 @@ def plan(
         work = largest_work([examples], unlearning)
     machine = measure_machine()
     costs = cost(opened, machine, copies=scheme.copies, tokens=tokens)
+    returned = scheme.copies * nbytes_of(delta_specs(opened, unlearning))
     peak = peak_memory(opened, unlearning, objective, work)
     lines = [
         f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
         f"server writes and sends\t{in_bytes(costs.published)} in {scheme.copies} copies",
-        f"client returns\t{in_bytes(costs.returned)} of float32 deltas",
+        f"client returns\t{in_bytes(returned)} of float32 deltas",
         f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
         f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}",
     ]
-    fits = room is None or peak.total <= room
+    fits = None if room is None else peak.total <= room
     found = None
-    if room is not None and not fits:
-        found = way_to_fit(opened, unlearning, objective, work, room)
-        text = "nor with smaller micro-batches, checkpointing, LoRA and bfloat16; FSDP shares it between several cards"
-        if found:
-            text = f"with {found[0]} it takes {in_bytes(found[1].total)}"
-        lines.append(f"does not fit\tinto {in_bytes(room)}; {text}")
-    elif room is not None:
-        lines.append(f"fits\tinto {in_bytes(room)}")
+    if room is not None:
+        found = None if fits else way_to_fit(opened, unlearning, objective, work, room)
+        lines.append(_fitting(room, bool(fits), found))
     lines.append(
         f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
         f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
@@ -112,25 +116,39 @@ def plan(
     lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
     if bare := published_as_they_are(layout, opened.checkpoint.tensors):
         lines.append(f"bare\t{bare}")
-    weights = scheme.weights
-    lines.append(
+    lines += _of_noise(scheme, shared)
+    note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
+    emit(lines, {
+            **asdict(costs), "returned": returned, "machine": asdict(machine), "tokens": tokens,
+            "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits,
+            "fits_with": found[0] if found else None,
+            "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),
+                      "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
+        }, as_json)  # fmt: skip
+
+
+def _fitting(room: float, fits: bool, found: tuple[str, Memory] | None) -> str:
+    """Whether training fits, or with what it would."""
+    if fits:
+        return f"fits\tinto {in_bytes(room)}"
+    text = "nor with smaller micro-batches, checkpointing, LoRA and bfloat16; FSDP shares it between several cards"
+    if found:
+        text = f"with {found[0]} it takes {in_bytes(found[1].total)}"
+    return f"does not fit\tinto {in_bytes(room)}; {text}"
+
+
+def _of_noise(scheme: Scheme, shared: PermanentNoise) -> Iterator[str]:
+    """What the noise leaves in the update."""
+    yield (
         f"noise\t{scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}): cancels up to order "
         f"{scheme.order - 1} and leaves {scheme.remainder:.3g}·κ^{scheme.order}; other differences between "
-        f"copies are multiplied by up to {float(weights.abs().sum()):.3g} (their variance, if random, by "
+        f"copies are multiplied by up to {float(scheme.weights.abs().sum()):.3g} (their variance, if random, by "
         f"{scheme.variance_factor:.3g})"
     )
     if shared.permanent_noise:
-        lines.append(
-            "shared noise\tnothing cancels it: every weight that the client trains on is off by "
+        yield (
+            "permanent noise\tnothing cancels it: every weight that the client trains on is off by "
             f"{shared.permanent_noise:g} times the RMS of its block's task vector, and the aggregated update is off "
             f"in proportion to that (first order; noise of --kappa: order {scheme.order}). "
             "Rehearse with `mpu run --permanent-noise`"
         )
-    note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
-    emit(lines, {
-            **asdict(costs), "machine": asdict(machine), "tokens": tokens,
-            "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits if room is not None else None,
-            "fits_with": found[0] if found else None,
-            "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": weights.tolist(),
-                      "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
-        }, as_json)  # fmt: skip

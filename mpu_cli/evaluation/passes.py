@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from mpu_cli.checkpoint.dtypes import OPTION, TORCH
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import recovery
 from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
@@ -21,20 +18,17 @@ from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
 from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE
 from mpu_cli.evaluation.provenance import Subject
-from mpu_cli.evaluation.reader import Local, Reader
 from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.recovered import attack_key
+from mpu_cli.evaluation.run import Advance, Run, load_subject, place_of
 from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.models.deltas import add_delta
 from mpu_cli.models.limits import longest_input
-from mpu_cli.models.loading import load, skeleton, tokenizer_of, with_adapter
+from mpu_cli.models.loading import load
 from mpu_cli.models.source import TOKENIZER_FILES
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
 
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
-
-Advance = Callable[[float], None]
 
 
 def before_key(count: int) -> str:
@@ -45,58 +39,6 @@ def before_key(count: int) -> str:
 def harness_key(tasks: Sequence[str]) -> str:
     """Key of what tasks of the harness gave."""
     return f"lm_eval:{','.join(tasks)}"
-
-
-@dataclass
-class Run:
-    """A model at work, with what it reads already encoded. Once ``release`` d, it is loaded again when it is needed."""
-
-    subject: Subject
-    options: Measuring
-    tokenizer: PreTrainedTokenizerBase
-    encoder: Encoder
-    findings: Findings
-    _model: PreTrainedModel | None
-    _reader: Reader | None = None
-    _whole: bool = False  # with its delta
-    _items: dict[tuple[str, str], list] = field(default_factory=dict)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        if self._model is None:
-            self._model, _ = _load(self.subject, self.findings.facts)
-        return self._model
-
-    @property
-    def reader(self) -> Reader:
-        if self._reader is None:
-            self._reader = self.subject.endpoint or Local(self.model)
-        return self._reader
-
-    @property
-    def batch_size(self) -> int:
-        return self.options.scoring.batch_size
-
-    def encoded(self, split: Split, part: str = "answer") -> list:
-        """The items of ``part`` of every record: an Item each, or a list of them."""
-        if (split.name, part) not in self._items:
-            self._items[split.name, part] = list(split.encode(self.encoder, part, split.rows))
-        return self._items[split.name, part]
-
-    def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
-        """Mean loss per token of each item, in nats."""
-        scores = self.reader.score([], others=items, batch_size=self.batch_size, advance=advance)
-        return [each.loss for each in scores]
-
-    def add_delta(self) -> None:
-        """Add the delta to the weights, if there is one and they are without it."""
-        if self.subject.delta and not self._whole:
-            add_delta(self.model, self.subject.model, self.subject.delta)
-            self._whole = True
-
-    def release(self) -> None:
-        """Let go of the model, whose weights were changed, or whose room is needed."""
-        self._model, self._reader, self._whole = None, None, False
 
 
 @dataclass(frozen=True)
@@ -187,7 +129,7 @@ def _advance(observer: Observer, what: str, count: float) -> None:
 
 def _opened(subject: Subject, options: Measuring, found: Findings) -> Run:
     model = subject.model
-    loaded, tokenizer = _load(subject, found.facts)
+    loaded, tokenizer = load_subject(subject, found.facts)
     template = str(found.facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
         raise MpuError("the model's tokenizer has no chat template", "use --template plain")
@@ -196,18 +138,6 @@ def _opened(subject: Subject, options: Measuring, found: Findings) -> Run:
     prompts = options.prompts
     encoder = Encoder(tokenizer, template, prompts.system_prompt, longest_input(loaded), prompts.date)
     return Run(subject, options, tokenizer, encoder, found, loaded)
-
-
-def _load(subject: Subject, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if subject.endpoint:
-        return skeleton(subject.model), tokenizer_of(subject.model)
-    loaded, tokenizer = load(subject.model, *_place(facts))
-    return with_adapter(loaded, subject.adapter) if subject.adapter else loaded, tokenizer
-
-
-def _place(facts: Mapping[str, Any]) -> tuple[torch.dtype, str]:
-    """The dtype and the device that a measurement with these facts computes with."""
-    return TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
 
 
 def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
@@ -304,7 +234,7 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     assert source is not None
     items, vocabulary = [run.encoded(split) for split in sides], run.tokenizer.get_vocab()
     run.release()  # one model at a time
-    other, its_tokenizer = load(source, *_place(run.findings.facts))
+    other, its_tokenizer = load(source, *place_of(run.findings.facts))
     if its_tokenizer.get_vocab() != vocabulary:
         raise MpuError(f"{source.source}: vocabulary differs from the model's", "use one with the same vocabulary")
     for side in items:

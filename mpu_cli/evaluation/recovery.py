@@ -22,7 +22,7 @@ from mpu_cli.records.encoding import IGNORED, Example, pad
 
 if TYPE_CHECKING:
     from mpu_cli.evaluation.benchmarks import Row, Split
-    from mpu_cli.evaluation.passes import Advance, Run
+    from mpu_cli.evaluation.run import Advance, Run
 
 REPHRASINGS = (
     "Please answer this question: {}",

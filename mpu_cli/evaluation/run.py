@@ -1,0 +1,87 @@
+"""A model at work: what passes and attacks are carried out with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.checkpoint.dtypes import OPTION, TORCH
+from mpu_cli.evaluation.benchmarks.base import Split
+from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.findings import Findings
+from mpu_cli.evaluation.provenance import Subject
+from mpu_cli.evaluation.reader import Local, Reader
+from mpu_cli.models.deltas import add_delta
+from mpu_cli.models.loading import load, skeleton, tokenizer_of, with_adapter
+from mpu_cli.options.evaluation import Measuring
+
+Advance = Callable[[float], None]
+
+
+@dataclass
+class Run:
+    """A model at work, with what it reads already encoded. Once ``release`` d, it is loaded again when it is needed."""
+
+    subject: Subject
+    options: Measuring
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    findings: Findings
+    _model: PreTrainedModel | None
+    _reader: Reader | None = None
+    _whole: bool = False  # with its delta
+    _items: dict[tuple[str, str], list] = field(default_factory=dict)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model, _ = load_subject(self.subject, self.findings.facts)
+        return self._model
+
+    @property
+    def reader(self) -> Reader:
+        if self._reader is None:
+            self._reader = self.subject.endpoint or Local(self.model)
+        return self._reader
+
+    @property
+    def batch_size(self) -> int:
+        return self.options.scoring.batch_size
+
+    def encoded(self, split: Split, part: str = "answer") -> list:
+        """The items of ``part`` of every record: an Item each, or a list of them."""
+        if (split.name, part) not in self._items:
+            self._items[split.name, part] = list(split.encode(self.encoder, part, split.rows))
+        return self._items[split.name, part]
+
+    def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
+        """Mean loss per token of each item, in nats."""
+        scores = self.reader.score([], others=items, batch_size=self.batch_size, advance=advance)
+        return [each.loss for each in scores]
+
+    def add_delta(self) -> None:
+        """Add the delta to the weights, if there is one and they are without it."""
+        if self.subject.delta and not self._whole:
+            add_delta(self.model, self.subject.model, self.subject.delta)
+            self._whole = True
+
+    def release(self) -> None:
+        """Let go of the model, whose weights were changed, or whose room is needed."""
+        self._model, self._reader, self._whole = None, None, False
+
+
+def load_subject(subject: Subject, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a measurement with these ``facts``, and its tokenizer; without weights if it is served."""
+    if subject.endpoint:
+        return skeleton(subject.model), tokenizer_of(subject.model)
+    loaded, tokenizer = load(subject.model, *place_of(facts))
+    return with_adapter(loaded, subject.adapter) if subject.adapter else loaded, tokenizer
+
+
+def place_of(facts: Mapping[str, Any]) -> tuple[torch.dtype, str]:
+    """The dtype and the device that a measurement with these facts computes with."""
+    return TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
