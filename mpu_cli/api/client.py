@@ -107,9 +107,7 @@ def unlearn(
     ``options`` are those of ``Unlearning``, ``Checks`` and ``Logging``: algo, forget, retain, lr, batch_size, like,
     lora_rank, resume, …. Warnings about the records go to ``observer``.
     """
-    plan = plan_unlearn(
-        copy, out=out, reference_file=reference_file, force=force, observer=observer, **options
-    )  # fmt: skip
+    plan = plan_unlearn(copy, out=out, reference_file=reference_file, force=force, observer=observer, **options)
     [task] = plan.tasks
     return _train(str(copy), task, plan, observer)
 
@@ -117,8 +115,8 @@ def unlearn(
 def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT) -> Iterator[Unlearned]:
     """What comes of each task of ``plan``, as soon as it is done; with answers to the first ``show`` questions.
 
-    With ``resume``, copies that have their delta are passed over. Sealed copies are opened beside
-    their deltas while they are trained on.
+    With ``resume``, copies that have their delta are passed over. Sealed copies are opened beside their deltas while
+    they are trained on.
     """
     for task in plan.tasks:
         with _opened(task, plan.identity, observer) as source:
@@ -153,8 +151,9 @@ def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Re
         elif plan.logging.resume:
             observer.note("there was no checkpoint yet: the same command starts over")
         else:
-            observer.note("nothing of this training is kept: with --resume, checkpoints are, and the same command goes "
-                          "on")  # fmt: skip
+            observer.note(
+                "nothing of this training is kept: with --resume, checkpoints are, and the same command goes on"
+            )
         raise
 
 
