@@ -31,7 +31,7 @@ def doctor(
         from mpu_cli.models.device import device_of
 
         place = device_of(device)
-        found = facts()
+        found = facts(place)
         checks = []
         if not quick:
             with tempfile.TemporaryDirectory(prefix="mpu-doctor-") as folder:

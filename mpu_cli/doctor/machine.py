@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch.utils.benchmark import Timer
 
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.version import __version__
@@ -22,16 +23,49 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def facts() -> dict[str, str]:
-    """Everything in words, by topic, in the order in which people want to read it."""
+def facts(place: torch.device) -> dict[str, str]:
+    """Everything in words, by topic, in the order in which people want to read it; speed and room are of ``place``."""
     return {
         "mpu": f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "versions": ", ".join(f"{name} {_version(name) or 'MISSING'}" for name in NEEDED),
         **dict(_devices()),
+        "speed": f"{place}: "
+        + ", ".join(
+            f"{rate / 1e9:,.0f} billion operations/s in {str(dtype).removeprefix('torch.')}"
+            for dtype, rate in _speeds(place)
+        ),
+        "room": _room(place),
         "for some options": "; ".join(
             f"{name} {_version(name) or 'not installed'} ({use})" for name, use in OPTIONAL.items()
         ),
     }
+
+
+def _speeds(place: torch.device) -> Iterator[tuple[torch.dtype, float]]:
+    """Operations a second in products of large matrices, by dtype: the best of a few."""
+    size = 1024 if place.type == "cpu" else 8192
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(size, size, dtype=dtype, device=place)
+        measured = Timer("matrix @ matrix", globals={"matrix": matrix}).blocked_autorange(min_run_time=0.2)
+        yield dtype, 2 * size**3 / min(measured.times)
+
+
+def _room(place: torch.device) -> str:
+    """How many weights a model may have whose weights, gradients and optimiser fill half of the memory, which leaves the
+    rest to activations."""
+    memory = _memory(place)
+    full, low_rank = memory / 2 / (8 + OPTIMIZERS["adamw"].state_bytes), memory / 2 / 2
+    size = f"{memory / 1e9:.0f} GB"
+    return (
+        f"{place}: half of {size} holds AdamW's training of {full / 1e9:.2g} billion weights in float32, or LoRA's on "
+        f"{low_rank / 1e9:.2g} billion in bfloat16; `mpu plan MODEL --memory {size.replace(' ', '')}` counts for one model"
+    )
+
+
+def _memory(place: torch.device) -> float:
+    if place.type == "cuda":
+        return float(torch.cuda.get_device_properties(place).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _version(name: str) -> str | None:
@@ -42,7 +76,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _memory(torch.device("cpu"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cpu", f"{cores} cores, {torch.get_num_threads()} threads for torch, {memory / 1e9:.0f} GB"
     for i in range(torch.cuda.device_count()):

@@ -95,6 +95,7 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
         ("deterministic", again),
         ("LoRA", lambda: train("lora", lora_rank=4)),
         ("bfloat16", lambda: train("bfloat16", precision="bfloat16") + ", " + against("bfloat16", ROUGH)),
+        ("mixed precision", lambda: train("mixed", precision="mixed") + ", " + against("mixed", ROUGH)),
         ("gradient checkpointing", lambda: train("checkpointing", gradient_checkpointing=True)),
         ("resume", lambda: train("resumed", resume=True, checkpoint_steps=1)),
         ("eval", measure),
