@@ -51,14 +51,14 @@ def _speeds(place: torch.device) -> Iterator[tuple[torch.dtype, float]]:
 
 
 def _room(place: torch.device) -> str:
-    """How many weights a model may have whose weights, gradients and optimiser fill half of the memory, which leaves the
-    rest to activations."""
+    """How many weights a model may have whose weights, gradients and optimiser fill half of the memory; the rest is for
+    activations."""
     memory = _memory(place)
     full, low_rank = memory / 2 / (8 + OPTIMIZERS["adamw"].state_bytes), memory / 2 / 2
     size = f"{memory / 1e9:.0f} GB"
     return (
         f"{place}: half of {size} holds AdamW's training of {full / 1e9:.2g} billion weights in float32, or LoRA's on "
-        f"{low_rank / 1e9:.2g} billion in bfloat16; `mpu plan MODEL --memory {size.replace(' ', '')}` counts for one model"
+        f"{low_rank / 1e9:.2g} billion in bfloat16; `mpu plan MODEL --memory {size.replace(' ', '')}` counts it"
     )
 
 
