@@ -43,7 +43,8 @@ class Task:
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """Copies, one after the other; what is trained on them, and how."""
+    """``tasks``, one after the other; the records, ``data``; how they are trained on, ``options``, with ``checks`` of
+    the copies and ``logging``; ``identity`` opens sealed copies; ``force`` replaces what is there."""
 
     tasks: Sequence[Task]
     data: Dataset

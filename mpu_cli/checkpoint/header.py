@@ -32,7 +32,7 @@ MAX_HEADER = 16 << 20  # bytes: 100,000 tensors. Reading a header takes up to 25
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is stored. ``start`` is the byte offset from the beginning of ``file``."""
+    """Where a tensor is stored: row by row from byte ``start`` of ``file``; ``dtype`` by safetensors' name (F32, …)."""
 
     name: str
     dtype: str

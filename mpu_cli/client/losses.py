@@ -93,7 +93,8 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the losses, named like their options."""
+    """Constants of the losses, named like their options: ``gamma`` and ``alpha`` weigh the forget and the retain term;
+    the docstring of each loss has the others in its equation. ``layer`` is counted from 0."""
 
     gamma: float = 1.0
     alpha: float = 1.0

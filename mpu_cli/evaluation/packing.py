@@ -28,10 +28,11 @@ _attention: ContextVar[TreeAttention] = ContextVar(NAME)  # of the pack that a t
 
 @dataclass
 class Pack:
-    """``ids``, (tokens,), are the tokens of ``items``, ``depths`` their positions in their items, and ``paths`` where
-    the tokens of each item are; its first ``known`` ones belong to the item before it, too.
+    """Items as a prefix tree, flattened into one row of tokens.
 
-    The last token of an item is not among them: it is predicted, never read.
+    ``ids``: the distinct tokens, (tokens,); ``depths``: their positions in their items, (tokens,); ``paths[i]``: the
+    places of item i's tokens in the row, of which the first ``known[i]`` are shared with item i − 1. The last token of
+    an item is not among them: it is predicted, never read.
     """
 
     items: list[Item] = field(default_factory=list)

@@ -47,7 +47,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """One round; sizes in bytes, times in seconds."""
+    """One round, as the paper counts it; bytes and seconds.
+
+    ``weights``: of the model, ``attention_weights`` of them in attention, whose heads have ``head_size`` coordinates;
+    ``published``: bytes of all ``copies``; ``returned``: of their float32 deltas; ``moved``: bytes that the server
+    reads and writes, ``operations`` what it computes, ``intensity`` their ratio; ``server_seconds`` the larger of what
+    both take here; ``training_…``: of all copies, None if the records are not known.
+    """
 
     weights: int
     attention_weights: int

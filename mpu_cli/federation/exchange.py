@@ -32,7 +32,8 @@ def shown(text: object) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """One request about a copy; ``after`` is how many seconds to wait before it is sent."""
+    """One request about ``copy``, RUN/round_R/copy_K: what is asked (``kind``), with named ``values`` and pieces of
+    files; sent ``after`` so many seconds."""
 
     kind: str
     copy: str
@@ -43,6 +44,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
+    """What a courier answered: named ``values``, and pieces of files, at most as many as were asked for."""
+
     values: Mapping[str, Value]
     data: list[bytes]
 

@@ -41,7 +41,12 @@ app = ServerApp()
 
 @dataclass(frozen=True)
 class Settings:
-    """The run's configuration (``flwr run --run-config``)."""
+    """The run's configuration (``flwr run --run-config``).
+
+    ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
+    arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
+    until an owner is given up.
+    """
 
     base: str
     state: Path

@@ -53,7 +53,11 @@ class BlockReport:
 
 @dataclass
 class CopyWriter:
-    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out."""
+    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out.
+
+    ``scales``: the noise of each copy in multiples of σ; ``transforms`` and ``writers``: one for each copy; ``hashed``:
+    the hash of the fingerprint; ``sigma`` and ``shared_sigma``: of each block, of noise that cancels and that stays.
+    """
 
     base: Checkpoint
     layout: Layout

@@ -85,7 +85,8 @@ class PublishPlan:
 
 @dataclass(frozen=True)
 class Published:
-    """The result of ``publish``."""
+    """The result of ``publish``: the folders or sealed files of the copies, the keys and where they are, and what
+    storage left of each block's noise."""
 
     copies: list[Path]
     keys_path: Path

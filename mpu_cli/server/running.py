@@ -59,13 +59,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Running:
-    """A sum so far, and its norm."""
+    """A weighted sum of undone deltas in ``folder``: ``parts`` says which are in it, ``norm`` is its L2 norm, ``of`` how
+    many copies the publication has."""
 
     folder: Path
     parts: tuple[Part, ...]
     norm: float
-
-    of: int = 0  # copies of the publication
+    of: int = 0
 
     @property
     def copies(self) -> list[int]:

@@ -26,7 +26,7 @@ from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices
 
 @dataclass(frozen=True)
 class Full:
-    """One delta's change to one tensor, inverted slice by slice."""
+    """One delta's change to one tensor, (rows, columns) in the copy's coordinates, inverted slice by slice."""
 
     mapping: TensorMap
     change: torch.Tensor
