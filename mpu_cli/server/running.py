@@ -59,8 +59,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Running:
-    """A weighted sum of undone deltas in ``folder``: ``parts`` says which are in it, ``norm`` is its L2 norm, ``of`` how
-    many copies the publication has."""
+    """A weighted sum of undone deltas in ``folder``: ``parts`` says which are in it, ``norm`` is its L2 norm,
+    ``of`` how many copies the publication has."""
 
     folder: Path
     parts: tuple[Part, ...]
