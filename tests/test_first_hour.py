@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.records.reading import read_records
@@ -336,6 +337,16 @@ class TestDryRun:
             refused = mpu(*arguments, "--dry-run", check=False, cwd=place)
             assert refused.is_one_error
             assert named in refused.err
+
+    def test_a_file_of_records_is_no_copy_and_an_index_of_shards_is(self, mpu: Callable, place: Path) -> None:
+        refused = mpu("unlearn", "base", "retain.jsonl", *TRAINING, check=False, cwd=place)
+        assert refused.is_one_error
+        assert "repeat --forget or --retain" in refused.err
+        model = AutoModelForCausalLM.from_pretrained(place / "base")
+        model.save_pretrained(place / "base", max_shard_size="20KB")
+        (place / "base/model.safetensors").unlink(missing_ok=True)
+        index = "base/model.safetensors.index.json"
+        assert mpu("unlearn", index, *TRAINING, "--dry-run", cwd=place).out.startswith("reads")
 
     def test_lines_for_people(self, mpu: Callable, place: Path) -> None:
         lines = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=place).out.splitlines()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.api.paths import PathLike
-from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.checkpoint.reader import INDEX, open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
 from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.checks import check_logging, check_options
@@ -27,9 +27,8 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
+from mpu_cli.records.reading import READ
 from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
-
-RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")  # how files of records end
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
         raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
     tasks = []
     for copy in copies:
-        if Path(copy).suffix in RECORDS:
+        if Path(copy).suffix in READ and not copy.endswith(INDEX):
             raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
         target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
         own = reference_file

@@ -31,7 +31,7 @@ from mpu_cli.server.keys import Keys
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A measurement: its ``result``, on the benchmark of that name, and the retain model's log, if there is one."""
 
     result: Evaluation
@@ -64,7 +64,7 @@ def measure(
     force: bool = False,
     observer: Observer = SILENT,
     **options: Any,
-) -> Measured:
+) -> Measurement:
     """The same with what it was measured on.
 
     ``records`` is one file for ``benchmark="qa"``; ``endpoint`` is the address of a served model, which is measured
@@ -106,7 +106,7 @@ def measure(
             result.forms, Path(plot), title=str(model), retain=log.metrics if log else None,
             before=earlier.metrics if earlier else None, force=force,
         )  # fmt: skip
-    return Measured(result, benchmark.name, log)
+    return Measurement(result, benchmark.name, log)
 
 
 def audit(

@@ -17,7 +17,8 @@ from mpu_cli.errors import MpuError
 if TYPE_CHECKING:
     import torch
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX = ".index.json"  # how an index of shards ends
+INDEX_NAME = f"model.safetensors{INDEX}"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -122,7 +123,7 @@ def open_checkpoint(path: Path, *, links: bool = True) -> Checkpoint:
         path = path.resolve()
     if not os.path.lexists(path):
         raise MpuError(f"{path}: no such file")
-    if path.name.endswith(".index.json"):
+    if path.name.endswith(INDEX):
         return _open_shards(path, links)
     if path.suffix in PICKLES:
         raise MpuError(f"{path}: not a .safetensors file, the only weight format that mpu reads (never pickles)")
@@ -133,7 +134,7 @@ def _weights_in(directory: Path) -> Path:
     for name in (WEIGHTS_NAME, INDEX_NAME):  # in the same order as transformers, so that both read the same file
         if os.path.lexists(directory / name):
             return directory / name
-    indexes = sorted(directory.glob("*.safetensors.index.json"))
+    indexes = sorted(directory.glob(f"*.safetensors{INDEX}"))
     files = sorted(directory.glob("*.safetensors"))
     for candidates in (indexes, files):
         if len(candidates) == 1:

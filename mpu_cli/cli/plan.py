@@ -63,11 +63,9 @@ def plan(
 
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.checkpoint.writer import nbytes_of
-    from mpu_cli.client.change import delta_specs
     from mpu_cli.client.checks import check_options
     from mpu_cli.experiment.cost import cost, examples_of, measure_machine
-    from mpu_cli.experiment.memory import Work, largest_work, peak_memory, way_to_fit
+    from mpu_cli.experiment.memory import Work, largest_work, peak_memory, rows_at_once, way_to_fit
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
     from mpu_cli.server.families import published_as_they_are
@@ -78,20 +76,19 @@ def plan(
     scheme = scheme_of(copies)
     opened = shallow(open_model(model), depth.omitted)  # what is sent and trained on
     tokens = None
-    rows = min(training.micro_batch_size or training.batch_size, training.batch_size)
+    rows = rows_at_once(training)
     work = Work(rows, length, rows * length // 2)
     if forget:
         examples = examples_of(opened, forget, data_dir)
         tokens = 2 * epochs * sum(len(example.ids) for example in examples)
         work = largest_work([examples], unlearning)
     machine = measure_machine()
-    costs = cost(opened, machine, copies=scheme.copies, tokens=tokens)
-    returned = scheme.copies * nbytes_of(delta_specs(opened, unlearning))
+    costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
     peak = peak_memory(opened, unlearning, objective, work)
     lines = [
         f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
         f"server writes and sends\t{in_bytes(costs.published)} in {scheme.copies} copies",
-        f"client returns\t{in_bytes(returned)} of float32 deltas",
+        f"client returns\t{in_bytes(costs.returned)} of deltas",
         f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
         f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}",
     ]
@@ -119,7 +116,7 @@ def plan(
     lines += _of_noise(scheme, shared)
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
-            **asdict(costs), "returned": returned, "machine": asdict(machine), "tokens": tokens,
+            **asdict(costs), "machine": asdict(machine), "tokens": tokens,
             "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits,
             "fits_with": found[0] if found else None,
             "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),

@@ -138,7 +138,9 @@ def _together(spent: Mapping[str, float], earlier: int) -> str:
 
 def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     """What `mpu unlearn` would read and write. Steps are those of records that are one example each."""
+    from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
+    from mpu_cli.client.change import delta_specs
     from mpu_cli.client.rate import TOO_LITTLE
     from mpu_cli.experiment.cost import training_cost
     from mpu_cli.models.source import open_model
@@ -147,25 +149,26 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     if sealed := [task.copy for task in plan.tasks if Path(task.copy).is_file() and is_sealed(Path(task.copy))]:
         raise MpuError(f"{sealed[0]}: sealed, so it has to be opened first", "run it without --dry-run")
     models = [open_model(task.copy, links=False) for task in plan.tasks]
-    costs = [training_cost(model, plan.data, plan.options) for model in models]
-    first, largest = costs[0], max(costs, key=lambda cost: cost.memory.total)  # one after the other
-    epochs = f"{first.epochs} epoch{'s' * (first.epochs != 1)}"
+    # Copies of a round are alike, and trained one after the other: the largest is counted.
+    cost = training_cost(max(models, key=lambda model: model.checkpoint.nbytes), plan.data, plan.options)
+    epochs = f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}"
     notes = [
-        f"{plan.options.algo}, {epochs} of {plan.options.training.batch_size} records a step: about {first.steps} "
-        f"step{'s' * (first.steps != 1)} at a rate of {first.rate:.2g}",
-        f"memory at its peak: {memory_of(largest.memory, largest.work)}",
+        f"{plan.options.algo}, {epochs} of {plan.options.training.batch_size} records a step: about {cost.steps} "
+        f"step{'s' * (cost.steps != 1)} at a rate of {cost.rate:.2g}",
+        f"memory at its peak: {memory_of(cost.memory, cost.work)}",
     ]
-    if first.usual_rate and first.rate < TOO_LITTLE * first.usual_rate:
+    if cost.usual_rate and cost.rate < TOO_LITTLE * cost.usual_rate:
         notes.append(
-            f"so few steps at this rate hardly forget: --lr auto would be {first.usual_rate:.2g}; `mpu tune` finds both"
+            f"so few steps at this rate hardly forget: --lr auto would be {cost.usual_rate:.2g}; `mpu tune` finds both"
         )
-    if first.seconds is not None:
-        notes.append(f"training takes about {in_time(len(costs) * first.seconds)} on this machine's processors")
+    if cost.seconds is not None:
+        notes.append(f"training takes about {in_time(len(models) * cost.seconds)} on this machine's processors")
     records = [(f"{len(plan.data.forget)} records to forget", None), (f"{len(plan.data.retain)} records to keep", None)]
+    sizes = [nbytes_of(delta_specs(model, plan.options)) for model in models]
     preview = Preview(
         reads=[*((model.source, model.checkpoint.nbytes) for model in models), *records],
-        writes=[(task.target, cost.written) for task, cost in zip(plan.tasks, costs, strict=True)],
-        memory=largest.memory.total,
+        writes=[(task.target, size) for task, size in zip(plan.tasks, sizes, strict=True)],
+        memory=cost.memory.total,
         notes=notes,
     )
     show(preview, force=plan.force, as_json=as_json)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpu_cli.architectures.layout import EMBEDDING, layout_of
+from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.header import ITEM_SIZE
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.errors import MpuError
@@ -50,7 +50,7 @@ class Cost:
     """One round, as the paper counts it; bytes and seconds.
 
     ``weights``: of the model, ``attention_weights`` of them in attention, whose heads have ``head_size`` coordinates;
-    ``published``: bytes of all ``copies``; ``returned``: of their float32 deltas; ``moved``: bytes that the server
+    ``published``: bytes of all ``copies``; ``returned``: of their deltas; ``moved``: bytes that the server
     reads and writes, ``operations`` what it computes, ``intensity`` their ratio; ``server_seconds`` the larger of what
     both take here; ``training_…``: of all copies, None if the records are not known.
     """
@@ -100,17 +100,19 @@ def cost(
     machine: Machine,
     *,
     copies: int,
+    options: Unlearning,
     tokens: int | None = None,
 ) -> Cost:
     """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
 
-    Training takes 6 operations per token and weight: 2 forward, 4 backward. Embeddings and output head are
-    not trained (``--train-embeddings``).
+    Training takes 6 operations per token and weight: 2 forward, 4 backward. What comes back is what ``options`` train.
     """
+    from mpu_cli.checkpoint.writer import nbytes_of
+    from mpu_cli.client.change import delta_specs
+
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
     weights = sum(info.elements for info in parameters.values())
-    trained = sum(parameters[t.name].elements for t in layout.parameters if t.axes[0] not in EMBEDDING)
     attention = sum(
         parameters[tensor.name].elements
         for tensor in layout.parameters
@@ -127,7 +129,7 @@ def cost(
         head_size=layout.sizes["head_dim"],
         copies=copies,
         published=copies * stored,
-        returned=copies * trained * 4,  # float32
+        returned=copies * nbytes_of(delta_specs(model, options)),
         server_memory=BUFFERS,
         moved=moved,
         operations=operations,
@@ -171,7 +173,7 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
             costs.append(None)
             continue
         one = cost(
-            model, machine, copies=published.copies,
+            model, machine, copies=published.copies, options=asked,
             tokens=int(2 * epochs_of(asked) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)
@@ -184,9 +186,8 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``written``: bytes of the
-    delta; ``usual_rate``: what --lr auto would be, None for optimisers that have none; ``seconds``: on processors, else
-    None."""
+    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``usual_rate``: what --lr auto
+    would be, None for optimisers that have none; ``seconds``: on processors, else None."""
 
     epochs: int
     steps: int
@@ -194,7 +195,6 @@ class TrainingCost:
     usual_rate: float | None
     memory: Memory
     work: Work
-    written: int
     seconds: float | None
 
 
@@ -204,8 +204,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
     """
-    from mpu_cli.checkpoint.writer import nbytes_of
-    from mpu_cli.client.change import delta_specs
+    from mpu_cli.client.change import change_of, stored_specs
     from mpu_cli.client.checks import check_options, epochs_of
     from mpu_cli.client.rate import usual_rate, with_epochs, with_rate
     from mpu_cli.client.schedule import schedule
@@ -217,7 +216,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     objective = check_options(options)
     options = with_epochs(options, len(data.forget))
     bare, epochs = skeleton(copy), epochs_of(options)
-    specs = delta_specs(copy, options)
+    specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
     encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)
     sets = {name: examples for name, (examples, _) in encoded.items()}
     training = options.training
@@ -238,9 +237,8 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
         len(steps),
         float(with_rate(options, trained, len(steps)).lr),
         usual_rate(options, trained, len(steps)),
-        peak_memory(copy, options, objective, work),
+        peak_memory(copy, options, objective, work, bare),
         work,
-        nbytes_of(specs),
         seconds,
     )
 

@@ -25,7 +25,7 @@ from mpu_cli.client.precision import in_precision
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.logits import CHUNK, input_of
 from mpu_cli.models.source import Model
-from mpu_cli.options.unlearning import Lora, Unlearning
+from mpu_cli.options.unlearning import Lora, Training, Unlearning
 from mpu_cli.records.encoding import Example, answer_tokens
 
 PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
@@ -60,20 +60,28 @@ class Work:
     answers: int
 
 
+def rows_at_once(training: Training) -> int:
+    """How many records go through the model together."""
+    return min(training.micro_batch_size or training.batch_size, training.batch_size)
+
+
 def largest_work(sets: Sequence[Sequence[Example]], options: Unlearning) -> Work:
     """The largest micro-batch of a training on ``sets``: as many records as go at once, all as long as the longest."""
-    training = options.training
-    rows = min(training.micro_batch_size or training.batch_size, training.batch_size)
     longest = [max(len(example.ids) for example in examples) for examples in sets if examples]
     answers = [max(answer_tokens(example) for example in examples) for examples in sets if examples]
-    rows = min(rows, max(len(examples) for examples in sets))
+    rows = min(rows_at_once(options.training), max(len(examples) for examples in sets))
     return Work(rows, max(longest), rows * max(answers))
 
 
-def peak_memory(copy: Model, options: Unlearning, objective: Objective, work: Work) -> Memory:
-    """The peak of ``unlearn`` on ``copy``. Raises MpuError if transformers does not know the model."""
+def peak_memory(
+    copy: Model, options: Unlearning, objective: Objective, work: Work, bare: PreTrainedModel | None = None
+) -> Memory:
+    """The peak of ``unlearn`` on ``copy``; ``bare`` is its skeleton, where there is one already.
+
+    Raises MpuError if transformers does not know the model.
+    """
     dtype = PRECISIONS[options.training.precision]
-    bare = skeleton(copy)
+    bare = bare or skeleton(copy)
     trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trained(bare))
     weights = sum(p.numel() for p in bare.parameters()) * dtype.itemsize
     trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
@@ -81,7 +89,7 @@ def peak_memory(copy: Model, options: Unlearning, objective: Objective, work: Wo
     if options.lora.lora_rank is not None:
         trained, width = _factors(bare, options.lora), FACTORS
         weights += trained * width
-    held = _held_for_backward(bare, dtype, options, work, trained_names)
+    held = held_for_backward(bare, dtype, options, work, trained_names)
     vocabulary = bare.get_output_embeddings().weight
     at_once = min(work.answers * vocabulary.shape[0], CHUNK)
     logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
@@ -103,7 +111,7 @@ def _factors(model: PreTrainedModel, options: Lora) -> int:
     return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
 
 
-def _held_for_backward(
+def held_for_backward(
     bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
 ) -> int:
     """Bytes that the backward pass keeps of one pass, beside the model's own tensors."""
@@ -232,8 +240,9 @@ def way_to_fit(
     elif training.precision != "bfloat16":
         half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
         add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
+    bare = skeleton(copy)
     for words, changed, smaller_work in tries:
-        needed = peak_memory(copy, changed, objective, smaller_work)
+        needed = peak_memory(copy, changed, objective, smaller_work, bare)
         if needed.total <= memory:
             return words, needed
     return None

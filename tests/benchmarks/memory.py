@@ -1,6 +1,7 @@
 """Peak memory of `mpu unlearn`, as its dry run predicts it and as it was: a table.
 
     python -m tests.benchmarks.memory DIR FORGET RETAIN MODEL…
+    python -m tests.benchmarks.memory    # activations of a record at the shapes of 1B and 8B, of which nothing is made
 
 Each row is one process; memory is anonymous memory (RssAnon), which leaves out the files that are mapped.
 """
@@ -13,7 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from mpu_cli.experiment.memory import Work, held_for_backward
+from mpu_cli.options.unlearning import Unlearning
 from tests.benchmarks.server import run as run_measured
+from tests.benchmarks.shapes import whole_config
 
 COMMON = ["--algo", "npo", "--epochs", "2", "--lr", "1e-5", "--template", "plain", "--force"]
 SETTINGS = {
@@ -44,5 +51,22 @@ def main(folder: Path, forget: str, retain: str, models: list[str]) -> None:
             print(f"| {Path(model).name} | {name} | {predicted:,.0f} | {measured:,.0f} | {off} |", flush=True)
 
 
+def of_shapes() -> None:
+    """Activations of one record, counted in a pass without data."""
+    for shape, dtype in (("1b", torch.float32), ("8b", torch.bfloat16)):
+        with torch.device("meta"):
+            bare = AutoModelForCausalLM.from_config(LlamaConfig(**whole_config(shape)))
+        embeddings = {
+            id(p) for m in (bare.get_input_embeddings(), bare.get_output_embeddings()) for p in m.parameters()
+        }
+        trained = {name for name, p in bare.named_parameters() if id(p) not in embeddings}
+        for length in (256, 2048):
+            held = held_for_backward(bare, dtype, Unlearning(), Work(1, length, length // 2), trained)
+            print(f"{shape} {dtype} {length} tokens: {held / 1e9:.2f} GB")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    if len(sys.argv) == 1:
+        of_shapes()
+    else:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
