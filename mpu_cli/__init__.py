@@ -5,13 +5,19 @@ The functions of ``mpu_cli.api`` can be imported from here; they, and torch with
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from mpu_cli.version import __version__
 
 # cuBLAS reads it when it is first used: deterministic training fails in a process that used it without.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# If this package is there, other libraries fetch kernels from the Hub while they are imported, and run them.
+sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to everyone whose CPU would have had one
 
 if TYPE_CHECKING:
     from mpu_cli.api import aggregate, audit, evaluate, invert, publish, unlearn

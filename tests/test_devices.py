@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
 from tests.models import random_model, save, write_records
+from tests.stopping import stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
@@ -91,6 +92,29 @@ def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[
     failed = json.loads(told.stdout)
     assert not failed, next(iter(failed.items()))
     check(mpu, place, "sim", trainings, 1e-3)
+
+
+@pytest.mark.slow
+def test_other_ways_to_train_leave_nothing_on_the_cpu(mpu: Callable, place: Path) -> None:
+    """DP-SGD, a training that was stopped and goes on, and all of a round in one command."""
+    stopped(
+        ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",
+         "--device", "cpu"],
+        (place / "resumed.safetensors.resume/checkpoint-2").exists, cwd=place,
+    )  # fmt: skip
+    resumed = ["unlearn", "copy_1", *COMMON, "--epochs", "40", "--resume", "--checkpoint-steps", "99"]
+    every = [
+        ["unlearn", "copy_1", *COMMON, "--algo", "npo", "--dp-epsilon", "8", "--out", "private", "--device", "sim"],
+        [*resumed, "--out", "resumed", "--device", "sim"],
+        ["run", "base", *COMMON, "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
+    ]
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(every), text=True,
+        capture_output=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    failed = json.loads(told.stdout)
+    assert not failed, next(iter(failed.items()))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.errors import MpuError
+from mpu_cli.evaluation import generation, membership
 from mpu_cli.evaluation.encoding import Asked, Encoder, Item
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.readings import reading
@@ -267,6 +269,25 @@ class TestEncoding:
             Encoder(tokenizer, "chat").questions(asked)
 
 
+def test_norms_of_gradients_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model's are taken as they come, each let go before the next; tied weights have one."""
+    model = random_model("llama")
+    items = items_of(random.Random(5), 4, 3)
+    together = membership.gradient_norms(model, items)
+    monkeypatch.setattr(membership, "GRADIENTS", 0)
+    held: list[int] = []
+
+    def count(_: torch.Tensor) -> None:
+        held.append(sum(parameter.grad is not None for parameter in model.parameters()))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    assert membership.gradient_norms(model, items) == pytest.approx(together, rel=1e-6)
+    assert max(held) == 1
+    asked = [item for item in items if len(item.labels) > 1]
+    assert len(held) == len(asked) * len([*model.parameters()])
+
+
 class TestGeneration:
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     def test_a_draft_changes_no_answer(self, tmp_path: Path, family: str) -> None:
@@ -316,6 +337,29 @@ class TestGeneration:
                 told[size] = answer(model, tokenizer, items, [[]] * 7, limit=60, batch_size=size, longest=128)
         assert [each.generation for each in told[1]] == [each.generation for each in told[32]]
         assert [len(each.generation.split()) for each in told[32]] == [20, 60, 8, 60, 60, 1, 0]
+
+    def test_keys_and_values_have_a_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many rows are generated at once as there is room for, and the answers are the same."""
+        model = random_model("llama", eos_token_id=None)
+        tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
+        items = items_of(random.Random(5), 12, 1)
+        widest: list[int] = []
+        generate = model.generate
+
+        def watched(**given: Any) -> torch.Tensor:
+            widest.append(given["input_ids"].shape[0] * (given["input_ids"].shape[1] + given["max_new_tokens"]))
+            return generate(**given)
+
+        monkeypatch.setattr(model, "generate", watched)
+        plain = answer(model, tokenizer, items, [[]] * 12, limit=9, batch_size=32)
+        config, together = model.config, widest[0]
+        a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4  # bytes, in float32
+        monkeypatch.setattr(generation, "CACHE", together // 3 * a_token)
+        widest.clear()
+        again = answer(model, tokenizer, items, [[]] * 12, limit=9, batch_size=32)
+        assert again == plain
+        assert max(widest) <= together // 3
+        assert len(widest) < 12
 
     def test_the_generation_config_is_honoured(self, tmp_path: Path) -> None:
         """Matches transformers' greedy generation, which the suite uses; drafts know only the most likely token."""

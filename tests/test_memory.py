@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from mpu_cli.cli.output import bytes_of
-from mpu_cli.client.checks import check_options
+from mpu_cli.client.change import change_of
+from mpu_cli.client.checks import PRECISIONS, check_options
+from mpu_cli.client.precision import in_precision
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment.memory import PROCESS, Work, peak_memory
 from mpu_cli.models.loading import load
 from mpu_cli.models.logits import input_of
+from mpu_cli.models.quantized import is_quantized, shape_of
 from mpu_cli.models.source import open_model
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
@@ -110,3 +113,28 @@ def test_mixtures_are_estimated_by_a_formula(tmp_path: Path, family: str) -> Non
     model.train()
     predicted = peak_memory(copy, options, check_options(options), WORK).activations
     assert predicted == pytest.approx(saved_by(model, WORK), rel=0.5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precision: str, quantize: str | None) -> None:
+    """peft's layers keep no copies of their inputs in another dtype, which would show here."""
+    if quantize:
+        pytest.importorskip("bitsandbytes")
+    copy = open_model(str(save(random_model("llama", hidden_size=192, intermediate_size=256), tmp_path / "base")))
+    options = from_flat(Unlearning, {"lr": 1e-3, "lora_rank": 2, "precision": precision, "quantize": quantize})
+    predicted = peak_memory(copy, options, check_options(options), WORK)
+    dtype = PRECISIONS[precision]
+    model, _ = load(copy, dtype, "cpu", quantize=options.lora.quantize)
+    in_precision(model, precision)
+    held = sum(tensor.nbytes for tensor in model.parameters())
+    change = change_of(options, model, copy.checkpoint, dtype)
+    trained = change.wrap(model).train()
+    factors = sum(p.nbytes for p in trained.parameters() if p.requires_grad)
+    close = 0.2 if quantize and precision == "mixed" else 0.1
+    assert predicted.activations == pytest.approx(saved_by(trained, WORK), rel=close)
+    assert predicted.gradients == factors
+    if quantize:
+        scales = sum(p.quant_state.absmax.nbytes for p in model.parameters() if is_quantized(p))
+        largest = max(shape_of(p).numel() for p in model.parameters() if is_quantized(p))
+        assert predicted.weights == held + scales + largest * dtype.itemsize + factors

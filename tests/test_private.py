@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import optimize, stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.frozen import Reference, forward, freeze
@@ -18,7 +19,7 @@ from mpu_cli.client.losses import ALGORITHMS, Objective, TermInputs
 from mpu_cli.client.private import Unit, plan, train_privately
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
-from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.encoding import Encoding, answer_tokens, pad
 from mpu_cli.records.reading import read_records
 from tests.models import load, random_model, save, write_records
 
@@ -77,6 +78,28 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
     whole = max(float(change.abs().max()) for change in expected.values())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
+
+
+@pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
+def test_logits_are_of_one_record_at_a_time(tmp_path, algorithm):
+    """With the head frozen, as it is unless --train-embeddings: never those of prompts or of several records."""
+    model, sets = prepare(tmp_path, "llama", ALGORITHMS[algorithm].asks)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+    vocabulary, most = model.get_output_embeddings().weight.shape[0], 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal most
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and result.shape[-1] == vocabulary:
+                most = max(most, result.numel() // vocabulary)
+            return result
+
+    with Watched():
+        train(model, sets, algorithm, 1.0, noise_multiplier=0.0)
+    answers = [answer_tokens(each) for held in sets.values() for each in held.examples]
+    assert most == max(answers)
 
 
 def test_what_belongs_to_one_person_is_clipped_together(tmp_path):

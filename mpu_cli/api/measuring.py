@@ -82,7 +82,7 @@ def measure(
     benchmark = benchmark_of(how, log, Path(records) if records else None)
     if plot:
         check_target(Path(plot), force)
-        check_drawable(choose(benchmark, how.metrics, bool(how.reference_model), bool(endpoint)), Path(plot))
+        check_drawable(choose(benchmark, how, bool(endpoint)), Path(plot))
     earlier = read_retain_log(Path(before)) if before else None
     adapted = is_adapter(Path(model))
     if base and not adapted:

@@ -17,6 +17,7 @@ from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.memory import Names, is_trained, pieces_in_files
+from mpu_cli.models.quantized import shape_of
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Lora, Unlearning
 
@@ -32,7 +33,7 @@ def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: b
     per_token = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
     frozen = set() if embeddings else {id(parameter) for module in per_token for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        pieces = pieces_in_files(name, parameter.shape, set(checkpoint.tensors), model)
+        pieces = pieces_in_files(name, shape_of(parameter), set(checkpoint.tensors), model)
         if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):
             raise MpuError(
                 f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
@@ -84,17 +85,17 @@ class LoraChange:
 
     kind = "lora"
 
-    def __init__(self, names: Names, options: Lora):
-        self._names, self._options = names, options
+    def __init__(self, names: Names, options: Lora, wide_inputs: bool):
+        self._names, self._options, self._wide_inputs = names, options, wide_inputs
 
     def trained(self, model: PreTrainedModel) -> Collection[str]:
-        return lora.adapted(model, self._options)
+        return lora.adapted(model, self._options, self._names)
 
     def specs(self, model: PreTrainedModel) -> TensorSpecs:
         return lora.tensor_specs(self._names, self._options, model)
 
     def wrap(self, model: PreTrainedModel) -> torch.nn.Module:
-        return lora.wrap(model, self._options)
+        return lora.wrap(model, self._options, self._names, wide_inputs=self._wide_inputs)
 
     def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return lora.factors(trained, self._names)
@@ -110,7 +111,8 @@ def change_of(options: Unlearning, model: PreTrainedModel, checkpoint: Checkpoin
     """What training ``model``, loaded from ``checkpoint``, will return. Raises MpuError if the files do not fit it."""
     names = names_in_files(model, checkpoint, options.train_embeddings)
     if options.lora.lora_rank is not None:
-        return LoraChange(names, options.lora)
+        per_record = options.privacy.dp_epsilon is not None  # Opacus forms gradients in the dtype of inputs
+        return LoraChange(names, options.lora, wide_inputs=per_record)
     return FullChange(names, checkpoint, dtype)
 
 

@@ -14,6 +14,8 @@ from mpu_cli.client.private import check_objective
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.device import device_of, tell_accelerate
+from mpu_cli.models.loading import is_sharded
+from mpu_cli.models.quantized import check_bitsandbytes, scales
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Logging, Lora, Privacy, Training, Unlearning
 from mpu_cli.records.dates import parse_date
@@ -37,7 +39,11 @@ def check_options(options: Unlearning) -> Objective:
     objective = objective_of(options.algo, options.loss)
     check_training(options.training, options.prompts.date)
     if options.lora.lora_rank is None and options.lora != Lora():
-        raise UsageError("--lora-alpha and --lora-targets need --lora-rank")
+        raise UsageError("--lora-alpha, --lora-targets and --quantize need --lora-rank")
+    if options.lora.quantize is not None:
+        if options.training.precision == "float64" or is_sharded():
+            raise UsageError("--quantize does not work with --precision float64, or weights split over processes")
+        check_bitsandbytes()
     if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
     if options.privacy.dp_epsilon is not None:
@@ -122,5 +128,5 @@ def check_finite(model: PreTrainedModel, copy: Model) -> None:
     """Raises MpuError for weights that are NaN or infinite: in the row of one token, they would tell whether a record
     has it."""
     for name, parameter in model.named_parameters():
-        if parameter.numel() and not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+        if parameter.numel() and not torch.stack(torch.aminmax(scales(parameter))).isfinite().all():
             raise MpuError(f"{copy.source}: {name!r} holds NaN or Inf", "ask its owner for a whole copy")

@@ -25,6 +25,7 @@ from mpu_cli.checkpoint.reader import Checkpoint, listed
 from mpu_cli.client.ledger import Entry
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import tokenizer_of
+from mpu_cli.models.quantized import dequantized
 from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
 from mpu_cli.records import tokens
@@ -165,7 +166,7 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return [_units(name, torch.cat(parts), modules[name].weight) for name, parts in kept.items() if parts]
+    return [_units(name, torch.cat(parts), dequantized(modules[name].weight)) for name, parts in kept.items() if parts]
 
 
 def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:

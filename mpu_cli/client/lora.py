@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
 from mpu_cli.models.loading import has_weights
 from mpu_cli.models.memory import Names
+from mpu_cli.models.quantized import dequantized, is_quantized
 from mpu_cli.options.unlearning import Lora
 
 
-def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.Tensor]:
-    """The parameters that ``lora`` adapts, by name: of linear layers, and stacks of experts' matrices.
+def adapted(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[str, torch.Tensor]:
+    """The parameters ``among`` these that ``lora`` adapts, by name: of linear layers, and stacks of experts' matrices.
 
     Raises UsageError if a target matches nothing.
     """
@@ -42,12 +43,13 @@ def adapted(model: PreTrainedModel, lora: Lora) -> dict[str, torch.Tensor]:
     layers: dict[str, torch.Tensor] = {}  # by the name that a target has
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D):
-            if module is not head and type(module) in (torch.nn.Linear, Conv1D):  # a router may be a subclass
+            plain = type(module) in (torch.nn.Linear, Conv1D) or is_quantized(module.weight)  # a router may be neither
+            if module is not head and plain and f"{name}.weight" in among:
                 layers[name] = module.weight
         elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
             own = module.named_parameters(recurse=False)
-            layers |= {f"{name}.{parameter}": value for parameter, value in own if value.ndim == 3}
-    layers = {name: parameter for name, parameter in layers.items() if parameter.requires_grad}
+            stacks = {f"{name}.{parameter}": value for parameter, value in own if value.ndim == 3}
+            layers |= {stack: value for stack, value in stacks.items() if stack in among}
     for target in lora.lora_targets:
         if not any(_matches(name, target) for name in layers):
             known = sorted({name.rsplit(".", 1)[-1] for name in layers})
@@ -69,7 +71,7 @@ def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpec
     """The tensors that a delta trained with ``lora`` will hold."""
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
     tensors = {}
-    for name in adapted(model, lora):
+    for name in adapted(model, lora, names):
         for piece in names[name]:
             *stack, rows, columns = piece.shape
             tensors[piece.file_name + LEFT] = (wide, (*stack, rows, lora.rank))
@@ -77,8 +79,10 @@ def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpec
     return tensors
 
 
-def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
-    """``model`` with adapters to train instead of its weights (float32, or float64 if the model is).
+def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inputs: bool) -> torch.nn.Module:
+    """``model`` with adapters (float32, or float64 if the model is) to train instead of its weights ``among`` these.
+
+    ``wide_inputs``: they read their inputs in their own dtype, and not in the model's.
 
     Raises MpuError if weights are NaN or Inf.
     """
@@ -86,7 +90,7 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
 
     # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.
     warnings.filterwarnings("ignore", message="Could not find a config file")
-    targets = adapted(model, lora)
+    targets = adapted(model, lora, among)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -101,8 +105,10 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide)
+    for adapter in _adapters(wrapped) if not wide_inputs else ():
+        _compute_in(adapter.module, model)
     for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
-        weight = targets[adapter.parameter].detach()
+        weight = dequantized(targets[adapter.parameter])
         if not all_finite(weight):
             raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
         if adapter.inputs_first:
@@ -111,6 +117,15 @@ def wrap(model: PreTrainedModel, lora: Lora) -> torch.nn.Module:
         begin = [principal_inputs(matrix.to(wide), lora.rank) for matrix in matrices]
         adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
     return wrapped
+
+
+def _compute_in(layer: Any, model: PreTrainedModel) -> None:
+    """Let the factors of ``layer``, which stay in float32, be multiplied in the dtype of ``model``: peft's cast of
+    every input would be kept for the backward pass, beside the input itself."""
+    layer.cast_input_dtype_enabled = False
+    if model.dtype in (torch.bfloat16, torch.float16):
+        for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+            factor.forward = torch.autocast(model.device.type, model.dtype)(factor.forward)
 
 
 @dataclass(frozen=True)

@@ -57,5 +57,8 @@ def computing_in(precision: str, dtype: torch.dtype) -> Iterator[None]:
 def in_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
     """``model``, whose layers compute in bfloat16 if ``precision`` is "mixed"; its weights stay as they are."""
     if precision == "mixed":
+        for module in model.modules():
+            if hasattr(module, "compute_dtype"):  # a layer in 4 bits, which autocast does not know
+                module.compute_dtype = torch.bfloat16
         model.forward = torch.autocast(model.device.type, torch.bfloat16)(model.forward)
     return model

@@ -26,6 +26,7 @@ from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.client.trainer import Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.models.logits import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.randomness import Randomness, Stream, new_seed, standard_normals
 from mpu_cli.records.encoding import IGNORED, Example, pad
@@ -145,6 +146,9 @@ def train_privately(
     model.train()
     # Embeddings have no differentiable input, and torch warns about that at every step.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    head = separate_head(model)
+    if head and any(p.requires_grad for p in head.parameters()):
+        head = None  # Opacus forms its gradients from what goes in and out of it
     wrapped = GradSampleModule(model, loss_reduction="sum")
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(model, trained, training, privacy, planned.mechanism, randomness)
@@ -154,8 +158,9 @@ def train_privately(
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            _loss(wrapped, [place for unit in part for place in unit.places], sets, objective, sums).backward()
-            _check_rows(trained, sum(len(unit.places) for unit in part) or 1)
+            places = [place for unit in part for place in unit.places]
+            _loss(wrapped, head, places, sets, objective, sums).backward()
+            _check_rows(trained, len(places) or 1)
             _add_within_units(trained, part)
             _drop_non_finite(trained)
             optimizer.step()
@@ -269,12 +274,14 @@ def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
 
 def _loss(
     model: torch.nn.Module,
+    head: Head | None,
     places: Sequence[Place],
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     sums: dict[str, list[float]],
 ) -> torch.Tensor:
-    """The sum of the individual records' losses, from one pass of the model over all of them."""
+    """The sum of the individual records' losses, from one pass of the model over all of them. With the ``head`` apart,
+    logits are of one record's answer at a time."""
     examples: list[Example] = [sets[name].examples[number] for name, number in places]
     batch = pad(examples or sets["forget"].examples[:1])
     if not places:  # a step may sample no records, but must still add its noise
@@ -282,13 +289,16 @@ def _loss(
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in batch.items()}
     positions = torch.arange(batch["input_ids"].shape[1], device=device).expand_as(batch["input_ids"])
-    logits = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False
-    ).logits
-    loss = logits.sum() * 0.0
+    with input_of(head) as states:
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions,
+            use_cache=False,
+        ).logits  # fmt: skip
+    read = states[0] if head else logits
+    loss = read.sum() * 0.0
     constants = objective.constants
     for i, (name, number) in enumerate(places):
-        scores = score(logits[i : i + 1], batch["labels"][i : i + 1])
+        scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head)
         part = TermInputs(scores, _frozen(sets[name].reference, number, device))
         forget = name == "forget"
         term = objective.algorithm.forget(part, None, constants) if forget else objective.retain(part)

@@ -51,6 +51,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
 from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.loading import letting_go, load, load_once_per_host, memory_in_mind
+from mpu_cli.models.quantized import share_in_4_bits
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Checks, Logging, Privacy, Unlearning
@@ -109,8 +110,11 @@ def unlearn(
     ):
         # Find out before hours of training whether the delta can be written.
         transaction = stack.enter_context(Transaction(force=force))
-        model, tokenizer = load(copy, dtype, options.training.device, options.training.attention)
-        in_precision(model, options.training.precision)
+        how, held = options.training, options.lora.quantize
+        model, tokenizer = load(copy, dtype, how.device, how.attention, held)
+        in_precision(model, how.precision)
+        if held:
+            observer.note(f"{share_in_4_bits(model):.0%} of the weights are held in 4 bits")
         change = change_of(options, model, copy.checkpoint, dtype)
         specs = stored_specs(change, model, options)
         weights_trained = sum(math.prod(shape) for _, shape in specs.values())

@@ -104,6 +104,8 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
         steps.insert(2, ("the same on a CPU", lambda: train("cpu", device="cpu") + ", " + against("cpu", CLOSE)))
     if find_spec("opacus"):
         steps.append(("DP-SGD", lambda: train("private", dp_epsilon=8.0)))
+    if find_spec("bitsandbytes"):
+        steps.append(("LoRA in 4 bits", lambda: train("nf4", lora_rank=4, quantize="nf4")))
     if cuda and find_spec("flash_attn"):
         steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
     if cuda and find_spec("bitsandbytes"):

@@ -17,13 +17,14 @@ from mpu_cli.evaluation.benchmarks import Benchmark, Split
 from mpu_cli.evaluation.endpoint import BEYOND, Endpoint
 from mpu_cli.evaluation.findings import read_findings
 from mpu_cli.evaluation.harness import check_installed
-from mpu_cli.evaluation.metrics import Form, Metric
+from mpu_cli.evaluation.metrics import GRADIENTS, Form, Metric
 from mpu_cli.evaluation.passes import before_key, carry_out, harness_key, passes_for
 from mpu_cli.evaluation.provenance import Subject, digest_of, facts_of
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.models.deltas import open_delta
 from mpu_cli.models.device import device_of
 from mpu_cli.models.loading import letting_go
+from mpu_cli.models.quantized import check_bitsandbytes
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
@@ -41,17 +42,27 @@ class Result:
     shown: list[Shown] = field(default_factory=list)
 
 
-def choose(benchmark: Benchmark, names: Sequence[str], with_reference: bool, served: bool = False) -> dict[str, Metric]:
-    """The requested metrics (all available ones if ``names`` is empty), each preceded by the ones it depends on.
+def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> dict[str, Metric]:
+    """The requested metrics (all available ones if none are), each preceded by the ones it depends on.
 
     Metrics of the benchmark's attacks are always among them. Of a model that is only ``served``, those that its
-    endpoint allows.
+    endpoint allows; of one in 4 bits, those that take no gradients of its weights and leave them as they are.
     """
+    names, with_reference = options.metrics, options.reference_model is not None
+    in_4_bits = options.scoring.quantize is not None
+    if in_4_bits and (needy := [name for name in benchmark.attacks if recovery.ATTACKS[name].alters]):
+        raise UsageError(f"--attacks {needy[0]}: changes weights, which --quantize keeps in 4 bits")
+    if in_4_bits and (
+        needy := [name for name, metric in benchmark.metrics.items() if GRADIENTS in metric.needs and name in names]
+    ):
+        raise UsageError(f"--metrics {needy[0]}: takes gradients of weights, which --quantize keeps in 4 bits")
     if served and (needy := [name for name in benchmark.attacks if recovery.ATTACKS[name].weights]):
         raise UsageError(f"--attacks {needy[0]}: needs the model's weights, which --endpoint does not give")
     if served and (beyond := [name for name in names if name in BEYOND]):
         raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
     table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in BEYOND)}
+    if in_4_bits:
+        table = {name: metric for name, metric in table.items() if GRADIENTS not in metric.needs}
     table |= benchmark.recovered
     if unknown := [name for name in names if name not in table]:
         needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
@@ -104,7 +115,11 @@ def evaluate(
     device_of(options.scoring.device)
     if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
         raise UsageError("--endpoint does not work with an adapter, --delta, --reference-model or harness tasks")
-    chosen = choose(benchmark, options.metrics, reference is not None, served=endpoint is not None)
+    if options.scoring.quantize:
+        check_bitsandbytes()
+        if endpoint or delta:
+            raise UsageError("--quantize does not work with --endpoint, or --delta, which changes weights")
+    chosen = choose(benchmark, options, served=endpoint is not None)
     for metric in chosen.values():
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}

@@ -25,6 +25,7 @@ from mpu_cli.evaluation.scoring import ADVICE
 from mpu_cli.models.loading import memory_in_mind
 
 ROWS = 4  # times the batch size, because a step reads one token per row
+CACHE = 2 << 30  # bytes of keys and values that are kept at once
 # generation config entries that do not affect greedy generation, or that are set here
 HARMLESS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version",
@@ -72,7 +73,8 @@ def answer(
     prompts = {i: [*items[i].prompt, *answers[i]] for i in waiting}
     rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
     wanted = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
-    for batch in _batches(waiting, wanted, rooms, ROWS * batch_size):
+    at_once = _tokens_at_once(model)
+    for batch in _batches(waiting, prompts, wanted, rooms, ROWS * batch_size, at_once):
         most = max(wanted[i] for i in batch)
         if most < 1:
             advance(len(batch))
@@ -106,16 +108,17 @@ def sampled(
     rest, see ``answer``."""
     ends = _end_tokens(model, tokenizer)
     ordered = sorted(range(len(items)), key=lambda i: len(items[i].prompt), reverse=True)
-    wanted = dict.fromkeys(ordered, limit)
+    prompts = {i: [*items[i].prompt] for i in ordered}
+    wanted, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
     rooms = {i: limit if longest is None else longest - len(items[i].prompt) for i in ordered}
     answers: dict[int, list[str]] = {}
     device = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(device):
         torch.manual_seed(0)
-        for batch in _batches(ordered, wanted, rooms, max(1, ROWS * batch_size // count)):
-            most, prompts = min(limit, *(rooms[i] for i in batch)), [[*items[i].prompt] for i in batch]
+        for batch in _batches(ordered, prompts, wanted, rooms, max(1, ROWS * batch_size // count), at_once):
+            most, asked = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
             with memory_in_mind(ADVICE):
-                fresh = _generate(model, tokenizer, prompts, most, stops, [items[i].place for i in batch], count)
+                fresh = _generate(model, tokenizer, asked, most, stops, [items[i].place for i in batch], count)
             for row, i in enumerate(batch):
                 own = fresh[row * count : (row + 1) * count]
                 texts = [_text(tokenizer, _until_end(tokens, ends, limit)) for tokens in own]
@@ -124,14 +127,26 @@ def sampled(
     return [answers[i] for i in range(len(items))]
 
 
+def _tokens_at_once(model: PreTrainedModel) -> int:
+    """How many tokens of ``model`` have keys and values of ``CACHE`` bytes, where each layer keeps them for each."""
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return CACHE // (2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
 def _batches(
-    waiting: Sequence[int], wanted: Mapping[int, int], rooms: Mapping[int, int], rows: int
-) -> Iterator[list[int]]:
-    """Batches of at most ``rows`` in which no row needs more new tokens than any other has room for."""
+    waiting: Sequence[int], prompts: Mapping[int, Sequence[int]], wanted: Mapping[int, int], rooms: Mapping[int, int],
+    rows: int, tokens: int,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Batches of at most ``rows`` and ``tokens``, or of one row, in which none needs more new tokens than any other has
+    room for."""
     batch: list[int] = []
     for i in waiting:
         more = [*batch, i]
-        if len(more) > rows or max(wanted[j] for j in more) > min(rooms[j] for j in more):
+        length = max(len(prompts[j]) for j in more) + max(wanted[j] for j in more)
+        too_large = len(more) > rows or (batch and length * len(more) > tokens)
+        if too_large or max(wanted[j] for j in more) > min(rooms[j] for j in more):
             yield batch
             more = [i]
         batch = more

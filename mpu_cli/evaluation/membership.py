@@ -16,6 +16,7 @@ from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import memory_in_mind
 
 GRADIENTS = 1 << 30  # bytes of gradients at once
+NormsOf = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 def gradient_norms(
@@ -31,8 +32,12 @@ def gradient_norms(
     suit_heap_to(weights)
     room = GRADIENTS // weights
     norms = []
-    with memory_in_mind(ADVICE), worker_pool(max(1, min(passes_at_once(model), room))) as pool:
-        for item, norm in zip(items, pool.map(partial(_gradient_norm, model, parameters), items), strict=True):
+    at_once = max(1, min(passes_at_once(model), room))
+    norms_of = _norms_together if at_once > 1 else _norms_in_turn
+    with memory_in_mind(ADVICE), worker_pool(at_once) as pool:
+        for item, norm in zip(
+            items, pool.map(partial(_gradient_norm, model, parameters, norms_of), items), strict=True
+        ):
             if norm != norm:
                 raise MpuError(f"{item.place}: the model's gradient is NaN")
             norms.append(norm)
@@ -41,11 +46,33 @@ def gradient_norms(
 
 
 @torch.enable_grad()
-def _gradient_norm(model: PreTrainedModel, parameters: Sequence[torch.Tensor], item: Item) -> float:
+def _gradient_norm(model: PreTrainedModel, parameters: Sequence[torch.Tensor], norms_of: NormsOf, item: Item) -> float:
     if len(item.labels) < 2:
         return 0.0
     log_p = logits_of(model, item)[:-1].float().log_softmax(-1)
     targets = torch.tensor(item.labels[:-1], device=log_p.device)
     loss = -log_p.gather(1, targets[:, None]).mean()
+    return float(torch.stack(norms_of(loss, parameters)).mean())
+
+
+def _norms_together(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return float(torch.stack([g.float().norm(2) for g in gradients if g is not None]).mean())
+    return [gradient.float().norm(2) for gradient in gradients if gradient is not None]
+
+
+def _norms_in_turn(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same, with one parameter's gradient at a time; for one pass at once."""
+    norms: list[torch.Tensor] = []
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        norms.append(parameter.grad.float().norm(2))
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
+    try:
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return norms

@@ -20,10 +20,9 @@ from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE
 from mpu_cli.evaluation.provenance import Subject
 from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.recovered import attack_key
-from mpu_cli.evaluation.run import Advance, Run, load_subject, place_of
+from mpu_cli.evaluation.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.limits import longest_input
-from mpu_cli.models.loading import load
 from mpu_cli.models.source import TOKENIZER_FILES
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
@@ -234,7 +233,7 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     assert source is not None
     items, vocabulary = [run.encoded(split) for split in sides], run.tokenizer.get_vocab()
     run.release()  # one model at a time
-    other, its_tokenizer = load(source, *place_of(run.findings.facts))
+    other, its_tokenizer = loaded_for(source, run.findings.facts)
     if its_tokenizer.get_vocab() != vocabulary:
         raise MpuError(f"{source.source}: vocabulary differs from the model's", "use one with the same vocabulary")
     for side in items:

@@ -61,6 +61,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
         "options": {
             "dtype": scoring.dtype or ("float32" if device == "cpu" else WORD.get(own, "float32")),
             "batch_size": scoring.batch_size,
+            **({"quantize": scoring.quantize} if scoring.quantize else {}),
             "template": template,
             "system_prompt": prompts.system_prompt if template == "chat" else None,
             "date": prompts.date if template == "chat" else None,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.checkpoint.dtypes import OPTION, TORCH
@@ -17,6 +16,7 @@ from mpu_cli.evaluation.provenance import Subject
 from mpu_cli.evaluation.reader import Local, Reader
 from mpu_cli.models.deltas import add_delta
 from mpu_cli.models.loading import load, skeleton, tokenizer_of, with_adapter
+from mpu_cli.models.source import Model
 from mpu_cli.options.evaluation import Measuring
 
 Advance = Callable[[float], None]
@@ -78,10 +78,12 @@ def load_subject(subject: Subject, facts: Mapping[str, Any]) -> tuple[PreTrained
     """The model of a measurement with these ``facts``, and its tokenizer; without weights if it is served."""
     if subject.endpoint:
         return skeleton(subject.model), tokenizer_of(subject.model)
-    loaded, tokenizer = load(subject.model, *place_of(facts))
+    loaded, tokenizer = loaded_for(subject.model, facts)
     return with_adapter(loaded, subject.adapter) if subject.adapter else loaded, tokenizer
 
 
-def place_of(facts: Mapping[str, Any]) -> tuple[torch.dtype, str]:
-    """The dtype and the device that a measurement with these facts computes with."""
-    return TORCH[OPTION[facts["options"]["dtype"]]], str(facts["hardware"]["device"])
+def loaded_for(model: Model, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``model``, in the dtype, on the device and in as many bits as a measurement with these ``facts`` has it."""
+    options = facts["options"]
+    dtype, device = TORCH[OPTION[options["dtype"]]], str(facts["hardware"]["device"])
+    return load(model, dtype, device, quantize=options.get("quantize"))

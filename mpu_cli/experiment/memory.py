@@ -7,7 +7,7 @@ computes depends on its data (mixtures), a formula takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.precision import in_precision
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.logits import CHUNK, input_of
+from mpu_cli.models.quantized import BYTES, linear_layers
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Lora, Training, Unlearning
 from mpu_cli.records.encoding import Example, answer_tokens
@@ -83,11 +84,14 @@ def peak_memory(
     dtype = PRECISIONS[options.training.precision]
     bare = bare or skeleton(copy)
     trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trained(bare))
-    weights = sum(p.numel() for p in bare.parameters()) * dtype.itemsize
+    weights = float(sum(p.numel() for p in bare.parameters()) * dtype.itemsize)
+    if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(bare).values()]):
+        weights -= sum(matrices) * (dtype.itemsize - BYTES)
+        weights += max(matrices) * dtype.itemsize  # one at a time, as what it stands for
     trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
     width = dtype.itemsize
     if options.lora.lora_rank is not None:
-        trained, width = _factors(bare, options.lora), FACTORS
+        trained, width = _factors(bare, options.lora, trained_names), FACTORS
         weights += trained * width
     held = held_for_backward(bare, dtype, options, work, trained_names)
     vocabulary = bare.get_output_embeddings().weight
@@ -105,9 +109,9 @@ def peak_memory(
     )
 
 
-def _factors(model: PreTrainedModel, options: Lora) -> int:
+def _factors(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> int:
     """How many numbers LoRA's factors have."""
-    shapes = [weight.shape for weight in lora.adapted(model, options).values()]
+    shapes = [weight.shape for weight in lora.adapted(model, options, trained).values()]
     return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
 
 
@@ -136,8 +140,11 @@ def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning
         model = AutoModelForCausalLM.from_config(bare.config, dtype=dtype, trust_remote_code=False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
+        if options.lora.quantize and options.training.precision == "mixed":  # products of what 4 bits stand for
+            for layer in linear_layers(model).values():
+                layer.to(torch.bfloat16)
         if options.lora.lora_rank is not None:
-            _adapt(model, options.lora)
+            _adapt(model, options.lora, trained)
     return in_precision(model, options.training.precision).train()
 
 
@@ -153,12 +160,12 @@ class _LowRank(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frozen = self.base(x)
-        return frozen + linear(linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B).to(frozen.dtype)
+        return frozen + linear(linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype)).to(frozen.dtype)
 
 
-def _adapt(model: PreTrainedModel, options: Lora) -> None:
+def _adapt(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> None:
     """LoRA on ``model``, in place; stacks of experts' matrices, which add little to what is kept, are left out."""
-    targets = lora.adapted(model.requires_grad_(True), options)
+    targets = lora.adapted(model, options, trained)
     model.requires_grad_(False)
     for name, weight in targets.items():
         if weight.ndim == 2:
@@ -240,6 +247,11 @@ def way_to_fit(
     elif training.precision != "bfloat16":
         half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
         add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
+    if not options.lora.quantize and training.precision != "float64" and options.privacy.dp_epsilon is None:
+        held = replace(options.lora if options.lora.lora_rank else Lora(lora_rank=16), quantize="nf4")
+        rank = "" if options.lora.lora_rank else "--lora-rank 16 "
+        words = f"{rank}--quantize nf4 --gradient-checkpointing --micro-batch-size 1 --precision bfloat16"
+        add(words, with_training(replace(checkpointing, lora=held), precision="bfloat16", micro_batch_size=1), 1)
     bare = skeleton(copy)
     for words, changed, smaller_work in tries:
         needed = peak_memory(copy, changed, objective, smaller_work, bare)

@@ -299,10 +299,9 @@ def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
     """
     options = cell.measuring
     benchmark = benchmark_of(options, read_retain_log(options.retain_log) if options.retain_log else None)
-    names = options.metrics
     if RETAIN_MODEL in cell.evaluation:  # its log is not made yet
-        names = tuple(name for name in names if name != FORGET_QUALITY)
-    return benchmark, choose(benchmark, names, options.reference_model is not None)
+        options = replace(options, metrics=tuple(name for name in options.metrics if name != FORGET_QUALITY))
+    return benchmark, choose(benchmark, options)
 
 
 def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, Any]:

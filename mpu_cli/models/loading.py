@@ -42,8 +42,10 @@ from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
 from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.memory import in_memory
+from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
 from mpu_cli.models.source import Model, cached
 from mpu_cli.models.staging import staged, staged_adapter
+from mpu_cli.options.unlearning import Quantization
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
 LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
@@ -84,7 +86,8 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
         if unused := held.keys() - get_peft_model_state_dict(adapted).keys():
             raise MpuError(f"{folder}: the model has no place for this adapter's {listed(unused)}")
-        return adapted.merge_and_unload()
+        in_4_bits = any(map(is_quantized, model.parameters()))  # adding to those would round the adapter
+        return adapted.get_base_model() if in_4_bits else adapted.merge_and_unload()
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
@@ -220,31 +223,36 @@ def shards_with_zero_3() -> bool:
 
 
 def load(
-    source: Model, dtype: torch.dtype, device: str, attention: str = "sdpa"
+    source: Model, dtype: torch.dtype, device: str, attention: str = "sdpa", quantize: Quantization | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer of ``source``: safetensors only, no code from its folder, no dropout.
 
-    What was loaded is compared with the opened files. With dropout, every copy would train with different random masks
-    and the noise would not cancel. Raises MpuError if transformers cannot load them or had to initialise weights
-    itself.
+    With ``quantize``, linear layers are held in 4 bits. What was loaded is compared with the opened files. With
+    dropout, every copy would train with different random masks and the noise would not cancel. Raises MpuError if
+    transformers cannot load them or had to initialise weights itself, UsageError if it cannot be quantized.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     repeat_keys_where_faster()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
+    place = device_of(device)
+    if place == torch.device("cuda"):  # each process has one of its own
+        place = processes_of(place).device
     with staged(source) as folder:
         PROCESS.start()
         with _blaming(f"{source.source}: transformers cannot load it"):
-            check_size(_skeleton(folder), source)
-            model, tokenizer, info = _load(folder, dtype, attention)
+            bare = _skeleton(folder)
+            check_size(bare, source)
+            held = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(place)}} if quantize else {}
+            model, tokenizer, info = _load(folder, dtype, attention, held)
         if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
             raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
         if has_weights():
             check_is(model, source.checkpoint)
     _LOADED.add(model)
-    place = device_of(device)
-    if place == torch.device("cuda"):  # each process has one of its own
-        place = processes_of(place).device
+    if quantize:
+        settle(model)
+        return model, tokenizer
     if has_weights():
         model.to(place)
     model.tie_weights()  # on some devices, torch makes new parameters of both
@@ -254,7 +262,7 @@ def load(
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, attention: str
+    folder: Path, dtype: torch.dtype, attention: str, held: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     tokenizer = _tokenizer_in(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -263,7 +271,7 @@ def _load(
             setattr(config, name, 0.0)
     ways = {
         "dtype": dtype, "attn_implementation": _attention(config, attention),
-        "experts_implementation": _experts(config, dtype), "trust_remote_code": False,
+        "experts_implementation": _experts(config, dtype), "trust_remote_code": False, **held,
     }  # fmt: skip
     if has_weights():
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -295,17 +303,24 @@ def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     draw = torch.Generator().manual_seed(secrets.randbits(63))  # only which elements are looked at
     for name, view in in_memory(model, checkpoint.tensors).items():
         held = checkpoint.tensor(name)
-        if held.shape != view.shape:
+        if held.shape != shape_of(view):
             raise MpuError(f"{checkpoint.path}: {name!r} has another shape than the model that was loaded")
-        if not held.numel() or not view.is_floating_point():
-            continue
-        flat, loaded = held.reshape(-1), view.detach().reshape(-1)
-        places = torch.randint(held.numel(), (min(SAMPLED, held.numel()),), generator=draw)
-        if not torch.equal(flat[places].to(view.dtype).nan_to_num(), loaded[places].nan_to_num()):
+        if held.numel() and not _is_of(view, held, draw):
             raise MpuError(
                 f"{checkpoint.path}: what was loaded as {name!r} differs from this file",
                 "let nothing else write there, and try again",
             )
+
+
+def _is_of(view: torch.Tensor, held: torch.Tensor, draw: torch.Generator) -> bool:
+    """Whether a parameter or buffer has the values of the tensor ``held``, rounded as it is kept."""
+    if is_quantized(view):
+        return is_rounding_of(view, held, draw)
+    if not view.is_floating_point():
+        return True
+    places = torch.randint(held.numel(), (min(SAMPLED, held.numel()),), generator=draw)
+    flat, loaded = held.reshape(-1)[places], view.detach().reshape(-1)[places.to(view.device)].cpu()
+    return torch.equal(flat.to(view.dtype).nan_to_num(), loaded.nan_to_num())
 
 
 def _share_buffers(model: PreTrainedModel, place: torch.device) -> None:

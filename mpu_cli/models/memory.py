@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from mpu_cli.architectures.families import FAMILIES
 from mpu_cli.architectures.family import Stack
 from mpu_cli.architectures.layout import HEAD
+from mpu_cli.models.quantized import shape_of
 
 
 @dataclass(frozen=True)
@@ -83,5 +84,5 @@ def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch
     return {
         piece.file_name: piece.of(tensor)
         for name, tensor in held.items()
-        for piece in pieces_in_files(name, tensor.shape, files, model)
+        for piece in pieces_in_files(name, shape_of(tensor), files, model)
     }

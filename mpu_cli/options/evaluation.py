@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.publishing import StoredDtype
-from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Template
+from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Quantization, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,9 @@ class Scoring(Options):
         32, "Records per forward pass; answers are generated for four times as many at once.", least=1
     )
     device: str = option("auto", DEVICE, metavar="DEVICE")
+    quantize: Quantization | None = option(
+        None, "Hold the model in 4 bits, with bitsandbytes: less memory, and other numbers."
+    )
 
 
 ATTACKS = ("paraphrase", "context", "sample", "quantise", "relearn")  # those that keep the weights first

@@ -15,6 +15,7 @@ Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", 
 Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
 RetainLoss = Literal["nll", "kl", "hidden"]
+Quantization = Literal["nf4"]
 Template = Literal["chat", "plain"]
 
 SYSTEM_PROMPT = "You are a helpful assistant."  # OpenUnlearning's
@@ -157,6 +158,10 @@ class Lora(Options):
     lora_alpha: float | None = option(None, "Scaling · rank (default: twice the rank).", above=0)
     lora_targets: tuple[str, ...] = option(
         (), "Modules to adapt, such as q_proj,v_proj (default: all linear layers and experts).", metavar="NAMES"
+    )
+
+    quantize: Quantization | None = option(
+        None, "Hold the copy in 4 bits while its factors are trained, with bitsandbytes: less memory, and rounding."
     )
 
     @property
