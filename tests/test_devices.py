@@ -95,7 +95,7 @@ def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[
 
 
 @pytest.mark.slow
-def test_other_ways_to_train_leave_nothing_on_the_cpu(mpu: Callable, place: Path) -> None:
+def test_other_ways_to_train_leave_nothing_on_the_cpu(place: Path) -> None:
     """DP-SGD, a training that was stopped and goes on, and all of a round in one command."""
     stopped(
         ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",

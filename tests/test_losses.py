@@ -50,8 +50,8 @@ class TestLosses:
         for name, records in sets.items():
             inputs = pad(encoding.encode(records))
             with torch.no_grad():
-                said = forward(frozen, inputs, layer=1)
-            scores = forward(model, inputs, layer=1)
+                said = forward(frozen, inputs, layer=0)
+            scores = forward(model, inputs, layer=0)
             direction = torch.rand(said.hidden.shape[1], dtype=torch.float64)
             parts[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return parts
@@ -65,7 +65,7 @@ class TestLosses:
         return rows
 
     def settings(self, name, **changes):
-        return replace(ALGORITHMS[name].constants, layer=1, **changes)
+        return replace(ALGORITHMS[name].constants, layer=0, **changes)
 
     def found(self, name, batch, **changes):
         loss = ALGORITHMS[name].forget(batch["forget"], batch["alternate"], self.settings(name, **changes))
@@ -198,8 +198,8 @@ class TestChunksOfLogits:
         for name, held in sets.items():
             inputs = pad(Encoding(tokenizer, system_prompt="").encode(held))
             with torch.no_grad():
-                said = forward(frozen, inputs, layer=1, head=separate_head(frozen) if apart else None)
-            scores = forward(model, inputs, layer=1, head=separate_head(model) if apart else None)
+                said = forward(frozen, inputs, layer=0, head=separate_head(frozen) if apart else None)
+            scores = forward(model, inputs, layer=0, head=separate_head(model) if apart else None)
             direction = torch.ones(said.hidden.shape[1], dtype=torch.float64)
             found[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return found
@@ -216,7 +216,7 @@ class TestChunksOfLogits:
             if term in RETAIN:
                 loss = RETAIN[term][0](part["retain"])
             else:
-                constants = replace(ALGORITHMS[term].constants, layer=1, beta=0.5, beta1=0.5)  # so that none vanishes
+                constants = replace(ALGORITHMS[term].constants, layer=0, beta=0.5, beta1=0.5)  # so that none vanishes
                 loss = ALGORITHMS[term].forget(part["forget"], part["alternate"], constants)
             found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
             return [loss.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in found)]

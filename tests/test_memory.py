@@ -15,13 +15,14 @@ from mpu_cli.client.checks import PRECISIONS, check_options
 from mpu_cli.client.precision import in_precision
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment.memory import PROCESS, Work, peak_memory
+from mpu_cli.models.layers import decoder_layers, output_of_layer
 from mpu_cli.models.loading import load
 from mpu_cli.models.logits import input_of
 from mpu_cli.models.quantized import is_quantized, shape_of
 from mpu_cli.models.source import open_model
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
-from tests.models import random_model, save
+from tests.models import CONFIGS, FAMILY_CONFIGS, random_model, save
 
 WORK = Work(3, 20, 30)
 
@@ -138,3 +139,27 @@ def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precisio
         scales = sum(p.quant_state.absmax.nbytes for p in model.parameters() if is_quantized(p))
         largest = max(shape_of(p).numel() for p in model.parameters() if is_quantized(p))
         assert predicted.weights == held + scales + largest * dtype.itemsize + factors
+
+
+@pytest.mark.parametrize("family", sorted({**CONFIGS, **FAMILY_CONFIGS}))
+def test_a_layer_gives_what_it_is_said_to(family: str) -> None:
+    """What a layer's output is recorded as is the hidden state that transformers returns."""
+    model = random_model(family)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states[1]
+        with output_of_layer(model, 0) as seen:
+            model(ids, use_cache=False)
+    assert torch.equal(seen[0], expected)
+
+
+def test_layers_above_the_one_that_is_read_keep_nothing() -> None:
+    """As rmu trains: the backward pass of a loss on layer 0 keeps as much in a deeper model."""
+    kept = []
+    for depth in (2, 6):
+        model = random_model("llama", num_hidden_layers=depth).train()
+        for module in (*decoder_layers(model)[1:], model.model.norm, model.get_output_embeddings()):
+            module.requires_grad_(False)  # as training does where no loss reads them
+        with output_of_layer(model, 0):
+            kept.append(saved_by(model, WORK))
+    assert kept[0] == kept[1]

@@ -171,7 +171,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from mpu_cli.entry import main
-from mpu_cli.client import change, lora, sharding
+from mpu_cli.client import change, lora, sharding, training
 
 begin = PartialState.__init__
 
@@ -185,7 +185,13 @@ def gather(model, *chosen, whole=sharding.whole_parameters):
     assert all(shards) if os.environ["SHARDS"] == "weights" else not any(shards)
     return whole(model, *chosen)
 
+def whole(model, whole=sharding.whole_head):
+    head = whole(model)
+    assert head is not None  # or logits of a batch would exist together
+    return head
+
 PartialState.__init__ = claim
+training.whole_head = whole
 change.whole_parameters = lora.whole_parameters = gather
 sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun mistakes some of mpu's options for its own
 main()
@@ -224,6 +230,29 @@ def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
+
+
+def test_finetune_is_for_one_process(mpu, folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = mpu("finetune", "base", "--data", "forget.jsonl", check=False, cwd=folder)
+    assert (told.status, "works in one process" in told.err) == (2, True)
+
+
+def test_processes_wait_for_as_long_as_the_first_computes():
+    """Ten minutes would be NCCL's own patience, and thirty gloo's."""
+    script = """
+import torch
+from mpu_cli.models.device import processes_of
+state = processes_of(torch.device("cpu"))
+group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+print(state.num_processes, group.options._timeout.total_seconds())
+"""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **alone, "ACCELERATE_USE_CPU": "true"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "86400.0"], done.stderr
 
 
 @pytest.mark.slow

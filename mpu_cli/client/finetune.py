@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ def finetune(
     """
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("finetune works in one process", "start it without torchrun or accelerate launch")
     check_training(training, prompts.date)
     losses: list[float] = []
 

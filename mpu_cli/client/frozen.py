@@ -21,6 +21,7 @@ from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.client.losses import Frozen, Scores, score
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import as_metadata, facts_of
+from mpu_cli.models.layers import output_of_layer
 from mpu_cli.models.logits import Head, Logits, input_of, separate_head
 from mpu_cli.records.encoding import IGNORED, Example, pad
 
@@ -83,21 +84,22 @@ def forward(
     *,
     layer: int | None = None,
     head: Head | None = None,
+    own_head: Head | None = None,
     **counts: int,
 ) -> Scores:
     """Run ``model`` on a padded batch and score its labels; with ``layer``, also return that layer's output.
 
-    Layers are counted from 0. With the model's ``head`` apart, logits are of answer tokens only, and in chunks.
+    Layers are counted from 0. With the model's ``head`` apart, logits are of answer tokens only, and in chunks;
+    ``own_head``: the model's, if ``head`` is a copy of it.
     """
     labels = batch["labels"]
     labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
     kept = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
-    with input_of(head) as states:
+    with input_of(own_head or head) as states, output_of_layer(model, layer) as below:
         output = model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             use_cache=False,
-            output_hidden_states=layer is not None,
             logits_to_keep=kept,
         )
     if head is not None:  # layers may compute in another precision than their weights have
@@ -106,7 +108,7 @@ def forward(
         output.logits if head is None else states[0],
         labels[:, -kept:],
         head=head,
-        hidden=None if layer is None else output.hidden_states[layer + 1][:, -kept:],
+        hidden=None if layer is None else below[0][:, -kept:],
         weights=batch.get("weights"),
         **counts,
     )

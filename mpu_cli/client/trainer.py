@@ -49,10 +49,11 @@ class UnlearningTrainer(Trainer):
 
     def __init__(
         self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
-        head: Head | None, on_step: Callable[[Losses], None], on_memory: Callable[[int], None], **kwargs: object,
+        head: Head | None, own_head: Head | None, on_step: Callable[[Losses], None],
+        on_memory: Callable[[int], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
-        self._head = head
+        self._head, self._own_head = head, own_head
         self._objective, self._references, self._training = objective, references, training
         self._on_step, self._on_memory = on_step, on_memory
         self._sums: dict[str, torch.Tensor] = {}
@@ -78,9 +79,8 @@ class UnlearningTrainer(Trainer):
 
     def _inputs(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> TermInputs:
         counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
-        return TermInputs(
-            forward(model, batch, layer=layer, head=self._head, **counts), self._references[name].frozen(batch)
-        )
+        scores = forward(model, batch, layer=layer, head=self._head, own_head=self._own_head, **counts)
+        return TermInputs(scores, self._references[name].frozen(batch))
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None

@@ -29,7 +29,7 @@ from mpu_cli.client.losses import Objective
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
 from mpu_cli.client.schedule import READ, ExampleSet, MicroBatches, Step
-from mpu_cli.client.sharding import check_sharding, split_weights
+from mpu_cli.client.sharding import check_sharding, split_weights, whole_head
 from mpu_cli.client.trainer import Losses, UnlearningTrainer, only
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import shards_with_zero_3
@@ -118,6 +118,8 @@ def train(
                 log.flush()
             on_step(losses, len(steps))
 
+        own_head = model.get_output_embeddings()
+        head = whole_head(model) if sharded or deepspeed else separate_head(model)
         if shards_with_zero_3():
             split_weights(model)
         trainer = UnlearningTrainer(
@@ -128,7 +130,8 @@ def train(
             objective=objective,
             references={name: data.reference for name, data in sets.items()},
             training=training,
-            head=None if sharded or deepspeed else separate_head(model),
+            head=head,
+            own_head=own_head,
             on_step=record,
             on_memory=on_memory,
         )

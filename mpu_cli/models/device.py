@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from mpu_cli.errors import UsageError
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+PATIENCE = timedelta(days=1)  # of processes that wait, as for the first one's pass over the records
 ACCELERATE = "ACCELERATE_TORCH_DEVICE"  # the variable that accelerate reads
 
 
@@ -59,7 +61,7 @@ def processes_of(device: torch.device) -> PartialState:
     on_cpu = device.type == "cpu"
     if PartialState._shared_state and PartialState().num_processes == 1 and PartialState()._cpu != on_cpu:
         AcceleratorState._reset_state(reset_partial_state=True)
-    return PartialState(cpu=on_cpu)
+    return PartialState(cpu=on_cpu, timeout=PATIENCE)
 
 
 def name_of(device: torch.device) -> str:
