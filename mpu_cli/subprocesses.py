@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ERROR, HINT = "mpu: error: ", "mpu: hint: "  # how lines begin that say why mpu failed, and what to do
+# How lines begin that say why mpu failed, what to do, and what it warns of.
+ERROR, HINT, WARNING = "mpu: error: ", "mpu: hint: ", "warning: "
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Ended:
     status: int
     stdout: str
     stderr: str
+
+    @property
+    def warnings(self) -> list[str]:
+        """What it warned of."""
+        return [line.removeprefix(WARNING) for line in self.stderr.splitlines() if line.startswith(WARNING)]
 
     @property
     def reason(self) -> str:

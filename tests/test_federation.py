@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import grp
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -17,14 +19,13 @@ import torch
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool, digest_of
+from mpu_cli.resumption import alone_in
 from tests.federation import BUNDLE, Network, network, wait_for
 from tests.models import random_model, save, write_records
 from tests.protocol import tensors
 
 TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
 COPY = "run/round_1/copy_1"
-
-EMPTY = hashlib.sha256().hexdigest()
 
 
 @pytest.fixture
@@ -350,28 +351,58 @@ def main(grid, context):
 '''
 
 
+def settings(place: Path, owners: str, **more: object) -> dict:
+    """The configuration of a run."""
+    return {
+        "base": str(place / "base"), "state": str(place / "state"), "owners": owners, "rounds": 1, "publish": "",
+        "aggregate": "", "poll": 0.01, "patience": 9, "limit": 99, "on_missing": "end", "quorum": 1, **more,
+    }  # fmt: skip
+
+
 class TestAnswersOfACourier:
     """Whatever a courier answers: its owner is given up, nothing is written elsewhere, other owners go on."""
 
+    DELTA: ClassVar[dict] = {"state": "done", "names": ["copy_1.safetensors"], "sizes": [1], "digests": ["x"]}
     HOSTILE: ClassVar[dict[str, dict[str, dict]]] = {
         "a state that is none": {"state": {"state": "x" * 999}},
         "a state that is a number": {"state": {"state": 7}},
         "no state": {"state": {}},
-        "names without digests": {"made": {"names": ["copy_1.safetensors"], "digests": []}},
-        "digests that are numbers": {"made": {"names": ["copy_1.safetensors"], "digests": [1]}},
-        "names that are numbers": {"made": {"names": [1], "digests": ["x"]}},
-        "a name that leads elsewhere": {"made": {"names": ["../x"], "digests": ["x"]}},
-        "a name inside one that leads elsewhere": {"made": {"names": ["copy_1.safetensors/../../x"], "digests": ["x"]}},
+        "names without digests": {"state": DELTA | {"digests": []}},
+        "digests that are numbers": {"state": DELTA | {"digests": [1]}},
+        "names that are numbers": {"state": DELTA | {"names": [1]}},
+        "no names": {"state": {"state": "done"}},
+        "sizes that are words": {"state": DELTA | {"sizes": ["1"]}},
+        "a size below zero": {"state": DELTA | {"sizes": [-5]}},
+        "an empty file": {"state": DELTA | {"sizes": [0]}},
+        "more than any delta has": {"state": DELTA | {"sizes": [1 << 50]}},
+        "more than it declared": {"state": DELTA, "get": {"pieces": [b"12"]}},
+        "another number of pieces": {"state": DELTA, "get": {"pieces": [b"1", b"1"]}},
+        "no piece": {"state": DELTA, "get": {"pieces": []}},
+        "a name that leads elsewhere": {"state": DELTA | {"names": ["../x"]}},
+        "a name inside one that leads elsewhere": {"state": DELTA | {"names": ["copy_1.safetensors/../../x"]}},
+        "another file beside": {
+            "state": DELTA | {"names": ["copy_1.safetensors/x"]},
+        },
         "a file and a folder of one name": {
-            "made": {"names": ["copy_1.safetensors", "copy_1.safetensors/x"], "digests": [EMPTY, EMPTY]}
+            "state": DELTA | {
+                "names": ["copy_1.safetensors", "copy_1.safetensors/mpu.json"], "sizes": [1, 1], "digests": ["x", "x"],
+            }
         },
         "too many files": {
-            "made": {"names": [f"copy_1.safetensors/{i}" for i in range(2000)], "digests": [EMPTY] * 2000}
+            "state": DELTA | {
+                "names": [f"copy_1.safetensors/model-{i:05}-of-02000.safetensors" for i in range(2000)],
+                "sizes": [1] * 2000, "digests": ["x"] * 2000,
+            }
         },
-        "no piece": {"get": {}},
-        "sizes that are words": {"held": {"names": ["config.json"], "sizes": ["1"]}},
-        "keeps nothing": {"held": {"names": [], "sizes": []}},
-    }
+        "held sizes that are words": {
+            "state": {"state": "arriving", "names": ["config.json"], "sizes": ["1"]},
+        },
+        "keeps nothing": {
+            "state": {"state": "arriving", "names": [], "sizes": []},
+            "put": {"state": "arriving", "names": [], "sizes": []},
+        },
+        "always damaged": {"state": {"state": "arriving", "names": [], "sizes": []}, "put": {"keeps": "all"}},
+    }  # fmt: skip
 
     @pytest.mark.parametrize("attack", HOSTILE)
     def test_are_one_owners_failure(self, mpu: Callable, place: Path, attack: str) -> None:
@@ -385,31 +416,236 @@ class TestAnswersOfACourier:
         mpu("publish", place / "base", "--copies", 2, "--run", "r", "--identity", state / "identity.txt", "--out",
             state / "round_1/a/copies", "--keys", state / "round_1/a/keys.bin")  # fmt: skip
         (state / "round_1/a/run").write_text("r\n")
-        config = {"base": str(place / "base"), "state": str(state), "owners": "a", "rounds": 1, "publish": "",
-                  "aggregate": "", "poll": 0.01, "patience": 9, "limit": 99}  # fmt: skip
         said: list[str] = []
         exchange = Exchange(None, 9, 99, said.append)  # nothing is sent: answers are given here
-        game = Round(settings_of(config), exchange, 1, place / "base")
-        answers = {"state": {"state": "done"}, "held": {"names": [], "sizes": []}, "put": {}, "complete": {"wrong": []},
-                   "made": {"names": ["copy_1.safetensors"], "digests": ["x"]}, "get": {}, "again": {}}  # fmt: skip
-        answers |= self.HOSTILE[attack]
-        if attack in ("sizes that are words", "keeps nothing"):
-            answers |= {"state": {"state": "arriving"}, "put": answers["held"]}
+        game = Round(settings_of(settings(place, "a")), exchange, 1, place / "base")
+        copy = game.copies("a")[0]
+        whole = {path.name: path.stat().st_size for path in copy.iterdir()}
+        keeps_all = {"state": "arriving", "names": list(whole), "sizes": list(whole.values())}
+        answers = {"state": self.DELTA, "put": {}, "get": {"pieces": [b"1"]}, "again": {}} | self.HOSTILE[attack]
         before = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
         running: dict = {}
-        results: dict = {}
-        failures: list[MpuError] = []
-        job = game._deliver("a", game.copies("a")[0])
-        exchange._advance(0, job, "a", None, running, results, failures)
+        failures: list[tuple[str, MpuError]] = []
+        job = game._deliver("a", copy)
+        exchange._advance(0, job, "a", None, running, failures)
         for _ in range(40):
             if 0 not in running:
                 break
             request: Request = running[0].request
-            data = [b""] if request.kind == "get" and attack != "no piece" else []
-            exchange._advance(0, job, "a", Reply(answers[request.kind], data), running, results, failures)
-        assert results == {}
-        [failure] = failures
+            values = {**answers[request.kind]}
+            data = values.pop("pieces", [])
+            values = keeps_all if values == {"keeps": "all"} else values
+            exchange._advance(0, job, "a", Reply(values, data), running, failures)
+        [(owner, failure)] = failures
+        assert owner == "a"
+        assert not game.delta("a", copy).exists()
         assert "\n" not in failure.problem
         assert str(place) not in failure.problem or "rejected" in failure.problem
         after = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
         assert {path for path in after - before if path.name not in ("arriving", "rejected")} == set()
+
+
+class InProcess:
+    """Couriers without a network between them: what the server pushes is handled at once, by the client's own code.
+
+    ``lost``: how many of the first replies come only after the request was sent again. ``broken``: owners whose
+    courier cannot reach its spool.
+    """
+
+    def __init__(self, spools: dict[str, Path], lost: int = 0):
+        from flwr.app import Context, RecordDict
+        from flwr.supercore.task_identity import TaskIdentity
+
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as a ServerApp's process has
+        self.owners, self.lost, self.broken = list(spools), lost, set()
+        self.contexts = [
+            Context(0, i, {"spool": str(path)}, RecordDict(), {}) for i, path in enumerate(spools.values())
+        ]
+        self.replies: dict[str, object] = {}
+        self.asked: list[str] = []
+
+    def get_node_ids(self) -> list[int]:
+        return list(range(len(self.owners)))
+
+    def get_nodes(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(node_id=i, name=owner) for i, owner in enumerate(self.owners)]
+
+    def push_messages(self, messages: list) -> list[str]:
+        from flwr.app import Error, Message
+
+        from mpu_cli.federation.client_app import _handle
+
+        sent = []
+        for message in messages:
+            number = f"{len(self.asked)}"
+            message.metadata.__dict__["_message_id"] = number  # as the SuperLink sets it
+            node = message.metadata.dst_node_id
+            self.asked.append(message.content.config_records["about"]["kind"])
+            try:
+                if self.owners[node] in self.broken:
+                    raise RuntimeError("broken")
+                reply = _handle(message, self.contexts[node])
+            except RuntimeError as error:
+                reply = Message(Error(2, str(error)), reply_to=message)
+            self.replies[number] = reply
+            sent.append(number)
+        return sent
+
+    def pull_messages(self, ids: list[str]) -> list:
+        ready = [number for number in ids if number in self.replies and not self._late(number)]
+        return [self.replies.pop(number) for number in ready]
+
+    def _late(self, number: str) -> bool:
+        return int(number) < self.lost and len(self.asked) <= int(number) + self.lost
+
+
+@pytest.fixture
+def played(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Plays a run with owners whose watch is ``mpu watch``, in this process; returns what was said."""
+    pytest.importorskip("flwr")
+    from mpu_cli.federation import exchange, server_app
+
+    monkeypatch.setattr(exchange, "PAUSE", 0.01)
+    monkeypatch.setattr(exchange, "LOOK", 0.01)
+
+    def play(grid: InProcess, working: str, **config: object) -> list[str]:
+        said: list[str] = []
+        monkeypatch.setattr(server_app, "say", said.append)
+        watches = [
+            subprocess.Popen(
+                [sys.executable, "-m", "mpu_cli", "watch", place / f"spool-{owner}", *map(str, records(place, owner)),
+                 *TRAINING, "--work", place / f"work-{owner}", "--poll", "0.2", "--device", "cpu"],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for owner in working
+        ]  # fmt: skip
+        mask = os.umask(0o022)
+        try:
+            server_app.play(grid, server_app.settings_of(settings(place, ",".join(grid.owners), **config)))
+        finally:
+            os.umask(mask)
+            for watch in watches:
+                watch.terminate()
+                watch.wait()
+        return said
+
+    return play
+
+
+def spools(place: Path, owners: str) -> dict[str, Path]:
+    return {owner: place / f"spool-{owner}" for owner in owners}
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, played: Callable) -> None:
+    """The round goes on with the others, says so, and is made anew with all; files are nobody else's."""
+    publish = "--copies 2 --kappa 0.05"
+    grid = InProcess(spools(place, "ab"))
+    grid.broken = {"b"}
+    with pytest.raises(MpuError, match="b: its courier cannot answer"):
+        played(grid, "a", publish=publish)
+    assert not (place / "state/round_1/model").exists()
+    with pytest.raises(MpuError, match="b: its courier cannot answer"):
+        played(grid, "a", publish=publish, on_missing="leave-out", quorum=2)
+    said = played(grid, "a", publish=publish, on_missing="leave-out")
+    assert "b was left out" in said[-1]
+    model = place / "state/round_1/model"
+    assert "Left out of round 1: b." in (model / "README.md").read_text()
+    without = tensors(model)
+    grid.broken = set()
+    said = played(grid, "b", publish=publish, on_missing="leave-out")
+    assert "deltas of b came after all" in " ".join(said)
+    assert "left out" not in said[-1]
+    assert not any("Left out" in card.read_text() for card in model.glob("README.md"))
+    keys = [part for owner in "ab" for part in ("--keys", place / f"state/round_1/{owner}/keys.bin")]
+    mpu("aggregate", *(place / f"state/round_1/{owner}/deltas" for owner in "ab"), *keys, "--identity",
+        place / "state/identity.txt", "--base", place / "base", "--out", place / "by-hand")  # fmt: skip
+    expected, found = tensors(place / "by-hand"), tensors(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert any(not torch.equal(tensor, without[name]) for name, tensor in found.items())
+    for path in (place / "state").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert not list(place.glob("spool-*/in/*/*/copy_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_what_aggregation_warns_of_is_told(place: Path, played: Callable) -> None:
+    """In the log, in the state, and in the run's last line; and replies that come late are used or taken away."""
+    grid = InProcess(spools(place, "a"), lost=3)
+    said = played(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--server-lr 1e-9", patience=0.2)
+    assert (place / "state/round_1/warnings.txt").read_text().strip()
+    warning = (place / "state/round_1/warnings.txt").read_text().splitlines()[0]
+    assert f"warning: {warning}" in said
+    assert warning in said[-1]
+    assert any("is sent again" in line for line in said)
+    assert not grid.replies
+
+
+def test_a_state_has_one_run(place: Path, played: Callable) -> None:
+    (place / "state").mkdir()
+    with alone_in(place / "state", "flower", "state"), pytest.raises(MpuError, match="in use by another"):
+        played(InProcess(spools(place, "a")), "")
+
+
+@pytest.mark.parametrize("other", ["copy_2", "round_2/copy_1"])
+def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, place: Path, other: str) -> None:
+    pytest.importorskip("flwr")
+    from mpu_cli.federation.exchange import Exchange
+    from mpu_cli.federation.server_app import Round, settings_of
+
+    owner = place / "state/round_1/a"
+    owner.mkdir(parents=True)
+    identity = place / "state/identity.txt"
+    mpu("keygen", "--out", identity)
+    for number, out in ((1, owner), (2, place / "second")):
+        mpu("publish", place / "base", "--copies", 2, "--run", "r", "--round", number, "--identity", identity, "--out",
+            out / "copies", "--keys", out / "keys.bin")  # fmt: skip
+    (owner / "run").write_text("r\n")
+    source = owner / "copies/copy_2" if other == "copy_2" else place / "second/copies/copy_1"
+    delta = owner / "arriving/copy_1/copy_1.safetensors"
+    mpu("unlearn", source, *records(place, "a"), *TRAINING, "--out", delta)
+    game = Round(settings_of(settings(place, "a")), Exchange(None, 9, 99, print), 1, place / "base")
+    assert game._complaint("a", "r/round_1/copy_1", delta) == "is the delta of another copy"
+    mpu("unlearn", owner / "copies/copy_1", *records(place, "a"), *TRAINING, "--out", delta, "--force")
+    assert game._complaint("a", "r/round_1/copy_1", delta) == ""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another group")
+def test_a_spool_is_for_a_group_at_any_umask(mpu: Callable, place: Path) -> None:
+    """What watch makes, and what either side makes inside; a spool that others cannot write to is refused."""
+    group = next(each for each in grp.getgrall() if each.gr_gid != os.getgid())
+    watch = ["watch", place / "spool", *records(place, "a"), "--work", place / "work", "--once", "--spool-group"]
+    for mask in (0o022, 0o077):
+        before = os.umask(mask)
+        try:
+            mpu(*watch, group.gr_name)
+            Spool(place / "spool").put(COPY, "config.json", 0, b"{}")
+            for path in (place / "spool", *(place / "spool").rglob("*")):
+                assert path.stat().st_gid == group.gr_gid, path
+                assert path.stat().st_mode & 0o070 == (0o070 if path.is_dir() else 0o060), path
+                assert path.stat().st_mode & 0o007 == 0, path
+        finally:
+            os.umask(before)
+            shutil.rmtree(place / "spool", ignore_errors=True)
+    (place / "spool").mkdir(mode=0o755)
+    told = mpu(*watch, group.gr_name, check=False)
+    assert told.is_one_error
+    assert "cannot write everything that is made there" in told.err
+    assert f"chgrp {group.gr_name}" in told.err
+    assert "no such group here" in mpu(*watch, "nobody-has-this-group", check=False).err
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_the_page_as_it_stands(place: Path) -> None:
+    """docs/two_organisations.md on one machine, by its script: the model is that of aggregate by hand."""
+    pytest.importorskip("flwr")
+    told = subprocess.run(
+        ["bash", BUNDLE / "rehearse.sh", place / "base", place / "a/forget.jsonl", place / "a/retain.jsonl", "played"],
+        cwd=place, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert "byte for byte" in told.stdout
+    assert (place / "played/server/state.db").stat().st_mode & 0o077 == 0

@@ -29,6 +29,13 @@ def watch(
             help="Private folder for checkpoints and reference files; the courier must not read it.", metavar="DIR"
         ),
     ] = Path("mpu-work"),
+    spool_group: Annotated[
+        str | None,
+        typer.Option(
+            help="Group of the courier's user: SPOOL is made for it if it is missing, and checked otherwise.",
+            metavar="GROUP",
+        ),
+    ] = None,
     poll: Annotated[
         float, typer.Option(help="Seconds between looks at an empty spool.", metavar="SECONDS", min=0.1)
     ] = 5.0,
@@ -81,6 +88,7 @@ def watch(
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
+        Spool(spool).prepare(spool_group)
         for copy, place in _misplaced(spool):
             warn(f"{copy}: a copy is expected at {place}")
         if not once:

@@ -7,6 +7,7 @@ watch``, which runs apart from it. Requests may come twice: Flower does not deli
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,35 +20,38 @@ from mpu_cli.federation.spool import Spool
 Asked = dict[str, Value]
 Answer = tuple[dict[str, Value], list[bytes]]
 
+LOOK, LONGEST_WAIT = 0.5, 30.0  # seconds between looks at a copy that is worked on, and until an answer without news
+
 app = ClientApp()
 
 
-def _held(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
-    sizes = spool.held(copy)
-    return {"names": list(sizes), "sizes": list(sizes.values())}, []
+def _state(spool: Spool, copy: str, asked: Asked, _: list[bytes]) -> Answer:
+    """What has become of a copy, after ``wait`` seconds at most if it is being worked on; with the files that are here
+    of it while it arrives, and with those of its delta once that is done."""
+    ends = time.monotonic() + min(float(asked.get("wait", 0.0)), LONGEST_WAIT)
+    while (state := spool.state(copy)) == "waiting" and time.monotonic() < ends:
+        time.sleep(LOOK)
+    if state == "done":
+        made = spool.made(copy)
+        sizes, digests = ([getattr(file, name) for file in made.values()] for name in ("size", "digest"))
+        return {"state": state, "names": list(made), "sizes": sizes, "digests": digests}, []
+    held = spool.held(copy) if state == "arriving" else {}
+    return {"state": state, "names": list(held), "sizes": list(held.values())}, []
 
 
 def _put(spool: Spool, copy: str, asked: Asked, data: list[bytes]) -> Answer:
-    for name, offset, piece in zip(asked["names"], asked["offsets"], data, strict=True):
+    """Keep pieces of a copy; with the ``digests`` of all its ``files``, it is whole if they agree."""
+    for name, offset, piece in zip(asked.get("names") or (), asked.get("offsets") or (), data, strict=True):
         spool.put(copy, name, offset, piece)
-    return _held(spool, copy, asked, data)
-
-
-def _complete(spool: Spool, copy: str, asked: Asked, _: list[bytes]) -> Answer:
-    return {"wrong": spool.complete(copy, dict(zip(asked["names"], asked["digests"], strict=True)))}, []
-
-
-def _state(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
-    return {"state": spool.state(copy)}, []
-
-
-def _made(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
-    digests = spool.made(copy)
-    return {"names": list(digests), "digests": list(digests.values())}, []
+    if "digests" in asked:
+        spool.complete(copy, dict(zip(asked["files"], asked["digests"], strict=True)))
+    return _state(spool, copy, {}, [])
 
 
 def _get(spool: Spool, copy: str, asked: Asked, _: list[bytes]) -> Answer:
-    return {}, [spool.read(copy, asked["name"], asked["offset"], asked["count"])]
+    """Pieces of a delta's files."""
+    wanted = zip(asked["names"], asked["offsets"], asked["counts"], strict=True)
+    return {}, [spool.read(copy, name, offset, count) for name, offset, count in wanted]
 
 
 def _again(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
@@ -55,14 +59,14 @@ def _again(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
     return {}, []
 
 
-def _forget(spool: Spool, copy: str, _: Asked, __: list[bytes]) -> Answer:
-    spool.forget(copy)
+def _forget(spool: Spool, _: str, asked: Asked, __: list[bytes]) -> Answer:
+    for copy in asked["copies"]:
+        spool.forget(copy)
     return {}, []
 
 
 HANDLERS: dict[str, Callable[[Spool, str, Asked, list[bytes]], Answer]] = {
-    "held": _held, "put": _put, "complete": _complete, "state": _state, "made": _made, "get": _get, "again": _again,
-    "forget": _forget,
+    "state": _state, "put": _put, "get": _get, "again": _again, "forget": _forget,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -22,8 +22,6 @@ CARRYING = 2  # messages with pieces under way at once: the SuperLink holds them
 PAUSE = 5.0  # seconds before a request that failed is sent again
 RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and after how many of them to stop
 
-Result = TypeVar("Result")
-
 
 def shown(text: object) -> str:
     """What another party sent, as text for a log: one line, without control characters, cut."""
@@ -33,13 +31,12 @@ def shown(text: object) -> str:
 @dataclass(frozen=True)
 class Request:
     """One request about ``copy``, RUN/round_R/copy_K: what is asked (``kind``), with named ``values`` and pieces of
-    files; sent ``after`` so many seconds."""
+    files."""
 
     kind: str
     copy: str
     values: Mapping[str, Value] = field(default_factory=dict)
     data: tuple[bytes, ...] = ()
-    after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def table(reply: Reply, name: str, kind: type) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-Job = Generator[Request, Reply, Result]
+Job = Generator[Request, Reply, Any]
+Failures = list[tuple[str, MpuError]]  # each owner's, as they come
 
 
 @dataclass
@@ -81,8 +79,10 @@ class _Running:
     request: Request
     due: float
     asked_at: float = 0.0
-    answered_at: float = field(default_factory=time.monotonic)
-    message: str | None = None
+    begun_at: float = field(default_factory=time.monotonic)
+    sent: int = 0  # how often
+    messages: list[str] = field(default_factory=list)  # as it was sent, and sent again: any of them may be answered
+    pending: bool = False  # whether an answer to the last of them is waited for
     raised: int = 0  # how often the courier raised an exception on this request
 
     @property
@@ -95,40 +95,44 @@ class _Running:
 class Exchange:
     """Talks to ``owners``, by the names that their nodes are registered with.
 
-    A request is sent again after ``patience`` seconds without a reply; after ``limit`` seconds without any, the owner
-    is given up. One owner's failure does not end what is under way with the others.
+    A request is sent again after ``patience`` seconds without a reply, then after twice as many, and so on: a piece
+    that takes long is not sent for ever. After ``limit`` seconds from when it was first sent, the owner is given up.
+    One owner's failure does not end what is under way with the others.
     """
 
     grid: Grid
     patience: float
     limit: float
     say: Callable[[str], None]
+    _late: set[str] = field(default_factory=set)  # messages whose replies are pulled, so that they are not kept
 
     def node_of(self, owner: str) -> int | None:
         """The id of an owner's node, if it is online."""
         online = set(self.grid.get_node_ids())
         return next((n.node_id for n in self.grid.get_nodes() if n.name == owner and n.node_id in online), None)
 
-    def run(self, jobs: Iterable[tuple[str, Job[Result]]]) -> list[Result]:
-        """Play all jobs, each with its owner, at the same time; their results in order.
-
-        Raises MpuError for the first that failed, once all others have ended.
-        """
-        results: dict[int, Result] = {}
+    def run(self, jobs: Iterable[tuple[str, Job]]) -> dict[str, MpuError]:
+        """Play all jobs, each with its owner, at the same time, to their ends; the first failure of each owner that
+        has one."""
         running: dict[int, _Running] = {}
-        failures: list[MpuError] = []
+        failures: Failures = []
         for number, (owner, job) in enumerate(jobs):
-            self._advance(number, job, owner, None, running, results, failures)
+            self._advance(number, job, owner, None, running, failures)
         while running:
             now = time.monotonic()
             for each in running.values():
-                carrying = sum(other.carries and other.message is not None for other in running.values())
-                if each.message is None and now >= each.due and not (each.carries and carrying >= CARRYING):
+                carrying = sum(other.carries and other.pending for other in running.values())
+                if not each.pending and now >= each.due and not (each.carries and carrying >= CARRYING):
                     self._send(each)
-            waiting = {each.message: number for number, each in running.items() if each.message is not None}
-            for message in self.grid.pull_messages(list(waiting)) if waiting else ():
-                number = waiting[message.metadata.reply_to_message_id]
+            waiting = {sent: number for number, each in running.items() for sent in each.messages}
+            for message in self.grid.pull_messages([*waiting, *self._late]) if waiting else ():
+                sent = message.metadata.reply_to_message_id
+                number = waiting.get(sent, -1)
+                if number not in running or sent not in running[number].messages:
+                    self._late.discard(sent)  # to a request that was answered meanwhile
+                    continue
                 each = running[number]
+                each.messages.remove(sent)
                 if message.has_error():
                     why = f"error {message.error.code}: {shown(message.error.reason)}"
                     each.raised += message.error.code == RAISED
@@ -142,31 +146,30 @@ class Exchange:
                 except (KeyError, ValueError, TypeError, AttributeError) as error:
                     self._give_up(number, f"its reply cannot be read ({shown(error)})", running, failures)
                     continue
-                self._advance(number, each.job, each.owner, reply, running, results, failures)
+                self._late.update(each.messages)
+                self._advance(number, each.job, each.owner, reply, running, failures)
             for number, each in list(running.items()):
-                if each.message is not None and time.monotonic() - each.asked_at > self.patience:
-                    self._repeat(each, f"no reply for {self.patience:g} s")
-                if time.monotonic() - each.answered_at > self.limit + each.request.after:
+                patience = self.patience * 2 ** max(0, each.sent - 1)
+                if each.pending and time.monotonic() - each.asked_at > patience:
+                    self._repeat(each, f"no reply for {patience:g} s")
+                if time.monotonic() - each.begun_at > self.limit:
+                    self._late.update(each.messages)
                     self._give_up(number, f"no reply for {self.limit:g} s", running, failures)
             time.sleep(LOOK)
-        if failures:
-            raise failures[0]
-        return [results[number] for number in sorted(results)]
+        return dict(reversed(failures))
 
     def _advance(
-        self, number: int, job: Job, owner: str, reply: Reply | None, running: dict[int, _Running],
-        results: dict[int, Result], failures: list[MpuError],
-    ) -> None:  # fmt: skip
-        """Give a job its reply and note its next request, its result, or why it failed."""
+        self, number: int, job: Job, owner: str, reply: Reply | None, running: dict[int, _Running], failures: Failures
+    ) -> None:
+        """Give a job its reply and note its next request, or why it failed."""
         try:
             request = next(job) if reply is None else job.send(reply)
-        except StopIteration as end:
+        except StopIteration:
             running.pop(number, None)
-            results[number] = end.value
             return
         except MpuError as error:
             running.pop(number, None)
-            failures.append(error)
+            failures.append((owner, error))
             self.say(f"{owner}: {shown(error.problem)}")
             return
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
@@ -174,14 +177,14 @@ class Exchange:
             why = f"its reply cannot be used ({type(error).__name__}: {shown(error)})"
             self._give_up(number, why, running, failures, owner)
             return
-        running[number] = _Running(job, owner, request, time.monotonic() + request.after)
+        running[number] = _Running(job, owner, request, time.monotonic())
 
     def _give_up(
-        self, number: int, why: str, running: dict[int, _Running], failures: list[MpuError], owner: str = ""
+        self, number: int, why: str, running: dict[int, _Running], failures: Failures, owner: str = ""
     ) -> None:
         each = running.pop(number, None)
         owner = each.owner if each else owner
-        failures.append(MpuError(f"{owner}: {why}", "see its SuperNode's output, and run again"))
+        failures.append((owner, MpuError(f"{owner}: {why}", "see its SuperNode's output, and run again")))
         self.say(f"{owner}: {why}")
 
     def _send(self, each: _Running) -> None:
@@ -193,10 +196,13 @@ class Exchange:
             {"kind": each.request.kind, "copy": each.request.copy, **each.request.values}, each.request.data
         )
         [message] = self.grid.push_messages([Message(content, dst_node_id=node, message_type="query")])
-        each.message, each.asked_at = message, time.monotonic()
         if message is None:
             each.due = time.monotonic() + PAUSE
+            return
+        each.messages.append(message)
+        each.asked_at, each.pending = time.monotonic(), True
+        each.sent += 1
 
     def _repeat(self, each: _Running, why: str) -> None:
         self.say(f"{each.owner}: {each.request.kind} of {each.request.copy} is sent again ({why})")
-        each.message, each.due = None, time.monotonic() + PAUSE
+        each.pending, each.due = False, time.monotonic() + PAUSE

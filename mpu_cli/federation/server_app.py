@@ -5,6 +5,8 @@ Everything that it has done is on disk, so that a run that was stopped goes on:
     STATE/identity.txt                          opens the keys
     STATE/round_R/OWNER/copies/copy_K, keys.bin, deltas/copy_K.safetensors (checked), rejected/
     STATE/round_R/model                         what the round made; the next one starts from it
+    STATE/round_R/left_out.json                 owners without whose deltas it was made, and why
+    STATE/round_R/warnings.txt                  what aggregation warned of
 
 The work is done by ``mpu publish`` and ``mpu aggregate``, each in a process of its own.
 """
@@ -12,19 +14,28 @@ The work is done by ``mpu publish`` and ``mpu aggregate``, each in a process of 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from mpu_cli.boundary.files import private_folder
+from mpu_cli.checkpoint.reader import INDEX_NAME, open_checkpoint
 from mpu_cli.errors import MpuError
-from mpu_cli.federation.exchange import Exchange, Job, Request, shown, table, word
-from mpu_cli.federation.spool import COPY, DELTA, FILE, checked, digest_of, files_of, is_name
+from mpu_cli.federation.exchange import Exchange, Job, Reply, Request, shown, table, word
+from mpu_cli.federation.spool import COPY, DELTA, SHARD, checked, digest_of, files_of
+from mpu_cli.manifest import MANIFEST_NAME, delta_manifest
+from mpu_cli.resumption import alone_in, write_atomically
+from mpu_cli.server.card import CARD
 from mpu_cli.subprocesses import run_mpu
 
 PIECE = 32 << 20  # bytes of files in a message
@@ -33,6 +44,7 @@ LARGEST = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
 MOST_FILES = 1_000  # of a delta: shards of 5 GB
 STATES = ("arriving", "waiting", "done", "failed")
+LEFT_OUT = "left_out.json"
 
 OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
@@ -45,7 +57,7 @@ class Settings:
 
     ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
     arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
-    until an owner is given up.
+    until an owner is given up; ``leave_out``: then go on without that owner, as long as ``quorum`` are left.
     """
 
     base: str
@@ -57,6 +69,8 @@ class Settings:
     poll: float
     patience: float
     limit: float
+    leave_out: bool
+    quorum: int
 
 
 def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
@@ -69,11 +83,14 @@ def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
             raise MpuError(f"{name}: not set", f"give it with --run-config '{name}=\"…\"'")
     if len(set(owners)) < len(owners) or not all(OWNER.fullmatch(owner) and owner != "model" for owner in owners):
         raise MpuError(f"owners: {config['owners']!r} are not different names", "use the names of supernode register")
+    if config["on_missing"] not in ("end", "leave-out"):
+        raise MpuError(f"on_missing: {config['on_missing']!r} is neither 'end' nor 'leave-out'")
     return Settings(
         base=str(config["base"]), state=Path(str(config["state"])).resolve(), owners=owners,
         rounds=int(config["rounds"]), publish=shlex.split(str(config["publish"])),
         aggregate=shlex.split(str(config["aggregate"])), poll=float(config["poll"]),
         patience=float(config["patience"]), limit=float(config["limit"]),
+        leave_out=config["on_missing"] == "leave-out", quorum=max(1, int(config["quorum"])),
     )  # fmt: skip
 
 
@@ -81,12 +98,12 @@ def say(text: str) -> None:
     print(f"mpu: {text}", flush=True)
 
 
-def mpu(*arguments: object) -> str:
-    """Run an ``mpu`` command; its standard output. Raises MpuError with its own message if it fails."""
+def mpu(*arguments: object) -> list[str]:
+    """Run an ``mpu`` command; what it warned of. Raises MpuError with its own message if it fails."""
     ended = run_mpu([str(argument) for argument in arguments])
     if ended.status:
         raise MpuError(f"mpu {arguments[0]}: {ended.reason}")
-    return ended.stdout
+    return ended.warnings
 
 
 @dataclass(frozen=True)
@@ -123,28 +140,71 @@ class Round:
         """RUN/round_R/copy_K, as in the owner's spool."""
         return checked(f"{self._run_of(owner)}/{self.folder.name}/{copy.name}", COPY)
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Owners without whose deltas the model was made, and why."""
+        path = self.folder / LEFT_OUT
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
     def play(self) -> None:
         """Everything of the round that is not done yet."""
         if not self.identity.exists():
-            self.identity.parent.mkdir(parents=True, exist_ok=True)
             mpu("keygen", "--out", self.identity)
         for owner in self.settings.owners:
             if not self.keys(owner).exists():
                 self._publish(owner)
-        pairs = [(owner, copy) for owner in self.settings.owners for copy in self.copies(owner)]
-        self.exchange.run((owner, self._deliver(owner, copy)) for owner, copy in pairs)
-        say(f"round {self.number}: all deltas are here")
-        deltas = [self.folder / owner / "deltas" for owner in self.settings.owners]
-        keys = [part for owner in self.settings.owners for part in ("--keys", self.keys(owner))]
-        mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", self.model,
-            *self.settings.aggregate)  # fmt: skip
+        failures = self._collect(self.settings.owners)
+        there = [owner for owner in self.settings.owners if owner not in failures]
+        if failures and not (self.settings.leave_out and len(there) >= self.settings.quorum):
+            raise next(iter(failures.values()))
+        self._aggregate(there, {owner: error.problem for owner, error in failures.items()})
+
+    def ask_again(self) -> None:
+        """Ask the owners that were left out once more; if deltas of all copies of one come, the model is made anew."""
+        left_out = self.left_out
+        failures = self._collect(list(left_out))
+        if came := left_out.keys() - failures.keys():
+            say(f"round {self.number}: deltas of {', '.join(sorted(came))} came after all")
+            there = [owner for owner in self.settings.owners if owner not in failures]
+            self._aggregate(there, {owner: error.problem for owner, error in failures.items()})
 
     def end(self) -> None:
-        """Remove what the round no longer needs, here and at the owners."""
-        pairs = [(owner, copy) for owner in self.settings.owners for copy in self.copies(owner)]
-        self.exchange.run((owner, self._end(owner, copy)) for owner, copy in pairs)
-        for _, copy in pairs:
+        """Remove what the round no longer needs, here and at the owners; of those that were left out, nothing."""
+        done = {owner: self.copies(owner) for owner in self.settings.owners if owner not in self.left_out}
+        jobs = [
+            (owner, self._end([self.name(owner, copy) for copy in copies])) for owner, copies in done.items() if copies
+        ]
+        for error in self.exchange.run(jobs).values():
+            raise error
+        for copy in chain(*done.values()):
             shutil.rmtree(copy)
+
+    def _collect(self, owners: Sequence[str]) -> dict[str, MpuError]:
+        """Get the deltas of ``owners``; the failure of each that has not all of them."""
+        pairs = [(owner, copy) for owner in owners for copy in self.copies(owner)]
+        failures = self.exchange.run((owner, self._deliver(owner, copy)) for owner, copy in pairs)
+        if not failures:
+            say(f"round {self.number}: all deltas are here")
+        return failures
+
+    def _aggregate(self, owners: Sequence[str], left_out: dict[str, str]) -> None:
+        """Make the model from the deltas of ``owners``, in place of one from fewer."""
+        deltas = [self.folder / owner / "deltas" for owner in owners]
+        keys = [part for owner in owners for part in ("--keys", self.keys(owner))]
+        fresh = self.folder / "model.partial"
+        shutil.rmtree(fresh, ignore_errors=True)
+        warnings = mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", fresh,
+                       *self.settings.aggregate)  # fmt: skip
+        warnings += [f"{owner} was left out: {why}" for owner, why in left_out.items()]
+        for warning in warnings:
+            say(f"warning: {warning}")
+        (self.folder / "warnings.txt").write_text("".join(f"{shown(each)}\n" for each in warnings), encoding="utf-8")
+        if left_out:
+            with (fresh / CARD).open("a", encoding="utf-8") as card:
+                card.write(f"\nLeft out of round {self.number}: {', '.join(left_out)}.\n")
+        shutil.rmtree(self.model, ignore_errors=True)
+        write_atomically(self.folder / LEFT_OUT, json.dumps(left_out))
+        fresh.rename(self.model)
 
     def _publish(self, owner: str) -> None:
         folder, first = self.folder / owner, self.settings.state / "round_1" / owner / "run"
@@ -161,18 +221,17 @@ class Round:
     def _run_of(self, owner: str) -> str:
         return (self.folder / owner / "run").read_text().strip()
 
-    def _deliver(self, owner: str, copy: Path) -> Job[None]:
+    def _deliver(self, owner: str, copy: Path) -> Job:
         """Send a copy, wait for its delta, fetch and check it."""
         name, target = self.name(owner, copy), self.delta(owner, copy)
         for attempt in range(1, TRIES + 1):
             if target.exists():
                 return
-            yield from self._send(name, copy)
-            state = yield from self._state_after_training(name)
+            reply = yield from self._trained(name, copy)
             arrived = self.folder / owner / "arriving" / copy.name / target.name
             problem = "its owner could not unlearn on it"
-            if state == "done":
-                problem = (yield from self._fetch(name, arrived, copy)) or self._complaint(owner, arrived)
+            if word(reply, "state", STATES) == "done":
+                problem = (yield from self._fetch(name, arrived, copy, reply)) or self._complaint(owner, name, arrived)
             if not problem:
                 target.parent.mkdir(exist_ok=True)
                 arrived.rename(target)
@@ -185,73 +244,79 @@ class Round:
                 rejected.parent.mkdir(exist_ok=True)
                 arrived.parent.rename(rejected)
             if attempt == TRIES:
-                raise MpuError(f"{owner}, {copy.name} of round {self.number}: {problem}", "nothing was aggregated")
+                raise MpuError(
+                    f"{owner}, {copy.name} of round {self.number}: {problem}", "nothing of it was aggregated"
+                )
             say(f"{owner}, {copy.name}: {problem}; it is asked for again")
             yield Request("again", name)
 
-    def _state_after_training(self, name: str) -> Job[str]:
-        """Ask for the state until it is no longer "waiting". Raises MpuError after ``limit`` seconds of that."""
-        ends = time.monotonic() + self.settings.limit
+    def _trained(self, name: str, copy: Path) -> Job:
+        """Send what the owner does not hold of a copy, and wait until it is "done" or "failed"; the last reply.
+
+        Raises MpuError ``limit`` seconds after the copy arrived.
+        """
         reply = yield Request("state", name)
+        if word(reply, "state", STATES) == "arriving":
+            reply = yield from self._send(name, copy, reply)
+        ends = time.monotonic() + self.settings.limit
         while word(reply, "state", STATES) == "waiting":
             if time.monotonic() > ends:
                 raise MpuError(f"{name}: not unlearned within {self.settings.limit:g} s", "raise limit, and run again")
-            reply = yield Request("state", name, after=self.settings.poll)
-        return word(reply, "state", STATES)
+            reply = yield Request("state", name, {"wait": self.settings.poll})
+        return reply
 
-    def _send(self, name: str, copy: Path) -> Job[None]:
-        """Send what the owner does not hold, until the digests agree."""
-        if word((yield Request("state", name)), "state", STATES) != "arriving":
-            return
+    def _send(self, name: str, copy: Path, reply: Reply) -> Job:
+        """Send what the owner does not hold, until the digests agree; the reply to that."""
         files = {path.name: path for path in files_of(copy)}
         digests = {file: digest_of(path) for file, path in files.items()}
-        for _ in range(TRIES):
-            reply = yield Request("held", name)
-            futile, most = 0, -1
-            while missing := _missing(files, table(reply, "sizes", int)):
-                held = sum(missing.get(path, path.stat().st_size) for path in files.values())
-                futile, most = (0, held) if held > most else (futile + 1, most)
-                if futile > TRIES:
-                    raise MpuError(f"{name}: its owner keeps nothing of what is sent")
-                names, offsets, data = _next_pieces(missing)
-                reply = yield Request("put", name, {"names": names, "offsets": offsets}, data)
-            told = {"names": list(digests), "digests": list(digests.values())}
-            if not (yield Request("complete", name, told)).values["wrong"]:
-                return
-        raise MpuError(f"{name}: arrives damaged at its owner")
+        futile, most, damaged = 0, -1, 0
+        while word(reply, "state", STATES) == "arriving":
+            missing = _missing(files, table(reply, "sizes", int))
+            held = sum(missing.get(path, path.stat().st_size) for path in files.values())
+            futile, most = (0, held) if held > most else (futile + 1, most)
+            if futile > TRIES:
+                raise MpuError(f"{name}: its owner keeps nothing of what is sent")
+            names, offsets, data = _next_pieces(missing)
+            asked: dict[str, Any] = {"names": names, "offsets": offsets}
+            if held + sum(map(len, data)) == sum(path.stat().st_size for path in files.values()):
+                asked |= {"files": list(digests), "digests": list(digests.values())}
+                damaged, most = damaged + 1, -1  # whatever is damaged is removed there
+                if damaged > TRIES:
+                    raise MpuError(f"{name}: arrives damaged at its owner")
+            reply = yield Request("put", name, asked, data)
+        return reply
 
-    def _fetch(self, name: str, arrived: Path, copy: Path) -> Job[str]:
-        """Fetch a delta's files; what is wrong with them, or nothing."""
-        digests = table((yield Request("made", name)), "digests", str)
-        if len(digests) > MOST_FILES:
-            return f"sent {len(digests):,} files"
-        if len({"/" in file for file in digests}) > 1:
-            return "sent a file and a folder of one name"
-        room = HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy))
+    def _fetch(self, name: str, arrived: Path, copy: Path, declared: Reply) -> Job:
+        """Fetch the files of a delta that its owner has ``declared``; what is wrong with them, or nothing."""
+        sizes, digests = table(declared, "sizes", int), table(declared, "digests", str)
+        if problem := _odd(sizes, arrived.name):
+            return problem
+        if sum(sizes.values()) > HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy)):
+            return "is larger than any delta of its copy"
         shutil.rmtree(arrived.parent, ignore_errors=True)
         arrived.parent.mkdir(parents=True)
-        for file, digest in digests.items():
-            if not is_name(file, FILE) or file.split("/")[0] != arrived.name:
-                return f"sent a file of another name, {shown(file)}"
-            path = arrived.parent / file
-            path.parent.mkdir(exist_ok=True)
-            with path.open("wb") as written:
-                data = None
-                while data is None or len(data) == PIECE:
-                    asked = {"name": file, "offset": written.tell(), "count": PIECE}
-                    [data] = (yield Request("get", name, asked)).data
-                    room -= len(data)
-                    if room < 0 or len(data) > PIECE:
-                        return "is larger than any delta of its copy"
-                    written.write(data)
-            if digest_of(path) != digest:
-                return f"{file} arrived damaged"
-        return "" if arrived.exists() else "sent no delta"
+        held = dict.fromkeys(sizes, 0)
+        while wanted := _next_wanted(sizes, held):
+            asked = {"names": list(wanted), "offsets": [held[file] for file in wanted], "counts": [*wanted.values()]}
+            pieces = (yield Request("get", name, asked)).data
+            if [len(piece) for piece in pieces] != list(wanted.values()):
+                return "sent other sizes than it had declared"
+            for file, piece in zip(wanted, pieces, strict=True):
+                path = arrived.parent / file
+                path.parent.mkdir(exist_ok=True)
+                with path.open("ab") as written:
+                    written.write(piece)
+                held[file] += len(piece)
+        damaged = [file for file in digests if digest_of(arrived.parent / file) != digests[file]]
+        return f"{damaged[0]} arrived damaged" if damaged else ""
 
-    def _complaint(self, owner: str, delta: Path) -> str:
-        """Why a delta cannot be aggregated; nothing if it can."""
+    def _complaint(self, owner: str, name: str, delta: Path) -> str:
+        """Why a delta cannot be aggregated as that of the copy ``name``; nothing if it can."""
         inverted = delta.parent / "inverted"
         try:
+            origin = delta_manifest(open_checkpoint(delta).metadata, delta).origin
+            if origin is None or name != f"{origin.run}/round_{origin.round}/copy_{origin.copy}":
+                return "is the delta of another copy"
             mpu("invert", delta, "--keys", self.keys(owner), "--identity", self.identity, "--base", self.base,
                 "--out", inverted)  # fmt: skip
         except MpuError as error:
@@ -260,8 +325,32 @@ class Round:
             shutil.rmtree(inverted, ignore_errors=True)
         return ""
 
-    def _end(self, owner: str, copy: Path) -> Job[None]:
-        yield Request("forget", self.name(owner, copy))
+    def _end(self, names: list[str]) -> Job:
+        yield Request("forget", names[0], {"copies": names})
+
+
+def _odd(sizes: dict[str, int], name: str) -> str:
+    """What is odd about the declared files of a delta that is called ``name``; nothing if they can be one."""
+    if len(sizes) > MOST_FILES:
+        return f"sent {len(sizes):,} files"
+    inside = [file.removeprefix(f"{name}/") for file in sizes if file.startswith(f"{name}/")]
+    if not sizes or (name in sizes and inside):
+        return "sent a file and a folder of one name" if sizes else "sent no delta"
+    other = [file for file in sizes if file != name and not file.startswith(f"{name}/")]
+    other += [file for file in inside if file not in (INDEX_NAME, MANIFEST_NAME) and not SHARD.fullmatch(file)]
+    if other:
+        return f"sent a file of another name, {shown(other[0])}"
+    empty = [file for file, size in sizes.items() if size < 1]
+    return f"sent an empty file, {shown(empty[0])}" if empty else ""
+
+
+def _next_wanted(sizes: dict[str, int], held: dict[str, int]) -> dict[str, int]:
+    """How many bytes to ask for next of which files: PIECE at most, small files together."""
+    wanted: dict[str, int] = {}
+    for file, size in sizes.items():
+        if count := min(size - held[file], PIECE - sum(wanted.values())):
+            wanted[file] = count
+    return wanted
 
 
 def _missing(files: dict[str, Path], held: dict[str, int]) -> dict[Path, int]:
@@ -289,15 +378,22 @@ def _next_pieces(missing: dict[Path, int]) -> tuple[list[str], list[int], tuple[
 
 def play(grid: Grid, settings: Settings) -> Path:
     """All rounds that are not done; the last one's model."""
+    os.umask(0o077)  # keys, copies and deltas are nobody else's, wherever the folder lies
+    private_folder(settings.state)
     exchange = Exchange(grid, settings.patience, settings.limit, say)
     base: Path | str = settings.base
-    for number in range(1, settings.rounds + 1):
-        current = Round(settings, exchange, number, base)
-        if not current.model.exists():
-            current.play()
-        current.end()
-        say(f"round {number} is done: {current.model}")
-        base = current.model
+    with alone_in(settings.state, "flower", "state"):
+        rounds = [Round(settings, exchange, number, "") for number in range(1, settings.rounds + 1)]
+        for current, following in zip(rounds, [*rounds[1:], None], strict=True):
+            current = replace(current, base=base)
+            if not current.model.exists():
+                current.play()
+            elif current.left_out and not (following and following.folder.exists()):
+                current.ask_again()
+            current.end()
+            warnings = (current.folder / "warnings.txt").read_text(encoding="utf-8").splitlines()
+            say(f"round {current.number} is done: {current.model}" + (f" ({'; '.join(warnings)})" if warnings else ""))
+            base = current.model
     return Path(base)
 
 

@@ -12,8 +12,10 @@ paths are walked from one handle without following links, and copies are taken o
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -34,9 +36,18 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._-
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 OF_A_COPY = frozenset({WEIGHTS_NAME, INDEX_NAME, MANIFEST_NAME, "config.json", *SIDE_FILES})
 DELTA, FAILED = ".safetensors", ".failed"
+SHARED = 0o2770  # of a spool: its group's, and what is made inside is the group's, too
 SPARE = 1 << 30  # bytes of the disk that a copy may not fill
 
 Sizes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class File:
+    """What is said of a file before it is sent: bytes, and SHA-256 in hexadecimal."""
+
+    size: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,35 @@ class Spool:
     def failed(self, copy: str) -> Path:
         return self.root / _failed(copy)
 
-    def prepare(self) -> None:
-        """Make the folders that both sides use. Raises MpuError if something else has their names."""
+    def prepare(self, group: str | None = None) -> None:
+        """Make the folders that both sides use; the spool itself, if it is missing, for ``group`` and nobody else.
+
+        Raises MpuError if something else has their names, or the spool that is there is not the group's.
+        """
+        if group is not None:
+            self._check_shared(group)
         for name in ("in", "out"):
             try:
                 self._folder.make(name)
             except OSError as error:
                 raise MpuError(f"{self.root / name}: {error.strerror}", "remove it") from error
+
+    def _check_shared(self, group: str) -> None:
+        try:
+            number = grp.getgrnam(group).gr_gid
+        except KeyError as error:
+            raise MpuError(f"--spool-group {group}: no such group here", f"groupadd {group} makes it") from error
+        command = f"chgrp {group} {self.root} && chmod {SHARED:o} {self.root}"
+        try:
+            if not self.root.exists():
+                self.root.mkdir(mode=0o700)
+                os.chown(self.root, -1, number)
+                self.root.chmod(SHARED)
+        except OSError as error:
+            raise MpuError(f"{self.root}: {error.strerror}", f"let root make it: mkdir -p, then {command}") from error
+        facts = self.root.stat()
+        if facts.st_gid != number or facts.st_mode & SHARED != SHARED:
+            raise MpuError(f"{self.root}: group {group} cannot write everything that is made there", command)
 
     def copies(self) -> Iterator[str]:
         """Copies that have arrived, in order. Entries with other names, and those that are not folders, are passed."""
@@ -171,9 +204,11 @@ class Spool:
         with self._folder.create(_failed(copy)):
             pass
 
-    def made(self, copy: str) -> dict[str, str]:
-        """The files of a delta, relative to its parent, and their digests."""
-        return {name: self._digest(f"{_delta(copy).rpartition('/')[0]}/{name}") for name in self._files_of_delta(copy)}
+    def made(self, copy: str) -> dict[str, File]:
+        """The files of a delta, relative to its parent."""
+        parent = _delta(copy).rpartition("/")[0]
+        paths = {name: f"{parent}/{name}" for name in self._files_of_delta(copy)}
+        return {name: File(self._folder.size(path), self._digest(path)) for name, path in paths.items()}
 
     def read(self, copy: str, name: str, offset: int, count: int) -> bytes:
         """A piece of one of the files that ``made`` names."""
