@@ -1,16 +1,22 @@
 """A simulated accelerator: a torch device whose kernels compute on the CPU, and on which a tensor that was left on the
-CPU is an error, as on a GPU.
+CPU is an error, as on a GPU. So is an operation that has no deterministic form there. It counts the bytes that it
+holds, and how often a result is waited for.
 
-``echo '[["unlearn", "copy_1", "--device", "sim"]]' | python -m tests.accelerator`` runs ``mpu`` with that device. torch
-allows one such device a process, so tests run it in a process of its own.
+``echo '[["unlearn", "copy_1", "--device", "sim"]]' | python -m tests.accelerator`` runs ``mpu`` with that device, and
+prints a JSON list with an object for each command. torch allows one such device a process, so tests run it in a process
+of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
+import weakref
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +30,54 @@ INDEXING = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")
 ACROSS = ("aten::copy_", "aten::_copy_from", "aten::_to_copy", *INDEXING)
 ALIASES = ("aten::detach", "aten::alias", "aten::lift", "aten::lift_fresh")  # new objects for the same storage
 COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+# For whose results the CPU waits: their values or sizes are read. Copies to the CPU are counted apart.
+WAITED_FOR = (
+    "aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select",
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+)  # fmt: skip
+# What raises on CUDA under torch.use_deterministic_algorithms, by its documentation; cumsum, too, if it is of floats.
+NOT_DETERMINISTIC = (
+    "aten::put_", "aten::histc", "aten::kthvalue", "aten::nll_loss2d_forward", "aten::grid_sampler_2d_backward",
+    "aten::_ctc_loss_backward", "aten::reflection_pad1d_backward", "aten::replication_pad1d_backward",
+    "aten::adaptive_avg_pool2d_backward", "aten::_embedding_bag_dense_backward", "aten::upsample_linear1d_backward",
+)  # fmt: skip
 _held: dict[int, torch.Tensor] = {}  # storage on the device → its numbers on the CPU
+_views: Counter[int] = Counter()  # storage on the CPU → on how many of the device its numbers are
+
+
+@dataclass
+class Meter:
+    """Bytes on the device, now and at most, and how often the CPU waited for a result. ``strict``: whether what is not
+    deterministic is refused, as in training."""
+
+    held: int = 0
+    peak: int = 0
+    waits: int = 0
+    strict: bool = False
+
+
+METER = Meter()
+
+
+def keep(made: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Make ``numbers`` those of ``made``, for as long as it or another tensor uses its storage."""
+    storage, behind = made.untyped_storage(), numbers.untyped_storage()
+    key, nbytes = behind._cdata, behind.nbytes()
+    _held[storage._cdata] = numbers.detach()
+    _views[key] += 1
+    if _views[key] == 1:
+        METER.held += nbytes
+        METER.peak = max(METER.peak, METER.held)
+    # It holds ``numbers``, so that no others get their place.
+    weakref.finalize(storage, let_go, storage._cdata, key, nbytes, numbers).atexit = False
+
+
+def let_go(place: int, key: int, nbytes: int, _: torch.Tensor) -> None:
+    _held.pop(place, None)
+    _views[key] -= 1
+    if not _views[key]:
+        METER.held -= nbytes
+        del _views[key]
 
 
 class Module:
@@ -87,7 +140,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def from_cpu(numbers: torch.Tensor) -> torch.Tensor:
     """A tensor on the device with these numbers. A view of others' numbers stays one; its strides are not told."""
     made = torch._C._acc.create_empty_tensor(list(numbers.shape), numbers.dtype)
-    _held[made.untyped_storage()._cdata] = numbers.detach()
+    keep(made, numbers)
     return made
 
 
@@ -99,8 +152,12 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     name = op.name().split(".")[0]
     if here and elsewhere and name not in ACROSS:
         raise RuntimeError(f"{op.name()}: a tensor of shape {list(elsewhere[0].shape)} was left on the CPU")
+    if METER.strict and (name in NOT_DETERMINISTIC or (name == "aten::cumsum" and args[0].is_floating_point())):
+        raise RuntimeError(f"{op.name()} does not have a deterministic implementation on CUDA")
+    METER.waits += name in WAITED_FOR
     if name == "aten::_copy_from":
         source, target = inputs
+        METER.waits += target.device.type != NAME
         (on_cpu(target) if target.device.type == NAME else target).copy_(
             on_cpu(source) if source.device.type == NAME else source
         )
@@ -108,7 +165,8 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     if name.startswith("aten::_fused_"):  # reads gradients as they lie in memory
         for x in here:
-            _held[x.untyped_storage()._cdata] = on_cpu(x).contiguous()
+            if not on_cpu(x).is_contiguous():
+                keep(x, on_cpu(x).contiguous())
 
     def there(x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.device.type == NAME:
@@ -163,22 +221,29 @@ def register() -> None:
 _kept: list[torch.library.Library] = []
 
 
-def run_all(commands: list[list[str]]) -> dict[str, str]:
-    """Run commands of ``mpu`` one after the other; what those said that failed, by command."""
+def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
+    """Run commands of ``mpu`` one after the other. For each: whether it ``failed`` and what it then said, bytes on the
+    device at its ``peak`` and ``left`` when it was done, and how often it ``waits``."""
     from mpu_cli.cli.main import main
+    from mpu_cli.models import loading
 
-    failed = {}
+    loading.WORTH_COLLECTING = 0  # as with a large model
+    ran = []
     for arguments in commands:
         said = io.StringIO()
+        METER.peak = before = METER.held
+        METER.waits, METER.strict = 0, arguments[0] in ("unlearn", "finetune")
         with redirect_stderr(said), redirect_stdout(said):
             try:
                 main(["--debug", *arguments])
                 status: Any = 0
             except SystemExit as ended:
                 status = ended.code
-        if status:
-            failed[" ".join(arguments)] = said.getvalue()
-    return failed
+        left = METER.held - before
+        gc.collect()  # or what one command leaves would be freed during another, whose figures it would spoil
+        ran.append({"command": " ".join(arguments), "failed": said.getvalue() if status else "", "left": left,
+                    "peak": METER.peak - before, "waits": METER.waits})  # fmt: skip
+    return ran
 
 
 if __name__ == "__main__":  # commands as JSON on standard input

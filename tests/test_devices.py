@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mpu_cli.experiment.memory import PROCESS
 from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
 from tests.models import random_model, save, write_records
 from tests.stopping import stopped
@@ -81,40 +83,93 @@ def check(mpu: Callable, place: Path, device: str, trainings: dict[str, list[str
         assert measured[1][name]["agg_value"] == pytest.approx(form["agg_value"], rel=tolerance, abs=1e-4), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainings", [TRAININGS, pytest.param(MORE, marks=pytest.mark.exhaustive)])
-def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[str, list[str]]) -> None:
+def simulated(place: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
+    """Run commands of ``mpu`` on the simulated device, all of which must work and leave nothing on it."""
     told = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(commands("sim", trainings)), text=True,
+        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(asked), text=True,
         capture_output=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
-    failed = json.loads(told.stdout)
-    assert not failed, next(iter(failed.items()))
+    ran = json.loads(told.stdout)
+    for each in ran:
+        assert not each["failed"], (each["command"], each["failed"])
+        assert each["left"] == 0, each["command"]
+    return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainings", [TRAININGS, pytest.param(MORE, marks=pytest.mark.exhaustive)])
+def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[str, list[str]]) -> None:
+    """Nor on the device, once a command is done."""
+    simulated(place, commands("sim", trainings))
     check(mpu, place, "sim", trainings, 1e-3)
 
 
 @pytest.mark.slow
 def test_other_ways_to_train_leave_nothing_on_the_cpu(place: Path) -> None:
-    """DP-SGD, a training that was stopped and goes on, and all of a round in one command."""
+    """DP-SGD, a training that was stopped and goes on, a round in one command, and a grid of rounds. `watch` trains
+    in processes of its own, which are `unlearn`."""
     stopped(
         ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",
          "--device", "cpu"],
         (place / "resumed.safetensors.resume/checkpoint-2").exists, cwd=place,
     )  # fmt: skip
     resumed = ["unlearn", "copy_1", *COMMON, "--epochs", "40", "--resume", "--checkpoint-steps", "99"]
-    every = [
-        ["unlearn", "copy_1", *COMMON, "--algo", "npo", "--dp-epsilon", "8", "--out", "private", "--device", "sim"],
-        [*resumed, "--out", "resumed", "--device", "sim"],
-        ["run", "base", *COMMON, "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
-    ]
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(every), text=True,
-        capture_output=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    failed = json.loads(told.stdout)
-    assert not failed, next(iter(failed.items()))
+    training = ["--algo", "npo", *COMMON, "--device", "sim"]
+    (place / "grid.toml").write_text(
+        """
+base = "base"
+forget = "forget.jsonl"
+retain = "retain.jsonl"
+mode = ["clean", "mpu"]
+copies = 2
+epochs = 1
+lr = 1e-2
+optim = "sgd"
+template = "plain"
+device = "sim"
+[eval]
+benchmark = "qa"
+"""
+    )
+    simulated(
+        place,
+        [
+            ["unlearn", "copy_1", *training, "--dp-epsilon", "8", "--out", "private"],
+            [*resumed, "--out", "resumed", "--device", "sim"],
+            ["run", "base", *COMMON, "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
+            ["sweep", "grid.toml", "--out", "grid"],
+        ],
+    )
+    assert len(list((place / "grid").rglob("eval.json"))) >= 2
+
+
+@pytest.mark.slow
+def test_memory_and_waiting(mpu: Callable, place: Path) -> None:
+    """What the dry run says a training takes is what it takes, and steps wait for the device a bounded number of times,
+    however deep the model is."""
+    deep = random_model("qwen2", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=160)
+    save(deep, place / "deep")
+    whole = ["unlearn", "deep", *COMMON, "--algo", "npo", "--lr", "1e-3"]
+    variants = {
+        "adamw": ["--optim", "adamw"],
+        "blockwise": ["--optim", "adamw-blockwise"],
+        "checkpointing": ["--optim", "adamw", "--gradient-checkpointing"],
+        "one record at a time": ["--micro-batch-size", "1"],
+        "LoRA": ["--lora-rank", "2", "--optim", "adamw"],
+    }
+    asked = [[*whole, *more, "--device", "sim", "--out", name] for name, more in variants.items()]
+    lengths = [("base", 1), ("base", 9), ("deep", 1), ("deep", 9)]
+    for model, epochs in lengths:
+        options = ["--epochs", str(epochs), "--device", "sim", "--out", f"{model}-{epochs}"]
+        asked.append(["unlearn", model, *whole[2:], *options])
+    ran = simulated(place, asked)
+    for (name, more), each in zip(variants.items(), ran, strict=False):
+        told = mpu(*whole, *more, "--out", "unwritten", "--dry-run", "--json", cwd=place).json
+        assert 1 < each["peak"] / (told["memory"] - PROCESS) < 1.25, name
+    waits = dict(zip(lengths, (each["waits"] for each in ran[-4:]), strict=True))
+    of_a_step = {model: (waits[model, 9] - waits[model, 1]) / (8 * 2) for model in ("base", "deep")}
+    assert of_a_step["base"] == of_a_step["deep"] <= 12
 
 
 @pytest.mark.slow

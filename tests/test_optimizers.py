@@ -10,6 +10,7 @@ import torch
 
 from mpu_cli.client.optimizers import OPTIMIZERS, BlockwiseAdamW, Lion, make_optimizer
 from mpu_cli.client.rate import with_epochs, with_rate
+from mpu_cli.doctor.trial import paged_state
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
@@ -214,3 +215,32 @@ class TestTheRate:
         asked = from_flat(Unlearning, {"algo": "npo"})  # five epochs in the paper, 32 records a step
         assert with_epochs(asked, records).epochs == epochs
         assert with_epochs(from_flat(Unlearning, {"algo": "npo", "lr": 1e-5}), records).epochs is None
+
+
+def test_paged_state_is_paged_again_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes would put all of it on the device. Pages need CUDA: here, what it would page is counted."""
+    optim = pytest.importorskip("bitsandbytes.optim")
+    plain, pages = optim.PagedAdamW32bit.get_state_buffer, []
+
+    def page(self: torch.optim.Optimizer, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        pages.append(plain(self, p, dtype))
+        return pages[-1]
+
+    monkeypatch.setattr(optim.PagedAdamW32bit, "get_state_buffer", page)
+    parameter = torch.nn.Parameter(torch.randn(1 << 17))
+    parameter.grad = torch.randn_like(parameter)
+    first, second = (make_optimizer("paged_adamw_32bit", [{"params": [parameter]}], 1e-3) for _ in range(2))
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for name in ("state1", "state2"):
+        loaded = second.state[parameter][name]
+        assert any(loaded is held for held in pages)
+        assert torch.equal(loaded, first.state[parameter][name])
+        assert loaded.any()
+
+
+def test_doctor_notices_that_nothing_is_paged() -> None:
+    """On a CPU bitsandbytes pages nothing, however large a tensor is."""
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(AssertionError, match="is not paged"):
+        paged_state(torch.device("cpu"))

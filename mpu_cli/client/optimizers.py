@@ -198,9 +198,32 @@ def _of_bitsandbytes(name: str) -> Callable[[Groups, float, Collection[torch.Ten
         except ImportError as error:
             raise MpuError(f"--optim: {name} needs bitsandbytes", "install it with pip install bitsandbytes") from error
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
-        return getattr(bitsandbytes.optim, name)(groups, lr=lr)
+        optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
+        if optimizer.is_paged:
+            _page_what_is_loaded(optimizer)
+        return optimizer
 
     return make
+
+
+def _page_what_is_loaded(optimizer: Any) -> None:
+    """Let bitsandbytes' ``optimizer`` keep a state that it loads as it keeps one that it makes: it would put all of it
+    on the device, where there may be no room for it."""
+    load = optimizer.load_state_dict
+
+    def load_paged(state: dict[str, Any]) -> None:
+        load(state, move_to_device=False)
+        for parameter, held in optimizer.state.items():
+            for name, value in held.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if name in ("state1", "state2"):  # the moments, as large as the parameter
+                    held[name] = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+                    held[name].copy_(value)
+                else:
+                    held[name] = value.to(parameter.device)
+
+    optimizer.load_state_dict = load_paged
 
 
 OPTIMIZERS = {

@@ -157,7 +157,8 @@ class UnlearningTrainer(Trainer):
             self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
 
     def _report(self) -> None:
-        sums = {name: float(self.accelerator.reduce(value, "sum")) for name, value in self._sums.items()}
+        of_all = self.accelerator.reduce(torch.stack([*self._sums.values()]), "sum")
+        sums = dict(zip(self._sums, of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
         self._sums, self._step, self._last = {}, [], sums
         retain_term, retain = sums.get("retain_term"), sums.get("retain")
         self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))

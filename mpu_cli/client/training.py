@@ -164,6 +164,7 @@ def _arguments(
         save_total_limit=KEPT_CHECKPOINTS,
         logging_strategy="steps" if logging.report_to else "no",
         logging_steps=1,
+        logging_nan_inf_filter=False,  # reads each loss, for which a GPU would be waited for
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from mpu_cli.api import aggregate, evaluate, publish, unlearn
+from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.demo.model import make_model, make_tokenizer
 from mpu_cli.demo.people import make_people
 from mpu_cli.models.device import device_of
@@ -24,6 +25,7 @@ from mpu_cli.sealing import make_identity
 
 PEOPLE = 6
 TRAINING: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 1e-4, "optim": "adamw-blockwise"}
+PAGED = 1 << 18  # elements of a tensor whose state bitsandbytes pages: it does from 100,000 on
 CLOSE, ROUGH = 0.02, 0.5  # relative distance between devices, and of bfloat16 from float32
 
 
@@ -109,7 +111,7 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
     if cuda and find_spec("flash_attn"):
         steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
     if cuda and find_spec("bitsandbytes"):
-        steps.append(("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit")))
+        steps.append(("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit") + ", " + paged_state(place)))
     for name, step in steps:
         observer.stage(name, 1, "done")
         started = time.monotonic()
@@ -121,6 +123,30 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
     if cuda:
         peak = torch.cuda.max_memory_allocated(place)
         yield Check("peak memory on the device", True, 0.0, f"{peak / 1e6:.0f} MB")
+
+
+def paged_state(place: torch.device) -> str:
+    """Steps of paged AdamW on a tensor that is large enough to be paged, as the small model's are not, with its state
+    loaded again halfway. Raises AssertionError if the state is not paged or the steps are not AdamW's."""
+    ways = []
+    for name in ("adamw", "paged_adamw_32bit"):
+        draw = torch.Generator().manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(PAGED, generator=draw).to(place))
+        groups = [{"params": [parameter], "weight_decay": 0.01}]
+        optimizer = make_optimizer(name, groups, 1e-3)
+        for _ in range(2):
+            for _ in range(2):
+                parameter.grad = torch.randn(PAGED, generator=draw).to(place)
+                optimizer.step()
+            state = optimizer.state_dict()
+            optimizer = make_optimizer(name, groups, 1e-3)
+            optimizer.load_state_dict(state)
+        ways.append(parameter.detach().cpu())
+    held = optimizer.state[parameter]
+    if not all(getattr(held[name], "is_paged", False) for name in ("state1", "state2")):
+        raise AssertionError("the optimiser's state is not paged")
+    torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-6)
+    return "state paged, before and after it is loaded"
 
 
 def _said(published: Any) -> str:

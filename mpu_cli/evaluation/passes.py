@@ -238,5 +238,8 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
         raise MpuError(f"{source.source}: vocabulary differs from the model's", "use one with the same vocabulary")
     for side in items:
         check_ids(side, other, source.source)
-    both = iter(Scorer(other).score([], others=[*chain(*items)], batch_size=run.batch_size, advance=advance))
-    return {REFERENCE: {name: [next(both).loss for _ in side] for name, side in zip(SIDES, items, strict=True)}}
+    scorer, found = Scorer(other), {}
+    for name, side in zip(SIDES, items, strict=True):  # apart, as the model's: batches of other records round otherwise
+        scored = scorer.score(side, others=[], batch_size=run.batch_size, advance=advance)
+        found[name] = [each.loss for each in scored]
+    return {REFERENCE: found}
