@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,6 +24,7 @@ from transformers import (
 from mpu_cli.demo.model import make_model, make_tokenizer
 from mpu_cli.demo.people import make_people
 from mpu_cli.models import loading
+from mpu_cli.models.network import build
 from mpu_cli.models.source import open_model
 from mpu_cli.records.reading import read_records
 
@@ -86,6 +86,14 @@ _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
 }  # fmt: skip
+_TOWER = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_PIXTRAL = {"model_type": "pixtral", **_TOWER, "head_dim": 8, "image_size": 56}
+_IMAGES = {"image_token_index": 5}
+_QWEN_IMAGES = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 _GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "bos_token_id": 0,
         "eos_token_id": 1}  # fmt: skip
 
@@ -146,9 +154,9 @@ FAMILY_CONFIGS = {
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **_SMALL, **_DELTA, **_EXPERTS,
                          "shared_expert_intermediate_size": 20},
     "qwen3_5": {"model_type": "qwen3_5", "text_config": {**_SMALL, **_DELTA}, "vision_config": _VISION,
-                "image_token_id": 5, "video_token_id": 6},
+                **_QWEN_IMAGES},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": {
-        **_SMALL, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 20}, "vision_config": _VISION},
+        **_SMALL, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 20}, "vision_config": _VISION, **_QWEN_IMAGES},
     "granitemoe": {"model_type": "granitemoe", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"model_type": "granitemoeshared", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 20},
@@ -156,6 +164,27 @@ FAMILY_CONFIGS = {
                  "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     "glm4_moe-normed": {"model_type": "glm4_moe", **_SMALL, "n_routed_experts": 4, "num_experts_per_tok": 2,
                         "head_dim": 8, "moe_intermediate_size": 12, "use_qk_norm": True, "n_group": 2, "topk_group": 1},
+    "mistral3": {"model_type": "mistral3", "text_config": {"model_type": "mistral", **_SMALL, "head_dim": 8},
+                 "vision_config": _PIXTRAL, "tie_word_embeddings": False, **_IMAGES},
+    "mistral3-ministral3": {"model_type": "mistral3", "text_config": {
+        "model_type": "ministral3", **_SMALL, "head_dim": 8, "tie_word_embeddings": True},
+        "vision_config": _PIXTRAL, "multimodal_projector_bias": True, "tie_word_embeddings": True, **_IMAGES},
+    "qwen2_vl": {"model_type": "qwen2_vl", "text_config": {**_SMALL, **_MROPE}, "vision_config": {
+        **_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 1}, **_QWEN_IMAGES},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl", "text_config": {**_SMALL, **_MROPE}, "vision_config": {
+        **_VISION, "fullatt_block_indexes": [0], "window_size": 8}, **_QWEN_IMAGES},
+    "qwen3_vl": {"model_type": "qwen3_vl", "text_config": {**_SMALL, "head_dim": 8, **_MROPE}, "vision_config": {
+        **_VISION, "depth": 2, "deepstack_visual_indexes": [0, 1]}, **_QWEN_IMAGES},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe", "text_config": {**_SMALL, **_EXPERTS, "head_dim": 8, **_MROPE},
+                     "vision_config": {**_VISION, "deepstack_visual_indexes": [0]}, **_QWEN_IMAGES},
+    "llava": {"model_type": "llava", "text_config": {"model_type": "qwen2", **_SMALL}, "vision_config": {
+        "model_type": "siglip_vision_model", **_TOWER}, "vision_feature_select_strategy": "full",
+        "tie_word_embeddings": False, **_IMAGES},
+    "llama4": {"model_type": "llama4", "text_config": {
+        **_SMALL, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 12, "intermediate_size_mlp": 40,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
+        "vision_config": {**_TOWER, "intermediate_size": 64, "vision_output_dim": 16, "projector_input_dim": 16,
+                          "projector_output_dim": 16, "pixel_shuffle_ratio": 0.5}, **_IMAGES},
     "llama4_text": {"model_type": "llama4_text", **_SMALL, "num_hidden_layers": 4, "head_dim": 8,
                     "intermediate_size": 12, "intermediate_size_mlp": 40, "num_local_experts": 4,
                     "num_experts_per_tok": 1,
@@ -172,15 +201,19 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
     from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5"))  # whose norms multiply by 1 + w
     torch.manual_seed(seed)
-    images = config["model_type"] in ("qwen3_5", "qwen3_5_moe")  # as text models they would lack the vision tower
-    build = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    model = build.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model = build(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.ndim == 1 and not name.endswith("bias") and not (from_one and "linear_attn" not in name)
             centre = 1 if scale else 0
             parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
     return model.to(dtype).eval()
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model in ``folder``, by the class of transformers' that its config names."""
+    own = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    return own.from_pretrained(folder, dtype=dtype).eval()
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:

@@ -8,30 +8,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.boundary.cleaning import clean_chat_template, clean_config, clean_tokenizer_config, clean_tokens
+from mpu_cli.boundary.cleaning import clean_chat_template, clean_config, clean_tokenizer_config, clean_tokens, left_out
 from mpu_cli.boundary.names import CONFIG, ROPE
+from mpu_cli.models.network import parts_of
 from mpu_cli.models.source import open_model
 from mpu_cli.models.staging import staged
-from tests.models import CONFIGS, SHARED, load, needs_shared, random_model, save
+from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, load, needs_shared, random_model, save
 
 LABELS = {"id2label", "label2id", "problem_type"}  # of classifiers
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_setting_of_a_supported_family_is_listed(kind: str) -> None:
+@pytest.mark.parametrize("family", {**CONFIGS, **FAMILY_CONFIGS})
+def test_every_setting_of_a_supported_family_is_listed(family: str) -> None:
     """As transformers' classes have them, also of their parts; a new release may add one."""
-    waiting, seen = [CONFIG_MAPPING[kind]], set()
-    while waiting:
-        each = waiting.pop()
-        if each in seen or not dataclasses.is_dataclass(each):
-            continue
-        seen.add(each)
-        names = {field.name for field in dataclasses.fields(each)} | {*each.attribute_map, *each.attribute_map.values()}
-        assert names - LABELS <= CONFIG, each
-        waiting += [getattr(part, "config_class", part) for part in each.sub_configs.values()]
+    for part in parts_of(random_model(family).config):
+        kind = type(part)
+        names = {field.name for field in dataclasses.fields(kind)}
+        names |= {*kind.attribute_map, *kind.attribute_map.values()}
+        assert names - LABELS <= CONFIG, kind
+
+
+def test_what_a_part_of_a_config_loses_is_named() -> None:
+    """Here the image tower's: its copies would not load, or compute something else."""
+    config = {"model_type": "llama4", "vision_config": {"depth": 2, "a_ratio": 0.5, "inner": {"other": 1}}}
+    assert left_out(config) == ["vision_config.a_ratio", "vision_config.inner"]
+    assert left_out(config, {"a_ratio"}) == ["vision_config.a_ratio"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)

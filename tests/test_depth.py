@@ -21,7 +21,7 @@ from mpu_cli.options.publishing import parse_layers
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, plan_publish, publish
 from mpu_cli.server.scheme import ZeroSum
-from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, random_model, save, write_records
+from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, random_model, read, save, write_records
 from tests.protocol import distance, tensors, unfactored
 
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -31,7 +31,7 @@ REFUSED = {"gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed"}
 
 def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
     """Those of transformers' own model, whose layers ``omitted`` pass on what they are given."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = read(folder)
     opened = open_model(str(folder))
     layout = layout_of(opened.checkpoint.tensors, opened.config, "")
 
@@ -40,11 +40,11 @@ def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
         return (states, *made[1:]) if isinstance(made, tuple) else states
 
     count = len(layout.structures)
-    lists = [(name, held) for name, held in model.named_modules() if isinstance(held, torch.nn.ModuleList)]
+    named = model.get_decoder().named_modules()
     own = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
-    [layers] = [name for name, held in lists if name.split(".")[-1] == own and len(held) == count]
+    [layers] = [held for name, held in named if name.split(".")[-1] == own and len(held) == count]
     for layer in omitted:
-        model.get_submodule(f"{layers}.{layer}").register_forward_hook(passes_on, with_kwargs=True)
+        layers[layer].register_forward_hook(passes_on, with_kwargs=True)
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -67,7 +67,7 @@ def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path
             published()
         return
     expected = logits_without(tmp_path / "base", omitted)
-    model = AutoModelForCausalLM.from_pretrained(published(), dtype=torch.float32).eval()
+    model = read(published())
     with torch.no_grad():
         found = model(TOKENS).logits
     same = 1e-4 if family.startswith("qwen3_5") else 1e-5

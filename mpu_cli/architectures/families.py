@@ -226,29 +226,6 @@ GEMMA3 = replace(
     unless={}, note="text only",
 )  # fmt: skip
 
-# Text and images: the projector of images writes into the residual stream, so it moves along, without noise.
-GEMMA3_WRAPPER = replace(
-    GEMMA3,
-    model_types=("gemma3",),
-    text_config="text_config",
-    sizes={**SIZES, "vision": lambda config, _: config["vision_config"]["hidden_size"]},
-    prefix="language_model.",
-    layer="language_model.model.layers.{i}.",
-    tensors=(
-        Tensor("language_model.model.embed_tokens.weight", ("vocab", "model")),
-        Tensor("language_model.model.norm.weight", ("|model|",)),
-        Tensor("language_model.lm_head.weight", ("vocab", "model")),
-        Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),
-    ),
-    heads=("language_model.lm_head.weight",),
-    stays=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
-    renamed=(
-        ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
-        ("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
-    note="with images; the vision tower stays as it is",
-)  # fmt: skip
-
 OLMO2 = replace(
     LLAMA,
     model_types=("olmo2", "olmo3"),
@@ -668,38 +645,9 @@ QWEN3_5 = replace(
     },
     unless={"attention_bias": False},
     dead=("mtp.*",),
-    renamed=(("model.language_model.", "model."),),  # transformers loads a wrapper's files as the text model
     note="inside delta-net layers only the residual stream moves",
 )  # fmt: skip
 
-
-def with_images3_5(text: Family, model_type: str) -> Family:
-    """The wrapper around a Qwen3.5 text model: what merges patches writes into the residual stream."""
-    inner = "model.language_model."
-    return replace(
-        text,
-        model_types=(model_type,),
-        text_config="text_config",
-        sizes={
-            **text.sizes,
-            "patches": lambda config, _: (
-                config["vision_config"]["hidden_size"] * config["vision_config"]["spatial_merge_size"] ** 2
-            ),
-        },
-        prefix=inner,
-        layer=inner + "layers.{i}.",
-        tensors=(
-            Tensor(f"{inner}embed_tokens.weight", ("vocab", "model")), Tensor(f"{inner}norm.weight", ("|model|",)),
-            Tensor("lm_head.weight", ("vocab", "model")),
-            Tensor("model.visual.merger.linear_fc2.weight", ("model", "patches"), trained=False),
-            Tensor("model.visual.merger.linear_fc2.bias", ("model",), trained=False),
-        ),
-        stays=("model.visual.",),
-        note=f"with images; the vision tower stays as it is; {text.note}",
-    )  # fmt: skip
-
-
-QWEN3_5_WRAPPER = with_images3_5(QWEN3_5, "qwen3_5")
 
 # Mixtures of experts.
 
@@ -771,7 +719,6 @@ QWEN3_5_MOE = replace(
     stacks=stacks(),
     defaults={**QWEN3_5.defaults, "num_key_value_heads": 2},
 )  # fmt: skip
-QWEN3_5_MOE_WRAPPER = with_images3_5(QWEN3_5_MOE, "qwen3_5_moe")
 OLMOE = replace(
     MIXTRAL,
     model_types=("olmoe",),
@@ -896,8 +843,8 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, QWEN3_5_WRAPPER, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER,
-    PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, QWEN3_5_MOE_WRAPPER, OLMOE,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3,
+    PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE,
     GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM,
     OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip

@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpu_cli.architectures.families import FAMILIES
 from mpu_cli.architectures.family import (
     EVERY,
     FFN_AXES,
@@ -23,6 +22,7 @@ from mpu_cli.architectures.family import (
     symmetries_of_layer,
     symmetries_of_model,
 )
+from mpu_cli.architectures.wrappers import family_of, supported
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.errors import MpuError, UsageError
@@ -87,7 +87,7 @@ class Layout:
 
     def full_name(self, name: str) -> str:
         """The name that the transformers model uses for tensor ``name`` of these files."""
-        if name in self.family.heads:
+        if name in self.family.heads and not self.family.text_config:
             return HEAD
         for in_file, in_memory in self.family.renamed:
             if name.startswith(in_file):
@@ -161,7 +161,10 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
-    if filled["tie_word_embeddings"]:
+    tied = bool(filled["tie_word_embeddings"])
+    if family.text_config and config.get("tie_word_embeddings") is None and head:
+        tied = False  # where a wrapper's config says nothing, transformers goes by what the files have, too
+    if tied:
         alias = head
         expected.pop(untied or "", None)
     elif untied and head and head != untied:  # the same tensor by the other name, in its place
@@ -289,11 +292,14 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
 
 
 def _family(config: Mapping[str, object], where: str) -> Family:
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    model_type, text = config.get("model_type"), config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, dict) else None
+    family = family_of(model_type, text_type)
+    if family is None:
+        inside = f" around {text_type!r}" if model_type in supported() else ""
         raise MpuError(
-            f"{where}: architecture {model_type!r} is not supported (supported: {', '.join(FAMILIES)}), and mpu does "
-            "not guess: a transform that does not fit would change what the model computes"
+            f"{where}: architecture {model_type!r}{inside} is not supported (supported: {', '.join(supported())}), and "
+            "mpu does not guess: a transform that does not fit would change what the model computes"
         )
     if "quantization_config" in config:
         raise MpuError(
@@ -301,7 +307,6 @@ def _family(config: Mapping[str, object], where: str) -> Family:
             "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "
             "save_pretrained",
         )
-    family = FAMILIES[model_type]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for key, value in family.unless.items():
         given = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)

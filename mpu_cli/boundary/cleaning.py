@@ -8,7 +8,8 @@ the server. So names that are not listed are left out, and words that could be p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from mpu_cli.boundary.names import CONFIG, GENERATION, PROCESSOR, ROPE, TOKENIZER, TOKENIZER_TEXTS
 
@@ -37,9 +38,18 @@ def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> di
 def left_out(config: Mapping[str, object], known: Collection[str] | None = None) -> list[str]:
     """The entries of a config.json that ``clean_config`` drops and that say something: of those ``known`` to the
     library that reads them or, if it is not asked, of all but those that say nothing of the architecture."""
-    dropped = config.keys() - clean_config(config).keys()
-    names = dropped & set(known) if known is not None else dropped - HARMLESS
-    return sorted(name for name in names if config[name] not in (None, False, [], {}))
+    return sorted(_lost(config, clean_config(config), HARMLESS if known is None else None, known or ()))
+
+
+def _lost(
+    config: Mapping[str, Any], cleaned: Mapping[str, Any], harmless: Collection[str] | None, known: Collection[str]
+) -> Iterator[str]:
+    for name, value in config.items():
+        if name in cleaned and isinstance(value, dict):  # a part, such as that for images
+            yield from (f"{name}.{inner}" for inner in _lost(value, cleaned[name], harmless, known))
+        elif name not in cleaned and value not in (None, False, [], {}):
+            if name in known if harmless is None else name not in harmless:
+                yield name
 
 
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:

@@ -61,9 +61,9 @@ not fit would change what the model computes. How to add one: [CONTRIBUTING.md](
 
 def families_page() -> str:
     """The page on families, Markdown."""
-    from mpu_cli.architectures.families import FAMILIES
+    from mpu_cli.architectures.wrappers import supported
 
-    unique = list({id(family): family for family in FAMILIES.values()}.values())
+    unique = list({id(family): family for family in supported().values()}.values())
     return FAMILIES_INTRODUCTION + "".join(map(_family_row, unique))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from mpu_cli.client import lora
 from mpu_cli.client.change import change_of
@@ -24,6 +24,7 @@ from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.precision import in_precision
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.logits import CHUNK, input_of
+from mpu_cli.models.network import build
 from mpu_cli.models.quantized import BYTES, linear_layers
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Lora, Training, Unlearning
@@ -137,7 +138,7 @@ def held_for_backward(
 def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]) -> PreTrainedModel:
     """A model as it is trained, on fake tensors."""
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(bare.config, dtype=dtype, trust_remote_code=False)
+        model = build(bare.config, dtype=dtype)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
         if options.lora.quantize and options.training.precision == "mixed":  # products of what 4 bits stand for

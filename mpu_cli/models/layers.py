@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """The layers of ``model``, which may be wrapped."""
-    config: Any = next(module.config for module in model.modules() if hasattr(module, "config"))
-    depth = config.get_text_config().num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    """The layers of ``model``, which may be wrapped; of one that reads images, those of its language model."""
+    whole: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    depth = whole.config.get_text_config().num_hidden_layers
+    lists = (module for module in whole.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
     return next(layers for layers in lists if len(layers) == depth and any(layers[0].children()))
 
 

@@ -19,9 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, parse_flag_from_env
 from accelerate.utils.memory import clear_device_cache
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -42,6 +40,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
 from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.memory import in_memory
+from mpu_cli.models.network import build, concrete, network_of, parts_of
 from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
 from mpu_cli.models.source import Model, cached
 from mpu_cli.models.staging import staged, staged_adapter
@@ -173,18 +172,18 @@ def skeleton(model: Model) -> PreTrainedModel:
 def _skeleton(folder: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return build(config)
 
 
 def _attention(config: PretrainedConfig, asked: str) -> str:
     """The attention that was ``asked`` for, or "eager" for a model that has no sdpa."""
-    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    network = concrete(config)
     return "eager" if asked == "sdpa" and network is not None and not network._supports_sdpa else asked
 
 
 def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
     """How to compute a mixture's experts. Named, because config.json could name code to fetch."""
-    network: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    network = concrete(config)
     grouped = network is not None and network._can_set_experts_implementation()
     return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
 
@@ -266,20 +265,22 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     tokenizer = _tokenizer_in(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    for name in vars(config):
-        if name.endswith(("dropout", "pdrop")):
-            setattr(config, name, 0.0)
+    for part in parts_of(config):
+        for name in vars(part):
+            if name.endswith(("dropout", "pdrop")):
+                setattr(part, name, 0.0)
     ways = {
         "dtype": dtype, "attn_implementation": _attention(config, attention),
-        "experts_implementation": _experts(config, dtype), "trust_remote_code": False, **held,
+        "experts_implementation": _experts(config, dtype), **held,
     }  # fmt: skip
     if has_weights():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True, **ways
-        )
+        model, info = network_of(config).from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True,
+            trust_remote_code=False, **ways,
+        )  # fmt: skip
         return model, tokenizer, info
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **ways)
+        model = build(config, **ways)
     model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
     return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.architectures.family import Stack
+from mpu_cli.architectures.family import Family, Stack
 from mpu_cli.architectures.layout import HEAD
+from mpu_cli.architectures.wrappers import family_of
 from mpu_cli.models.quantized import shape_of
 
 
@@ -33,6 +33,11 @@ class Piece:
         return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if known else self
 
 
+def family_of_model(model: PreTrainedModel) -> Family | None:
+    """The table of ``model``'s family; None if there is none."""
+    return family_of(model.config.model_type, model.config.get_text_config().model_type)
+
+
 Names = dict[str, list[Piece]]  # a model's parameters by name → their pieces in files
 
 
@@ -43,7 +48,7 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     matrix for each expert.
     """
     prefix = f"{model.base_model_prefix}."
-    family = FAMILIES.get(str(model.config.model_type))
+    family = family_of_model(model)
     candidates = [[Piece(name, tuple(shape))]]
     if family:
         if name == HEAD:
@@ -71,7 +76,7 @@ def _of_stack(stack: Stack, prefix: str, shape: Sequence[int]) -> list[Piece]:
 
 def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
     """Whether ``piece`` is part of what is published, trained and returned."""
-    family = FAMILIES.get(str(model.config.model_type))
+    family = family_of_model(model)
     if family is None:
         return True
     constant = (tensor.name for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained)

@@ -213,10 +213,12 @@ def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again)
 def _logits(
     model: Model, layout: Layout, weights: Callable[[TensorLayout], Named], tokens: torch.Tensor
 ) -> torch.Tensor:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from mpu_cli.models.network import build
 
     config = AutoConfig.for_model(**{k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")})
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    network = build(config, dtype=torch.float32).eval()
     places = in_memory(network, layout.tensors)
     with torch.no_grad():
         for tensor in layout.tensors.values():
