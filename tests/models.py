@@ -156,7 +156,8 @@ FAMILY_CONFIGS = {
     "qwen3_5": {"model_type": "qwen3_5", "text_config": {**_SMALL, **_DELTA}, "vision_config": _VISION,
                 **_QWEN_IMAGES},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": {
-        **_SMALL, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 20}, "vision_config": _VISION, **_QWEN_IMAGES},
+        **_SMALL, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 20}, "vision_config": _VISION,
+        **_QWEN_IMAGES},
     "granitemoe": {"model_type": "granitemoe", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"model_type": "granitemoeshared", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "shared_intermediate_size": 20},
@@ -180,6 +181,9 @@ FAMILY_CONFIGS = {
     "llava": {"model_type": "llava", "text_config": {"model_type": "qwen2", **_SMALL}, "vision_config": {
         "model_type": "siglip_vision_model", **_TOWER}, "vision_feature_select_strategy": "full",
         "tie_word_embeddings": False, **_IMAGES},
+    "muse_glimmer": {"model_type": "muse_glimmer", "text_config": {**_SMALL, **_LINES, "head_dim": 8}, "vision_config": {
+        **_TOWER, "patch_temporal": 1, "pos_emb_height": 4, "pos_emb_width": 4}, "out_hidden_size": 64,
+        "projector_hidden_size": 12, "image_token_id": 5, "video_token_id": 6},
     "llama4": {"model_type": "llama4", "text_config": {
         **_SMALL, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 12, "intermediate_size_mlp": 40,
         "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
@@ -199,7 +203,7 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     """A model with CONFIGS[family], overridden by ``entries``, whose biases and norms differ from their initial zeros
     and ones."""
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
-    from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5"))  # whose norms multiply by 1 + w
+    from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5", "muse"))  # whose norms multiply by 1 + w
     torch.manual_seed(seed)
     model = build(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():

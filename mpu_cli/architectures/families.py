@@ -226,6 +226,23 @@ GEMMA3 = replace(
     unless={}, note="text only",
 )  # fmt: skip
 
+
+def muse_rope(config: Config, layer: int) -> bool:
+    """Whether a layer of Muse Glimmer has RoPE: without a list, all but every fourth from the last."""
+    listed = config.get("layer_rope_theta")
+    return bool(listed[layer]) if listed else bool((config["num_hidden_layers"] - 1 - layer) % 4)
+
+
+# Queries and keys are normed without a weight, before RoPE; a gate multiplies what attention reads.
+MUSE = replace(
+    GEMMA2,
+    model_types=("muse_glimmer_text",),
+    layer_tensors=(*_SANDWICH, *linear("self_attn.gate_proj", "|mixed|", "model"), *gated_ffn()),
+    rotary=where_rope(muse_rope),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False},
+    unless={},
+)
+
 OLMO2 = replace(
     LLAMA,
     model_types=("olmo2", "olmo3"),

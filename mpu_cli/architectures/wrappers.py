@@ -18,6 +18,7 @@ from mpu_cli.architectures.families import (
     LLAMA,
     LLAMA4,
     MISTRAL,
+    MUSE,
     QWEN2,
     QWEN3,
     QWEN3_5,
@@ -187,9 +188,18 @@ LLAMA4_WRAPPER = Wrapper(
     sizes={"vision": vision("vision_output_dim")},
 )
 
+MUSE_WRAPPER = Wrapper(
+    "muse_glimmer",
+    {"muse_glimmer_text": MUSE},
+    inner="model.language_model.",
+    writes=written("model.vision_projection", "projected"),
+    stays=("model.vision_tower.", "model.vision_adapter."),
+    sizes={"projected": "projector_hidden_size"},
+)
+
 _ALL = (
     GEMMA3_WRAPPER, MISTRAL3, _QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER,
-    LLAMA4_WRAPPER, LLAVA,
+    LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
 )  # fmt: skip
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
 

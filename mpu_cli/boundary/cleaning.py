@@ -47,9 +47,10 @@ def _lost(
     for name, value in config.items():
         if name in cleaned and isinstance(value, dict):  # a part, such as that for images
             yield from (f"{name}.{inner}" for inner in _lost(value, cleaned[name], harmless, known))
-        elif name not in cleaned and value not in (None, False, [], {}):
-            if name in known if harmless is None else name not in harmless:
-                yield name
+            continue
+        matters = name in known if harmless is None else name not in harmless
+        if matters and name not in cleaned and value not in (None, False, [], {}):
+            yield name
 
 
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:

@@ -95,7 +95,7 @@ def forward(
     labels = batch["labels"]
     labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
     kept = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
-    with input_of(own_head or head) as states, output_of_layer(model, layer) as below:
+    with input_of(head and (own_head or head)) as states, output_of_layer(model, layer) as below:
         output = model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],

@@ -12,7 +12,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import Model
 
 # How the entries of configs end that are lists of one value for each layer.
-PER_LAYER = ("layer_types", "rope_layers")
+PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta")
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
 BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # entries that make what a layer computes depend on its number
 DTYPES = ("dtype", "torch_dtype")
