@@ -77,6 +77,12 @@ _SMALL = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 _LINES = {"num_hidden_layers": 4, "sliding_window": 8}  # windows shorter than the texts
+_TOWER = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_GEMMA4 = {**_SMALL, **_LINES, "head_dim": 8, "global_head_dim": 16,
+           "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DELTA = {
     "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -85,10 +91,6 @@ _DELTA = {
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
-}  # fmt: skip
-_TOWER = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
 }  # fmt: skip
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "head_dim": 8, "image_size": 56}
 _IMAGES = {"image_token_index": 5}
@@ -112,6 +114,24 @@ FAMILY_CONFIGS = {
                                  "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
                "mm_tokens_per_image": 4, "image_token_index": VOCABULARY, "boi_token_index": VOCABULARY + 1,
                "eoi_token_index": VOCABULARY + 2},
+    "gemma4_text": {"model_type": "gemma4_text", **_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+                    "hidden_size_per_layer_input": 0},
+    "gemma4_text-experts": {"model_type": "gemma4_text", **_GEMMA4, "enable_moe_block": True, "num_experts": 4,
+                            "top_k_experts": 2, "moe_intermediate_size": 12, "hidden_size_per_layer_input": 0},
+    "gemma4_text-channels": {"model_type": "gemma4_text", **_GEMMA4, "num_kv_shared_layers": 2,
+                             "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY,
+                             "use_double_wide_mlp": True},
+    "gemma4": {"model_type": "gemma4", "text_config": {
+        **_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": VOCABULARY},
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32,
+                          "patch_size": 4, "pooling_kernel_size": 2},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12,
+                         "subsampling_conv_channels": [8, 4]}, "image_token_id": 5, "audio_token_id": 6},
+    "gemma4_unified_text": {"model_type": "gemma4_unified_text", **_GEMMA4},
+    "gemma4_unified": {"model_type": "gemma4_unified", "text_config": {**_GEMMA4}, "vision_config": {
+        "patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16, "pooling_kernel_size": 1},
+        "audio_config": {"audio_embed_dim": 12}, "image_token_id": 5, "audio_token_id": 6},
     "qwen3": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "tie_word_embeddings": True},
     "qwen3-biases": {"model_type": "qwen3", **_SMALL, "head_dim": 8, "attention_bias": True},
     "olmo": {"model_type": "olmo", **_SMALL},

@@ -131,7 +131,8 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
     last = max(
         range(len(layout.structures)), key=lambda i: (layout.structures[i].attention, layout.structures[i].rotary)
     )
-    structure, sizes, d = layout.structures[last], layout.sizes, layout.sizes["head_dim"]
+    structure, sizes = layout.structures[last], layout.sizes_of(last)
+    d = sizes["head_dim"]
     source = Random()
 
     def draw(symmetry: object) -> dict:
@@ -163,10 +164,7 @@ def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -
     tried = 0
     for name, layer, maps in false_maps(layout):
         own = {tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()}
-        kept = Layout(
-            layout.family, layout.sizes, {n: t for n, t in own.items() if t}, layout.alias, layout.bare,
-            layout.structures, layout.config,
-        )  # fmt: skip
+        kept = replace(layout, tensors={n: t for n, t in own.items() if t})
         assert relative(changed(folder, kept, maps), expected) > 1e-3, name
         tried += 1
     assert tried or not any(s.rotary or s.norm for s in layout.structures)
@@ -213,7 +211,10 @@ def test_the_whole_path_gives_the_clean_update(mpu: Callable, tmp_path: Path, fa
 PICTURE = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
 PATCHES = PICTURE.flatten()[: 16 * 48].view(16, 48)  # 4 × 4 of them, which Qwen's towers merge to 2 × 2
 SQUARE = torch.tensor([[1, 4, 4]])
+PLACES = torch.tensor([[[i, j] for i in range(4) for j in range(4)]])
 IMAGES = {
+    "gemma4": ([5] * 4, {"pixel_values": PATCHES[None], "image_position_ids": PLACES}),
+    "gemma4_unified": ([5] * 16, {"pixel_values": PATCHES[None], "image_position_ids": PLACES}),
     "gemma3": ([VOCABULARY + 1, *[VOCABULARY] * 4, VOCABULARY + 2], {"pixel_values": PICTURE}),
     "mistral3": ([5] * 4, {"pixel_values": PICTURE.repeat(1, 1, 2, 2), "image_sizes": torch.tensor([[56, 56]])}),
     "llava": ([5] * 4, {"pixel_values": PICTURE}),

@@ -52,5 +52,6 @@ def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
         sizes={**layout.sizes, "layers": len(kept)},
         tensors=tensors,
         structures=tuple(layout.structures[layer] for layer in kept),
+        layer_sizes=tuple(layout.layer_sizes[layer] for layer in kept) if layout.layer_sizes else (),
     )
     return Shallow(shallow, names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.architectures.family import Axis, Config, Family, Fused, Rule, Sizes, Stack, Tensor
+from mpu_cli.architectures.family import Axis, Config, Family, Fused, Repeated, Rule, Sizes, Stack, Tensor
 
 # Rules, from which tables are composed.
 
@@ -64,6 +64,10 @@ def times(factor: int, name: str) -> Rule:
 
 def either(*rules: Rule) -> Rule:
     return lambda config, layer: any(rule(config, layer) for rule in rules)
+
+
+def both(*rules: Rule) -> Rule:
+    return lambda config, layer: all(rule(config, layer) for rule in rules)
 
 
 def negated(rule: Rule) -> Rule:
@@ -225,6 +229,123 @@ GEMMA3 = replace(
     GEMMA2, model_types=("gemma3_text",), layer_tensors=(*_SANDWICH, *SHARED_NORM, *gated_ffn()), qk_norm="shared",
     unless={}, note="text only",
 )  # fmt: skip
+
+
+def is_full(config: Config, layer: int) -> bool:
+    """Whether a layer of Gemma 3n or 4 attends to everything; the last one does, whatever the config says."""
+    return layer == config["num_hidden_layers"] - 1 or layer_type_is("full_attention", every=6)(config, layer)
+
+
+def of_full_layers(name: str, original: str, default: int | None = None) -> Rule:
+    """A size that Gemma 4's full layers have of their own: as transformers saves it, or by its ``original`` entry."""
+
+    def rule(config: Config, layer: int) -> int | None:
+        saved = config.get("per_layer_config")
+        if isinstance(saved, dict):
+            return saved.get(str(layer), {}).get(name, config.get(name))
+        return (config.get(original) or default or config.get(name)) if is_full(config, layer) else config.get(name)
+
+    return rule
+
+
+def has_one_projection(config: Config, layer: int) -> bool:
+    """Whether the keys of a layer of Gemma 4 are its values, too."""
+    return bool(config.get("attention_k_eq_v")) and is_full(config, layer)
+
+
+def kv_heads(config: Config, layer: int) -> int | None:
+    """KV heads of a layer of Gemma 4: of their own in full layers whose keys are their values."""
+    fewer = of_full_layers("num_key_value_heads", "num_global_key_value_heads")
+    own = "per_layer_config" in config or has_one_projection(config, layer)
+    return fewer(config, layer) if own else config["num_key_value_heads"]
+
+
+def reads_of(config: Config, layer: int) -> int | None:
+    """The layer whose keys and values a layer of Gemma 3n or 4 reads: of the last that make some, the one of its
+    kind. None: its own."""
+    first = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
+    if layer < first:
+        return None
+    return [i for i in range(first) if is_full(config, i) == is_full(config, layer)][-1]
+
+
+def makes_keys(config: Config, layer: int) -> bool:
+    return reads_of(config, layer) is None
+
+
+makes_values = both(makes_keys, negated(has_one_projection))
+has_channels = entry("hidden_size_per_layer_input")
+
+
+def ffn_of_layer(config: Config, layer: int) -> int:
+    """Gemma 4's layers that read others' keys may have twice as many neurons."""
+    return config["intermediate_size"] * (
+        2 if config.get("use_double_wide_mlp") and not makes_keys(config, layer) else 1
+    )
+
+
+# Values are normed without a weight, which every rotation passes. In full layers RoPE turns some planes only, which are
+# halves of the whole head all the same.
+GEMMA4 = replace(
+    GEMMA2,
+    model_types=("gemma4_text",),
+    sizes={
+        **SIZES, "experts": "num_experts", "expert_ffn": "moe_intermediate_size",
+        "channels": lambda config, _: config.get("hidden_size_per_layer_input") or None,
+        "channel-vocab": "vocab_size_per_layer_input",
+    },
+    layer_sizes={
+        "head_dim": of_full_layers("head_dim", "global_head_dim", 512), "kv_heads": kv_heads, "ffn": ffn_of_layer,
+    },
+    tensors=(
+        *LLAMA.tensors,
+        Tensor("model.embed_tokens_per_layer.weight", ("channel-vocab", Repeated("channel", "layers")), has_channels),
+        Tensor("model.per_layer_model_projection.weight", (Repeated("channel", "layers"), "model"), has_channels),
+        Tensor("model.per_layer_projection_norm.weight", ("|channel|",), has_channels),
+    ),
+    layer_tensors=(
+        *INPUT_NORMS, *rms_norm("pre_feedforward_layernorm"), *rms_norm("post_feedforward_layernorm"),
+        *linear("self_attn.q_proj", "query", "model", bias="attention_bias"),
+        *linear("self_attn.k_proj", "key", "model", bias=both(entry("attention_bias"), makes_keys), when=makes_keys),
+        *linear(
+            "self_attn.v_proj", "value", "model", bias=both(entry("attention_bias"), makes_values), when=makes_values
+        ),
+        *linear("self_attn.o_proj", "model", "mixed", bias="attention_bias"),
+        SHARED_NORM[0], replace(SHARED_NORM[1], when=makes_keys), *gated_ffn(),
+        *linear("per_layer_input_gate", "|channel|", "model", when=has_channels),
+        *linear("per_layer_projection", "model", "channel", when=has_channels),
+        *rms_norm("post_per_layer_input_norm", has_channels),
+        Tensor("router.scale", ("|model|",), "enable_moe_block"),
+        Tensor("router.per_expert_scale", ("expert",), "enable_moe_block"),
+        *linear("router.proj", "expert", "model", when="enable_moe_block"),
+        Tensor("experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), "enable_moe_block"),
+        Tensor("experts.down_proj", ("expert", "model", "e-ffn"), "enable_moe_block"),
+        *(
+            tensor
+            for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+            for tensor in rms_norm(name, "enable_moe_block")
+        ),
+    ),
+    rotary=lambda config, _: config["head_dim"],
+    qk_norm="shared",
+    experts=entry("enable_moe_block"),
+    keys_are_values=has_one_projection,
+    reads=reads_of,
+    dead=("*.layers.*.self_attn.[kv]_*",),
+    buffers=("rotary_emb.inv_freq", ".layer_scalar"),
+    defaults={
+        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+    },
+    unless={},
+)  # fmt: skip
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    model_types=("gemma4_unified_text",),
+    defaults={**GEMMA4.defaults, "hidden_size_per_layer_input": 0},
+)
 
 
 def muse_rope(config: Config, layer: int) -> bool:
@@ -860,7 +981,7 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED,
     PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE,
     GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM,
     OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,

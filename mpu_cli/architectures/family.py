@@ -21,9 +21,12 @@ family is a new table, not new code.
 | \|mixed\| | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes |
 | head | query heads, one number each |
 | vocab, position | rows of the embeddings |
+| channel | the channels of embeddings of its own that a layer reads, which all layers order alike |
+| \|channel\| | the same where they are gated, or a norm's weight scales them |
 
 An axis of a tensor may hold several of these, fused: a tuple of names one after the other (GPT-2's ``c_attn``), or
-``Fused`` in chunks, each with its share of each name (GPT-NeoX: for each head its query, key and value).
+``Fused`` in chunks, each with its share of each name (GPT-NeoX: for each head its query, key and value), or one name
+again and again, ``Repeated`` (Gemma 4's embeddings, with the channels of every layer).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ Config = Mapping[str, Any]
 Rule = Callable[[Config, int], Any]  # of a config, whose defaults are filled in, and the number of a layer
 
 
-Sizes = Mapping[str, str | int | Sequence[str] | Rule]  # a config entry, a number, the first entry there, or a rule
+SizeSource = str | int | Sequence[str] | Rule  # a config entry, a number, the first entry there, or a rule
+Sizes = Mapping[str, SizeSource]
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,28 @@ class Fused:
     chunks: str | int
 
 
-Axis = str | tuple[str, ...] | Fused
+@dataclass(frozen=True)
+class Repeated:
+    """An axis that holds ``name`` once for each of ``times``, the name of a size."""
+
+    name: str
+    times: str
+
+
+Axis = str | tuple[str, ...] | Fused | Repeated
+
+
+def names_of(axis: Axis) -> tuple[str, ...]:
+    """The names that an axis is made of."""
+    if isinstance(axis, tuple):
+        return axis
+    return (axis,) if isinstance(axis, str) else (axis.name,) if isinstance(axis, Repeated) else axis.names
+
 
 FFN_AXES = ("ffn", "gate", "up")
 ATTENTION = ("query", "key", "value", "mixed")
 OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED = "|query|", "|key|", "|head|", "|mixed|"
-MODEL_AXES = ("model", "|model|")
+MODEL_AXES, CHANNELS = ("model", "|model|"), ("channel", "|channel|")
 LAYER_AXES = (
     *FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES), *(f"e-{axis}" for axis in FFN_AXES), "expert",
     *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED, "head",
@@ -165,7 +185,9 @@ class Structure:
     ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys,
     as in ``QuarterTurns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward
     layers; ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether
-    something works on values coordinate by coordinate, so that they cannot be rotated.
+    something works on values coordinate by coordinate, so that they cannot be rotated; ``keys_are_values``: whether its
+    keys are its values, too, so that one turn is for both; ``reads``: the layer whose keys and values it reads (None:
+    its own), whose turns and order of heads it then shares.
     """
 
     planes: str | None
@@ -176,6 +198,13 @@ class Structure:
     groups: int = 0
     attention: bool = True
     elementwise: bool = False
+    keys_are_values: bool = False
+    reads: int | None = None
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The symmetries that this layer has in common with the one whose keys and values it reads."""
+        return () if self.reads is None else ("attention", "qk", "vo", HEADS.name)
 
 
 def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
@@ -192,6 +221,9 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
     if not layer.attention:
         return (*ffns, *(experts if name != "paper" else ()))
+    if layer.keys_are_values:
+        both = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
+        return (*ffns, both) if name == "paper" else (*ffns, both, HEADS, *experts)
     values: Symmetry = (
         QuarterTurns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
     )
@@ -203,13 +235,14 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     return (*ffns, qk, values, *heads, *experts)
 
 
-def symmetries_of_model(name: str, rms_norm: bool) -> tuple[Symmetry, ...]:
+def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
     """The symmetries of set ``name`` of the residual stream: RMS norms preserve signs, a LayerNorm, which subtracts the
-    mean, does not."""
+    mean, does not. ``channels``: whether layers read embeddings of their own."""
     if name in ("none", "paper"):
         return ()
-    signed = ("model",) if rms_norm and name in ("signed", EVERY) else ()
-    return (Permutation("residual", MODEL_AXES, signed),)
+    signs = name in ("signed", EVERY)
+    residual = Permutation("residual", MODEL_AXES, ("model",) if rms_norm and signs else ())
+    return (residual, Permutation("channels", CHANNELS, ("channel",) if signs else ())) if channels else (residual,)
 
 
 @dataclass(frozen=True)
@@ -228,7 +261,7 @@ class Stack:
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to their ``Sizes``; ``defaults`` are the values that transformers assumes for
+    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers; ``defaults`` are the values that transformers assumes for
     missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
     table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint of
     the bare model). ``heads`` are names of the output layer, of which files hold one. ``buffers`` are name suffixes of
@@ -241,7 +274,8 @@ class Family:
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
     layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
-    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts). ``note`` is for the list of families.
+    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts), ``keys_are_values`` and ``reads`` (rules
+    for those of ``Structure``). ``note`` is for the list of families.
     """
 
     model_types: tuple[str, ...]
@@ -258,6 +292,9 @@ class Family:
     rms_norm: bool = True
     experts: Rule | None = None
     groups: int | str = 1
+    layer_sizes: Sizes = field(default_factory=dict)
+    keys_are_values: Rule | None = None
+    reads: Rule | None = None
     heads: tuple[str, ...] = ("lm_head.weight",)
     defaults: Mapping[str, object] = field(default_factory=dict)
     unless: Mapping[str, object] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mpu_cli.architectures.family import (
+    CHANNELS,
     EVERY,
     FFN_AXES,
     MODEL_AXES,
@@ -16,9 +17,12 @@ from mpu_cli.architectures.family import (
     Family,
     Ffn,
     Fused,
+    Repeated,
+    SizeSource,
     Structure,
     Symmetry,
     Tensor,
+    names_of,
     symmetries_of_layer,
     symmetries_of_model,
 )
@@ -33,6 +37,7 @@ _LENGTHS = (
     | {f"s-{axis}": "shared_ffn" for axis in FFN_AXES}
     | {f"e-{axis}": "expert_ffn" for axis in FFN_AXES}
     | dict.fromkeys(MODEL_AXES, "model")
+    | dict.fromkeys(CHANNELS, "channels")
     | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
 )
 _QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
@@ -62,7 +67,7 @@ class Layout:
 
     ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
     whether the names lack the family's prefix. ``structures``: what decides the symmetries of each layer. ``config``:
-    the model's, with defaults filled in.
+    the model's, with defaults filled in. ``layer_sizes``: the sizes in each layer, if they differ.
     """
 
     family: Family
@@ -72,6 +77,11 @@ class Layout:
     bare: bool
     structures: tuple[Structure, ...] = ()
     config: Config = field(default_factory=dict)
+    layer_sizes: tuple[Mapping[str, int], ...] = ()
+
+    def sizes_of(self, layer: int | None) -> Mapping[str, int]:
+        """The sizes in a layer, or of the whole model (None)."""
+        return self.sizes if layer is None or not self.layer_sizes else self.layer_sizes[layer]
 
     @property
     def blocks(self) -> dict[str, list[TensorLayout]]:
@@ -102,11 +112,13 @@ class Layout:
         if name not in (*SETS, EVERY):
             raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
         if layer is None:
-            return symmetries_of_model(name, self.family.rms_norm)
+            channels = any("channel" in group for tensor in self.tensors.values() for group in tensor.axes)
+            return symmetries_of_model(name, self.family.rms_norm, channels)
         return symmetries_of_layer(name, self.structures[layer])
 
 
-EMBEDDING = (("vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
+OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
+EMBEDDING = (("vocab",), ("channel-vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
 HEAD = "lm_head.weight"  # the output layer's name in memory
 
 
@@ -137,6 +149,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         raise MpuError(
             f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
         )
+    of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
     kept = _layout_there(family, layers, tensors)
     expected: dict[str, TensorLayout] = {}
 
@@ -146,7 +159,8 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         experts = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
         if len(experts) > len(tensors):
             raise MpuError(f"{where}: config.json specifies {len(experts)} experts, more than there are tensors")
-        axes, chunks = zip(*(_names_and_chunks(axis, sizes) for axis in tensor.axes), strict=True)
+        own_sizes = sizes if layer is None else of_layers[layer]
+        axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
         for e in experts:
             name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
             own = name if block is None or not tensor.trained else here(block)
@@ -170,7 +184,8 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     elif untied and head and head != untied:  # the same tensor by the other name, in its place
         expected = {head if n == untied else n: (_called(t, head) if n == untied else t) for n, t in expected.items()}
 
-    if dead := sorted(n for n in set(tensors) - set(expected) if any(fnmatch.fnmatch(n, p) for p in family.dead)):
+    others = [name for name in tensors if name not in expected and not name.startswith(family.stays)]
+    if dead := sorted(name for name in others if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
         raise MpuError(
             f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
             "load the model with transformers and save it again, which leaves them out",
@@ -185,7 +200,8 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     if unknown := set(tensors) - set(expected) - set(constants) - {alias}:
         raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
     for name, layout in expected.items():
-        shape = tuple(sum(axis_length(sizes, axis) for axis in group) for group in layout.axes)
+        own_sizes = sizes if layout.layer is None else of_layers[layout.layer]
+        shape = tuple(sum(axis_length(own_sizes, axis) for axis in group) for group in layout.axes)
         if tensors[name].shape != shape:
             raise MpuError(
                 f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}"
@@ -197,8 +213,8 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
             )
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
-    structures = tuple(_structure(family, filled, sizes, i, where) for i in range(layers))
-    return Layout(family, sizes, expected, alias, bare, structures, filled)
+    structures = tuple(_structure(family, filled, of_layers[i], i, where) for i in range(layers))
+    return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
@@ -217,7 +233,7 @@ def _called(tensor: TensorLayout, name: str) -> TensorLayout:
 def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     if isinstance(axis, Fused):
         return axis.names, axis.chunks if isinstance(axis.chunks, int) else sizes[axis.chunks]
-    return ((axis,) if isinstance(axis, str) else axis), 1
+    return names_of(axis) * (sizes[axis.times] if isinstance(axis, Repeated) else 1), 1
 
 
 def _layout_there(family: Family, layers: int, tensors: Mapping[str, TensorInfo]) -> set[str]:
@@ -270,7 +286,7 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
         for tensor in family.layer_tensors
         if _exists(tensor, config, layer)
         for axis in tensor.axes
-        for name in ((axis,) if isinstance(axis, str) else axis.names if isinstance(axis, Fused) else axis)
+        for name in names_of(axis)
     }
     if "ffn" in axes:
         ffns.append(Ffn("", family.gated))
@@ -288,6 +304,8 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
         groups,
         attention="query" in axes,
         elementwise="|mixed|" in axes,
+        keys_are_values=bool(family.keys_are_values and family.keys_are_values(config, layer)),
+        reads=family.reads(config, layer) if family.reads else None,
     )
 
 
@@ -318,29 +336,51 @@ def _family(config: Mapping[str, object], where: str) -> Family:
 def _sizes(family: Family, config: Config, where: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for size, source in family.sizes.items():
-        if callable(source):
-            key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, 0)
-        elif isinstance(source, int):
-            key, value = size, source
-        else:
-            keys = (source,) if isinstance(source, str) else tuple(source)
-            key = next((name for name in keys if config.get(name) is not None), keys[0])
-            value = config.get(key)
-        if value is None and size == "kv_heads":
-            value = sizes["heads"]
-        if value is None and key == "n_inner":
-            value = 4 * sizes["model"]
-        if value is None and size in ("head_dim", "experts", "expert_ffn", "shared_ffn"):
-            continue
-        if type(value) is not int or value < 1:
-            raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
-        sizes[size] = value
+        if (value := _size(size, source, config, sizes, 0, where)) is not None:
+            sizes[size] = value
     if "head_dim" not in sizes:
         if sizes["model"] % sizes["heads"]:
             raise MpuError(f"{where}: {sizes['heads']} heads do not divide a width of {sizes['model']} (config.json)")
         sizes["head_dim"] = sizes["model"] // sizes["heads"]
+    _check_heads(family, sizes, where)
+    return sizes
+
+
+def _sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer: int, where: str) -> Mapping[str, int]:
+    """``sizes`` with those that are a layer's own."""
+    if not family.layer_sizes:
+        return sizes
+    found = {name: _size(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()}
+    own = sizes | {name: value for name, value in found.items() if value is not None}
+    _check_heads(family, own, where)
+    return own
+
+
+def _size(
+    size: str, source: SizeSource, config: Config, sizes: Mapping[str, int], layer: int, where: str
+) -> int | None:
+    """A size, from its source; None if the model has no such thing."""
+    if callable(source):
+        key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, layer)
+    elif isinstance(source, int):
+        key, value = size, source
+    else:
+        keys = (source,) if isinstance(source, str) else tuple(source)
+        key = next((name for name in keys if config.get(name) is not None), keys[0])
+        value = config.get(key)
+    if value is None and size == "kv_heads":
+        value = sizes["heads"]
+    if value is None and key == "n_inner":
+        value = 4 * sizes["model"]
+    if value is None and (size in OPTIONAL or callable(source)):
+        return None
+    if type(value) is not int or value < 1:
+        raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
+    return value
+
+
+def _check_heads(family: Family, sizes: Mapping[str, int], where: str) -> None:
     if sizes["heads"] % sizes["kv_heads"]:
         raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
     if family.planes and family.rotary is None and sizes["head_dim"] % 2:
         raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")
-    return sizes

@@ -15,6 +15,8 @@ from mpu_cli.architectures.families import (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_UNIFIED,
     LLAMA,
     LLAMA4,
     MISTRAL,
@@ -143,6 +145,52 @@ GEMMA3_WRAPPER = replace(
     tied=True,
 )
 
+
+def part(config_name: str, *names: str) -> Rule:
+    """The first of these entries of a part's config; None if the model has no such part."""
+
+    def rule(config: Config, _: int) -> object:
+        own = config.get(config_name)
+        return next(own[name] for name in names if name in own) if own else None
+
+    return rule
+
+
+def has(config_name: str) -> Rule:
+    """Whether a model has a part, such as one for sounds."""
+    return lambda config, _: bool(config.get(config_name))
+
+
+GEMMA4_WRAPPER = Wrapper(
+    "gemma4",
+    {"gemma4_text": GEMMA4},
+    inner="model.language_model.",
+    writes=tuple(
+        replace(tensor, when=has(f"{name}_config"))
+        for name in ("vision", "audio")
+        for tensor in written(f"model.embed_{name}.embedding_projection", name)
+    ),
+    stays=("model.vision_tower.", "model.audio_tower."),
+    sizes={"vision": part("vision_config", "hidden_size"), "audio": part("audio_config", "output_proj_dims")},
+    tied=True,
+    note="with images and sounds, whose towers stay as they are",
+)
+GEMMA4_UNIFIED_WRAPPER = replace(
+    GEMMA4_WRAPPER,
+    model_type="gemma4_unified",
+    texts={"gemma4_unified_text": GEMMA4_UNIFIED},
+    stays=("model.vision_embedder.",),
+    sizes={
+        "vision": part("vision_config", "output_proj_dims"),
+        "audio": part("audio_config", "output_proj_dims", "audio_embed_dim"),
+    },
+    renamed=(
+        ("model.vision_embedder.", "model.embed_vision."),
+        ("model.embed_vision.", "model.embed_vision.multimodal_embedder."),
+    ),
+    note="with images and sounds, whose embedders stay as they are",
+)
+
 _QWEN2_VL = Wrapper(
     "qwen2_vl",
     {"qwen2_vl_text": QWEN2},
@@ -198,7 +246,7 @@ MUSE_WRAPPER = Wrapper(
 )
 
 _ALL = (
-    GEMMA3_WRAPPER, MISTRAL3, _QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER,
+    GEMMA3_WRAPPER, GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MISTRAL3, _QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER,
     LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
 )  # fmt: skip
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}

@@ -63,7 +63,7 @@ def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert
         for dimension, group in enumerate(tensor.axes):
             if axis not in group:
                 continue
-            lengths = [axis_length(layout.sizes, name) for name in group]
+            lengths = [axis_length(layout.sizes_of(tensor.layer), name) for name in group]
             start = sum(lengths[: group.index(axis)])
             together = torch.empty(sum(lengths), dtype=torch.int64)
             together[coordinates(lengths, tensor.chunks[dimension])] = torch.arange(sum(lengths))
@@ -163,7 +163,7 @@ def layer_maps(
     layer = tensors[0].layer
     assert layer is not None
     chosen = layout.symmetries(symmetries, layer)
-    sizes = layout.sizes
+    sizes = layout.sizes_of(layer)
 
     def both(*axes: str, experts: tuple[int | None, int | None] = (None, None)) -> Pair:
         """Features of copy and target; ``experts``: in which expert of each, for axes inside experts."""
@@ -177,8 +177,8 @@ def layer_maps(
         if isinstance(permutation, Permutation) and not permutation.per_expert:
             maps |= _neurons(permutation, both)
     maps |= _experts(chosen, sizes.get("experts", 0), both)
-    if any(axis in group for tensor in tensors for group in tensor.axes for axis in ATTENTION):
-        maps |= _heads(layout, chosen, both)
+    if present := [axis for axis in ATTENTION if any(axis in group for tensor in tensors for group in tensor.axes)]:
+        maps |= _heads(sizes, present, chosen, both)
     return maps
 
 
@@ -215,18 +215,22 @@ def _experts(
     return maps
 
 
-def _heads(layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair]) -> dict[str, AxisMap]:
-    """The maps of the axes of attention: which head is which, and how each is turned."""
-    sizes = layout.sizes
+def _heads(
+    sizes: Mapping[str, int], present: Sequence[str], chosen: Sequence[Symmetry], both: Callable[..., Pair]
+) -> dict[str, AxisMap]:
+    """The maps of the axes of attention that are ``present``: which head is which, and how each is turned."""
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
     group = heads // kv_heads
     by_head = {}  # axis → copy's and target's features, (heads, d, features)
-    for axis in ATTENTION:
+    for axis in present:
         by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
     rotations = [s for s in chosen if isinstance(s, Rotation | QuarterTurns)]
     if any(isinstance(s, HeadPermutation) for s in chosen):
-        kv_order = match(_overlap(*by_head["key"]) + _overlap(*by_head["value"]))
+        whose = [_overlap(*by_head[axis]) for axis in ("key", "value") if axis in by_head]
+        if not whose:  # a layer that reads another's: by its query heads
+            whose = [_overlap(*by_head["query"]).view(kv_heads, group, kv_heads, group).sum((1, 3))]
+        kv_order = match(sum(whose[1:], whose[0]))
         for h, g in enumerate(kv_order.tolist()):
             mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
             query_order[mine] = g * group + match(
@@ -239,7 +243,7 @@ def _heads(layout: Layout, chosen: Sequence[Symmetry], both: Callable[..., Pair]
     for rotation in rotations:
         # One matrix for each KV head of the target, from all the heads of all the axes that share it.
         products = torch.zeros(kv_heads, d, d)
-        for axis in rotation.axes:
+        for axis in filter(by_head.__contains__, rotation.axes):
             moved = torch.empty_like(by_head[axis][0])
             moved[orders[axis]] = by_head[axis][0]
             each = torch.einsum("hif,hjf->hij", moved, by_head[axis][1])

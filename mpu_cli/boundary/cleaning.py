@@ -19,6 +19,7 @@ LONGEST_TOKEN = 1_000  # characters
 LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that are known have 30,000
 LARGEST_NUMBER = 2**53
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
+_LAYER = re.compile(r"\d{1,5}")  # the number of a layer, in a table that has entries for some
 _MISSING = object()
 
 
@@ -101,7 +102,8 @@ JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {
 
 
 def _table(table: Mapping[str, object], names: Collection[str], depth: int = 0) -> dict[str, object]:
-    kept = {name: _value(value, names, depth + 1) for name, value in table.items() if name in names}
+    known = {name for name in table if name in names or _LAYER.fullmatch(name)}
+    kept = {name: _value(value, names, depth + 1) for name, value in table.items() if name in known}
     return {name: value for name, value in kept.items() if value is not _MISSING}
 
 

@@ -175,8 +175,11 @@ def _skeleton(folder: Path) -> PreTrainedModel:
         return build(config)
 
 
-def _attention(config: PretrainedConfig, asked: str) -> str:
-    """The attention that was ``asked`` for, or "eager" for a model that has no sdpa."""
+def _attention(config: PretrainedConfig, asked: str) -> str | dict[str, str]:
+    """The attention that was ``asked`` for, or "eager" for a model that has no sdpa; only of the language model, if
+    others surround it, which may have no such kernel."""
+    if (text := config.get_text_config()) is not config:
+        return {name: asked for name in config.sub_configs if getattr(config, name) is text}
     network = concrete(config)
     return "eager" if asked == "sdpa" and network is not None and not network._supports_sdpa else asked
 

@@ -13,6 +13,7 @@ from mpu_cli.models.source import Model
 
 # How the entries of configs end that are lists of one value for each layer.
 PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta")
+BY_LAYER = "per_layer_config"  # a table with the settings of some layers, by number
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
 BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # entries that make what a layer computes depend on its number
 DTYPES = ("dtype", "torch_dtype")
@@ -66,6 +67,9 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
         for name, values in _of_layers(own, inner).items()
     }
     section |= counts | lists
+    if isinstance(by_number := section.get(BY_LAYER), dict):
+        places = {str(layer): str(i) for i, layer in enumerate(k for k in range(count) if k not in omitted)}
+        section[BY_LAYER] = {places[layer]: entries for layer, entries in by_number.items() if layer in places}
     config = {**own, inner: section} if inner else section
     if _of_layers(config, inner) != lists:
         raise MpuError(f"{model.source}: {UNLIKE}")

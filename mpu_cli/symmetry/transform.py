@@ -23,8 +23,10 @@ FEW = 4  # up to this many maps use slices of that size
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector as one column, a stack of matrices as one below the other."""
-    return tensor.view(-1, tensor.shape[-1]) if tensor.ndim == 3 else tensor.view(len(tensor), -1)
+    """A vector as one column, a stack of matrices as one below the other, a single number as itself."""
+    if tensor.ndim == 3:
+        return tensor.view(-1, tensor.shape[-1])
+    return tensor.view(len(tensor) if tensor.ndim else 1, -1)
 
 
 def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple[int, int]]:
@@ -127,7 +129,13 @@ class Transform:
 
         @lru_cache(maxsize=2)  # tensors come layer by layer; holding every layer's matrices would grow with the model
         def layer_maps(layer: int) -> Maps:
-            return sample(symmetries(layer), layout.sizes, lambda name: draws(name, layer))
+            structure = layout.structures[layer]
+
+            def source(name: str) -> Draws:  # what layers have in common comes from the draws of the first of them
+                first = structure.reads if name in structure.shared else None
+                return draws(name, layer if first is None else first)
+
+            return sample(symmetries(layer), layout.sizes_of(layer), source)
 
         self._layer_maps = layer_maps
 
@@ -163,17 +171,18 @@ def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
             if isinstance(found, tuple):
                 found = None if expert is None else found[expert]
             of_parts.append(found)
-        return joined(of_parts, [axis_length(layout.sizes, axis) for axis in tensor.axes[i]], tensor.chunks[i])
+        return joined(of_parts, [axis_length(sizes, axis) for axis in tensor.axes[i]], tensor.chunks[i])
 
+    sizes = layout.sizes_of(tensor.layer)
     if not any(tensor.axes):  # a mask
         return TensorMap(None, None)
     if tensor.axes[0] != ("expert",) or len(tensor.axes) == 1:
         axes = [dimension(i, tensor.expert) for i in range(len(tensor.axes))]
         return TensorMap(axes[0], axes[1] if len(axes) > 1 else None)
-    experts, last = range(layout.sizes["experts"]), len(tensor.axes) - 1
+    experts, last = range(sizes["experts"]), len(tensor.axes) - 1
     order = maps.get("expert")
     assert not isinstance(order, tuple)
-    rows = sum(axis_length(layout.sizes, axis) for axis in tensor.axes[1]) if last == 2 else 1
+    rows = sum(axis_length(sizes, axis) for axis in tensor.axes[1]) if last == 2 else 1
     of_rows = [dimension(1, e) for e in experts] if last == 2 else [None for _ in experts]
     columns = [dimension(last, e) for e in experts]
     moved = in_blocks(of_rows, rows, order.order if order else None)
