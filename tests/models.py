@@ -201,9 +201,9 @@ FAMILY_CONFIGS = {
     "llava": {"model_type": "llava", "text_config": {"model_type": "qwen2", **_SMALL}, "vision_config": {
         "model_type": "siglip_vision_model", **_TOWER}, "vision_feature_select_strategy": "full",
         "tie_word_embeddings": False, **_IMAGES},
-    "muse_glimmer": {"model_type": "muse_glimmer", "text_config": {**_SMALL, **_LINES, "head_dim": 8}, "vision_config": {
-        **_TOWER, "patch_temporal": 1, "pos_emb_height": 4, "pos_emb_width": 4}, "out_hidden_size": 64,
-        "projector_hidden_size": 12, "image_token_id": 5, "video_token_id": 6},
+    "muse_glimmer": {"model_type": "muse_glimmer", "text_config": {**_SMALL, **_LINES, "head_dim": 8},
+        "vision_config": {**_TOWER, "patch_temporal": 1, "pos_emb_height": 4, "pos_emb_width": 4},
+        "out_hidden_size": 64, "projector_hidden_size": 12, "image_token_id": 5, "video_token_id": 6},
     "llama4": {"model_type": "llama4", "text_config": {
         **_SMALL, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 12, "intermediate_size_mlp": 40,
         "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
@@ -215,8 +215,40 @@ FAMILY_CONFIGS = {
                     "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
     "gpt_oss": {"model_type": "gpt_oss", **_SMALL, **_LINES, "head_dim": 8, "num_local_experts": 4,
                 "num_experts_per_tok": 2},
+    "seed_oss": {"model_type": "seed_oss", **_SMALL, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
+    "iquestcoder": {"model_type": "iquestcoder", **_SMALL, "head_dim": 16},
+    "ernie4_5": {"model_type": "ernie4_5", **_SMALL, "head_dim": 8, "use_bias": True},
+    "ernie4_5_moe": {"model_type": "ernie4_5_moe", **_SMALL, "num_hidden_layers": 4, "moe_num_experts": 4, "moe_k": 2,
+                     "moe_intermediate_size": 12, "moe_layer_interval": 2, "tie_word_embeddings": False},
+    "ernie4_5_moe-biases": {"model_type": "ernie4_5_moe", **_SMALL, "moe_num_experts": 4, "moe_k": 2, "use_bias": True,
+                            "moe_intermediate_size": 12, "tie_word_embeddings": True},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", **_SMALL, "head_dim": 8, "attention_bias": True,
+                         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0,
+                                             "alpha": 100.0}},
+    "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", **_SMALL, "head_dim": 8, "num_experts": 4, "moe_topk": [1, 2]},
+    "apertus": {"model_type": "apertus", **_SMALL, "attention_bias": True},
+    "minimax_m2": {"model_type": "minimax_m2", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
+                   "head_dim": 8, "rotary_dim": 4, "router_jitter_noise": 0.1},
+    "phimoe": {"model_type": "phimoe", **_SMALL, "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True,
+               "sliding_window": 8,
+               "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+                                   "long_factor": [2.0] * 4, "short_mscale": 1.1, "long_mscale": 1.3, "factor": 4.0,
+                                   "original_max_position_embeddings": 32}},
+    "dots1": {"model_type": "dots1", **_SMALL, **_LINES, "n_routed_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 2, "first_k_dense_replace": 1,
+              "max_window_layers": 2, "attention_bias": True},
+    "afmoe": {"model_type": "afmoe", **_SMALL, **_LINES, **_EXPERTS, "head_dim": 8, "mup_enabled": True,
+              "attention_bias": True},
+    "granite_swa": {"model_type": "granite_swa", **_SMALL, **_LINES, "layer_rope_theta": [0, 10000.0, 500.0, 10000.0],
+                    "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2},
+    "granitemoe_swa": {"model_type": "granitemoe_swa", **_SMALL, **_LINES, "num_local_experts": 4,
+                       "shared_intermediate_size": 20, "layer_rope_theta": [0, 10000.0, 500.0, 10000.0]},
+    "jais2": {"model_type": "jais2", **_SMALL},
 }  # fmt: skip
-FUSED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")  # whose experts are saved in either arrangement
+FUSED = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "phimoe",
+    "dots1", "afmoe",
+)  # whose experts are saved in either arrangement  # fmt: skip
 
 
 def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **entries: object) -> PreTrainedModel:
@@ -231,6 +263,9 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
             scale = parameter.ndim == 1 and not name.endswith("bias") and not (from_one and "linear_attn" not in name)
             centre = 1 if scale else 0
             parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.to(dtype).eval()
 
 

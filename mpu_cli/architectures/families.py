@@ -57,6 +57,11 @@ def listed_or_every(name: str, interval: str, every: int) -> Rule:
     return rule
 
 
+def listed(name: str) -> Rule:
+    """The entry of a layer in the list ``name``; without one, 1."""
+    return lambda config, layer: config[name][layer] if config.get(name) else 1
+
+
 def times(factor: int, name: str) -> Rule:
     """A size that is a multiple of another."""
     return lambda config, _: factor * int(config[name])
@@ -109,7 +114,7 @@ def attention(
 
 
 def gated_ffn(
-    bias: str | bool = False, name: str = "mlp", prefix: str = "", when: str | Rule | None = None
+    bias: str | Rule | bool = False, name: str = "mlp", prefix: str = "", when: str | Rule | None = None
 ) -> tuple[Tensor, ...]:
     return (
         *linear(f"{name}.gate_proj", f"{prefix}gate", "model", bias=bias, when=when),
@@ -201,6 +206,75 @@ QWEN3 = replace(
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
     unless={},
 )
+
+SEED_OSS = replace(
+    LLAMA,
+    model_types=("seed_oss",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention("attention_bias", "attention_out_bias"),
+        *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
+    ),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+)  # fmt: skip
+IQUESTCODER = replace(
+    LLAMA,
+    model_types=("iquestcoder",),
+    defaults={**LLAMA.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    unless={**LLAMA.unless, "clip_qkv": None},
+    note="without `clip_qkv`",
+)
+ERNIE4_5 = replace(
+    LLAMA,
+    model_types=("ernie4_5",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention("use_bias"), *rms_norm("post_attention_layernorm"),
+        *gated_ffn("use_bias"),
+    ),
+    planes="neighbours",
+    defaults={"tie_word_embeddings": True, "use_bias": False, "num_key_value_heads": 2, "head_dim": 128},
+)  # fmt: skip
+# A sink for each head, as in gpt-oss; a layer whose base frequency is 0 has no RoPE.
+GRANITE_SWA = replace(
+    GRANITE,
+    model_types=("granite_swa",),
+    layer_tensors=(*GRANITE.layer_tensors, Tensor("self_attn.sinks", ("head",))),
+    rotary=where_rope(listed("layer_rope_theta")),
+    defaults={**GRANITE.defaults, "tie_word_embeddings": True, "num_key_value_heads": 4},
+)
+
+# Norms of queries and keys after RoPE: quarter turns pass through both.
+_NORM_AFTER_ROPE = (
+    Tensor("self_attn.query_layernorm.weight", ("|head|",)), Tensor("self_attn.key_layernorm.weight", ("|head|",)),
+)  # fmt: skip
+HUNYUAN = replace(
+    QWEN3,
+    model_types=("hunyuan_v1_dense",),
+    layer_tensors=(*INPUT_NORMS, *attention(), *_NORM_AFTER_ROPE, *gated_ffn()),
+    defaults={"tie_word_embeddings": False, "attention_bias": False},
+)
+
+
+def is_xielu(config: Config, _: int) -> bool:
+    """Whether the activation has parameters."""
+    return config["hidden_act"] == "xielu"
+
+
+APERTUS = replace(
+    QWEN3,
+    model_types=("apertus",),
+    sizes={**SIZES, "one": 1},
+    layer_tensors=(
+        *rms_norm("attention_layernorm"), *rms_norm("feedforward_layernorm"), *attention(), *SHARED_NORM,
+        *linear("mlp.up_proj", "ffn", "model"), *linear("mlp.down_proj", "model", "ffn"),
+        Tensor("mlp.act_fn.alpha_p", ("one",), is_xielu), Tensor("mlp.act_fn.alpha_n", ("one",), is_xielu),
+    ),
+    gated=False,
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "hidden_act": "xielu"},
+    buffers=("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"),
+)  # fmt: skip
 
 SMOLLM3 = replace(
     LLAMA,
@@ -465,6 +539,16 @@ STARCODER2 = replace(
     defaults={"tie_word_embeddings": True, "use_bias": True, "num_key_value_heads": 2},
     unless={},
     note="",
+)  # fmt: skip
+JAIS2 = replace(
+    STARCODER2,
+    model_types=("jais2",),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
+        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
+        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
+    ),
+    defaults={"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
 )  # fmt: skip
 COHERE = replace(
     LLAMA,
@@ -814,6 +898,55 @@ MIXTRAL = replace(
     ),
     defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "num_local_experts": 8},
 )  # fmt: skip
+PHIMOE = replace(
+    MIXTRAL,
+    model_types=("phimoe",),
+    tensors=(
+        Tensor("model.embed_tokens.weight", ("vocab", "model")), *layer_norm("model.norm"),
+        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",), "lm_head_bias"),
+    ),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
+        Tensor("block_sparse_moe.gate.weight", ("expert", "model"), layout="split"),
+        Tensor("mlp.router.weight", ("expert", "model"), layout="fused"),
+        *experts(names=("w1", "w3", "w2"), split="block_sparse_moe"),
+    ),
+    rms_norm=False,
+    stacks=(
+        *stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
+    ),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "lm_head_bias": False, "num_key_value_heads": 8,
+        "num_local_experts": 16,
+    },
+)  # fmt: skip
+
+
+def share_or_rotary_dim(config: Config, _: int) -> int:
+    """How many coordinates RoPE turns, as a share of a head in files that transformers saved, else as a number."""
+    share = config.get("partial_rotary_factor")
+    return int(config.get("rotary_dim", config["head_dim"]) if share is None else config["head_dim"] * share)
+
+
+MINIMAX_M2 = replace(
+    MIXTRAL,
+    model_types=("minimax_m2",),
+    layer_tensors=(
+        *MIXTRAL.layer_tensors, *WHOLE_NORM,
+        Tensor("block_sparse_moe.e_score_correction_bias", ("expert",), layout="split", trained=False),
+        Tensor("mlp.e_score_correction_bias", ("expert",), layout="fused", trained=False),
+    ),
+    rotary=share_or_rotary_dim,
+    qk_norm="whole",
+    stacks=(
+        *MIXTRAL.stacks, Stack("mlp.e_score_correction_bias", ("block_sparse_moe.e_score_correction_bias",)),
+    ),
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
+    },
+    unless={},
+    note="in bfloat16; the published weights are quantised",
+)  # fmt: skip
 QWEN3_MOE = replace(
     QWEN3,
     model_types=("qwen3_moe",),
@@ -857,6 +990,93 @@ QWEN3_5_MOE = replace(
     stacks=stacks(),
     defaults={**QWEN3_5.defaults, "num_key_value_heads": 2},
 )  # fmt: skip
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    model_types=("hunyuan_v1_moe",),
+    sizes={
+        **SIZES, "experts": ("num_experts", "num_local_experts"), "expert_ffn": "intermediate_size",
+        "shared_ffn": "intermediate_size",
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *_NORM_AFTER_ROPE, Tensor("mlp.gate.wg.weight", ("expert", "model")), *experts(),
+        *gated_ffn(name="mlp.shared_mlp", prefix="s-"),
+    ),
+    experts=lambda *_: True,
+    stacks=stacks(),
+)  # fmt: skip
+
+
+def is_ernie_mixture(config: Config, layer: int) -> bool:
+    """Whether a layer of Ernie 4.5 has experts."""
+    first, last = int(config["moe_layer_start_index"]), int(config["moe_layer_end_index"])
+    there = first <= layer and (last == -1 or layer <= last)
+    return there and (layer + 1) % int(config["moe_layer_interval"] or 1) == 0
+
+
+def has_shared_experts(config: Config, layer: int) -> bool:
+    """Whether a layer of Ernie 4.5 has experts that all tokens share."""
+    return is_ernie_mixture(config, layer) and int(config["moe_num_shared_experts"]) > 0
+
+
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    model_types=("ernie4_5_moe",),
+    sizes={
+        **SIZES, "one": 1, "experts": ("moe_num_experts", "num_experts"), "expert_ffn": "moe_intermediate_size",
+        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config["moe_num_shared_experts"] or 1),
+    },
+    tensors=(*ERNIE4_5.tensors, Tensor("lm_head.bias", ("vocab",), "use_bias")),
+    layer_tensors=(
+        *INPUT_NORMS, *attention("use_bias"),
+        *gated_ffn(both(negated(is_ernie_mixture), entry("use_bias")), when=negated(is_ernie_mixture)),
+        replace(_ROUTER, when=is_ernie_mixture), *experts(is_ernie_mixture),
+        Tensor("mlp.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "split", trained=False),
+        Tensor(
+            "mlp.gate.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "fused", trained=False
+        ),
+        *gated_ffn(
+            both(has_shared_experts, entry("use_bias")), "mlp.shared_experts", "s-", when=has_shared_experts
+        ),
+    ),
+    experts=is_ernie_mixture,
+    stacks=(
+        *stacks(),
+        Stack("mlp.gate.moe_statics.e_score_correction_bias", ("mlp.moe_statics.e_score_correction_bias",)),
+    ),
+    dead=("*mtp*",),
+    defaults={
+        "tie_word_embeddings": True, "use_bias": False, "num_key_value_heads": 4, "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    },
+)  # fmt: skip
+
+
+def after_first_dense(config: Config, layer: int) -> bool:
+    return layer >= int(config["num_dense_layers"])
+
+
+AFMOE = replace(
+    QWEN3_MOE,
+    model_types=("afmoe",),
+    sizes={
+        **SIZES, **_EXPERTS,
+        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * config["num_shared_experts"],
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *rms_norm("pre_mlp_layernorm"), *rms_norm("post_mlp_layernorm"), *attention(), *SHARED_NORM,
+        Tensor("self_attn.gate_proj.weight", ("|mixed|", "model")),
+        *gated_ffn(when=negated(after_first_dense)),
+        Tensor("mlp.router.gate.weight", ("expert", "model"), after_first_dense),
+        Tensor("mlp.expert_bias", ("expert",), after_first_dense, trained=False),
+        *experts(after_first_dense), *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_first_dense),
+    ),
+    rotary=where_rope(layer_type_is("sliding_attention", "global_attn_every_n_layers")),
+    experts=after_first_dense,
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "head_dim": 128, "moe_intermediate_size": 1408,
+        "num_dense_layers": 1, "num_shared_experts": 2,
+    },
+)  # fmt: skip
 OLMOE = replace(
     MIXTRAL,
     model_types=("olmoe",),
@@ -873,7 +1093,8 @@ GRANITEMOE = replace(
     model_types=("granitemoe", "granitemoeshared"),
     sizes={
         **SIZES,
-        "experts": "num_local_experts", "expert_ffn": "intermediate_size", "shared_ffn": "shared_intermediate_size",
+        "experts": "num_local_experts", "expert_ffn": "intermediate_size",
+        "shared_ffn": lambda config, _: config.get("shared_intermediate_size") or None,  # 0: no shared experts
     },
     layer_tensors=(
         *INPUT_NORMS, *attention(),
@@ -891,11 +1112,32 @@ GRANITEMOE = replace(
     ),
 )  # fmt: skip
 
+GRANITEMOE_SWA = replace(
+    GRANITEMOE,
+    model_types=("granitemoe_swa",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), Tensor("self_attn.sinks", ("head",)),
+        Tensor("block_sparse_moe.router.weight", ("expert", "model")),
+        Tensor("block_sparse_moe.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model")),
+        Tensor("block_sparse_moe.experts.down_proj", ("expert", "model", "e-ffn")),
+        *(tensor for tensor in GRANITEMOE.layer_tensors if tensor.name.startswith("shared_mlp.")),
+    ),
+    rotary=where_rope(listed("layer_rope_theta")),
+    stacks=(),
+)  # fmt: skip
+
 
 def after_dense(config: Config, layer: int) -> bool:
     return layer >= int(config.get("first_k_dense_replace") or 0)
 
 
+_AFTER_DENSE = (
+    *gated_ffn(when=negated(after_dense)),
+    replace(_ROUTER, when=after_dense),
+    Tensor("mlp.gate.e_score_correction_bias", ("expert",), after_dense, trained=False),
+    *experts(after_dense),
+    *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_dense),
+)  # fmt: skip
 GLM4_MOE = replace(
     LLAMA,
     model_types=("glm4_moe",),
@@ -908,11 +1150,7 @@ GLM4_MOE = replace(
         *INPUT_NORMS, *attention("attention_bias", False),
         Tensor("self_attn.q_norm.weight", ("|head|",), "use_qk_norm"),
         Tensor("self_attn.k_norm.weight", ("|head|",), "use_qk_norm"),
-        *gated_ffn(when=negated(after_dense)),
-        replace(_ROUTER, when=after_dense),
-        Tensor("mlp.gate.e_score_correction_bias", ("expert",), after_dense, trained=False),
-        *experts(after_dense),
-        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_dense),
+        *_AFTER_DENSE,
     ),
     rotary=share_of_head("partial_rotary_factor"),
     qk_norm=lambda config, _: "shared" if config.get("use_qk_norm") else None,
@@ -925,6 +1163,17 @@ GLM4_MOE = replace(
         "num_key_value_heads": 8, "first_k_dense_replace": 1,
     },
     unless={},
+)  # fmt: skip
+
+DOTS1 = replace(
+    GLM4_MOE,
+    model_types=("dots1",),
+    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *_AFTER_DENSE),
+    rotary=None,
+    qk_norm="shared",
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 32, "first_k_dense_replace": 0,
+    },
 )  # fmt: skip
 
 
@@ -981,9 +1230,10 @@ GPT_OSS = replace(
 )  # fmt: skip
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED,
-    PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, OLMOE,
-    GRANITEMOE, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2, EXAONE4, FALCON, BLOOM,
-    OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, GRANITE_SWA, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA4,
+    GEMMA4_UNIFIED, PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE,
+    OLMOE, GRANITEMOE, GRANITEMOE_SWA, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2,
+    EXAONE4, SEED_OSS, ERNIE4_5, ERNIE4_5_MOE, HUNYUAN, HUNYUAN_MOE, APERTUS, MINIMAX_M2, PHIMOE, DOTS1, AFMOE,
+    IQUESTCODER, JAIS2, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

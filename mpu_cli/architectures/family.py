@@ -261,7 +261,8 @@ class Stack:
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers; ``defaults`` are the values that transformers assumes for
+    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers;
+    ``defaults`` are the values that transformers assumes for
     missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
     table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint of
     the bare model). ``heads`` are names of the output layer, of which files hold one. ``buffers`` are name suffixes of

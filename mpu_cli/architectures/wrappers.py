@@ -115,7 +115,7 @@ RENAMED = (
     ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
     *((prefix, f"model.{prefix}") for prefix in APART),
 )  # fmt: skip
-_LLAVA = Wrapper(
+LLAVA = Wrapper(
     "llava",
     {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma": GEMMA, "gemma2": GEMMA2},
     inner="language_model.model.",
@@ -126,16 +126,15 @@ _LLAVA = Wrapper(
     renamed=RENAMED,
     default="llama",
 )
-LLAVA = replace(_LLAVA)
 MISTRAL3 = replace(
-    _LLAVA,
+    LLAVA,
     model_type="mistral3",
     texts=dict.fromkeys(("mistral", "ministral3", "ministral"), MISTRAL),
     default="mistral",
     tied=True,
 )
 GEMMA3_WRAPPER = replace(
-    _LLAVA,
+    LLAVA,
     model_type="gemma3",
     texts={"gemma3_text": GEMMA3},
     writes=(Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),),
@@ -191,7 +190,7 @@ GEMMA4_UNIFIED_WRAPPER = replace(
     note="with images and sounds, whose embedders stay as they are",
 )
 
-_QWEN2_VL = Wrapper(
+QWEN2_VL = Wrapper(
     "qwen2_vl",
     {"qwen2_vl_text": QWEN2},
     inner="model.",
@@ -201,7 +200,7 @@ _QWEN2_VL = Wrapper(
     renamed=(("model.", "model.language_model."), ("visual.", "model.visual.")),
 )
 QWEN2_5_VL = replace(
-    _QWEN2_VL, model_type="qwen2_5_vl", texts={"qwen2_5_vl_text": QWEN2}, sizes={"patches": merged("hidden_size")}
+    QWEN2_VL, model_type="qwen2_5_vl", texts={"qwen2_5_vl_text": QWEN2}, sizes={"patches": merged("hidden_size")}
 )
 QWEN3_5_WRAPPER = Wrapper(
     "qwen3_5",
@@ -246,8 +245,8 @@ MUSE_WRAPPER = Wrapper(
 )
 
 _ALL = (
-    GEMMA3_WRAPPER, GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MISTRAL3, _QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER,
-    LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
+    GEMMA3_WRAPPER, GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
+    QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER, LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
 )  # fmt: skip
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
 

@@ -14,27 +14,29 @@ CONFIG = _names(
     _remove_final_layer_norm activation activation_function add_cross_attention alibi
     apply_residual_connection_post_layernorm architectures attention_bias attention_chunk_size
     attention_context_left attention_context_right attention_dropout attention_invalid_logits_value
-    attention_k_eq_v attention_layers attention_logit_cap attention_multiplier attention_softmax_in_fp32
-    attention_types attn_logit_softcapping attn_pdrop attn_scale attn_temperature_tuning audio_config
-    audio_embed_dim audio_token_id bias boa_token_id boi_token_id boi_token_index bos_token_id
-    chunk_size_feed_forward classifier_dropout clip_qkv conv_kernel_size decoder_sparse_step
-    deepstack_visual_indexes depth do_layer_norm_before dropout dtype embd_pdrop embed_dim embed_dropout
-    embedding_dropout embedding_multiplier enable_bias enable_moe_block eoa_token_index eoi_token_id
-    eoi_token_index eos_token_id ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace
-    floor_scale full_attention_interval fullatt_block_indexes global_head_dim gradient_clipping head_dim
-    hidden_act hidden_activation hidden_dropout hidden_size hidden_size_per_layer_input image_seq_length
-    image_size image_token_id image_token_index in_channels init_std initializer_range
-    interleave_moe_layer_step intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder
-    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types layerdrop
-    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
-    linear_value_head_dim logit_scale logits_scaling max_position_embeddings max_window_layers merge_size
-    mlp_bias mlp_only_layers mlp_ratio mm_embed_dim mm_posemb_size mm_tokens_per_image model_type
-    moe_intermediate_size moe_layers multi_modal_projector_bias multi_query multimodal_projector_bias n_ctx
-    n_embd n_embed n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts
-    new_decoder_architecture no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob
-    num_attention_heads num_channels num_experts num_experts_per_tok num_global_key_value_heads num_heads
+    attention_k_eq_v attention_layers attention_logit_cap attention_multiplier attention_out_bias
+    attention_softmax_in_fp32 attention_types attn_logit_softcapping attn_pdrop attn_scale
+    attn_temperature_tuning audio_config audio_embed_dim audio_token_id bias boa_token_id boi_token_id
+    boi_token_index bos_token_id chunk_size_feed_forward classifier_dropout clip_qkv conv_kernel_size
+    decoder_sparse_step deepstack_visual_indexes depth do_layer_norm_before dropout dtype embd_pdrop embed_dim
+    embed_dropout embedding_dropout embedding_multiplier enable_bias enable_moe_block eoa_token_index
+    eod_token_id eoi_token_id eoi_token_index eos_token_id ffn_dim ffn_hidden_size final_logit_softcapping
+    first_k_dense_replace floor_scale full_attention_interval fullatt_block_indexes global_attn_every_n_layers
+    global_head_dim gradient_clipping head_dim hidden_act hidden_activation hidden_dropout hidden_size
+    hidden_size_per_layer_input image_seq_length image_size image_token_id image_token_index in_channels
+    init_std initializer_range input_jitter_noise interleave_moe_layer_step intermediate_size
+    intermediate_size_mlp is_decoder is_encoder_decoder layer_norm_elementwise_affine layer_norm_eps
+    layer_norm_epsilon layer_rope_theta layer_types layerdrop linear_conv_kernel_dim linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim lm_head_bias logit_scale logits_scaling
+    max_position_embeddings max_window_layers merge_size mlp_bias mlp_only_layers mlp_ratio mm_embed_dim
+    mm_posemb_size mm_tokens_per_image model_type moe_intermediate_size moe_k moe_layer_end_index
+    moe_layer_interval moe_layer_start_index moe_layers moe_norm_min moe_num_experts moe_num_shared_experts
+    moe_topk multi_modal_projector_bias multi_query multimodal_projector_bias mup_enabled n_ctx n_embd n_embed
+    n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts new_decoder_architecture
+    no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob num_attention_heads
+    num_channels num_dense_layers num_experts num_experts_per_tok num_global_key_value_heads num_heads
     num_hidden_layers num_key_value_heads num_kv_heads num_kv_shared_layers num_layers num_ln_in_parallel_attn
-    num_local_experts num_mtp_layers num_nextn_predict_layers num_position_embeddings
+    num_local_experts num_mtp_layers num_nextn_predict_layers num_position_embeddings num_shared_experts
     original_max_position_embeddings out_hidden_size output_hidden_states output_multiplier output_proj_dims
     output_router_logits pad_token_id parallel_attn partial_rotary_factor patch_size patch_temporal
     per_layer_config pixel_shuffle_ratio pooling_kernel_size pos_emb_height pos_emb_width
@@ -42,25 +44,25 @@ CONFIG = _names(
     projector_hidden_size projector_input_dim projector_output_dim qk_layernorm qk_scale_factor qkv_bias
     query_pre_attn_scalar reorder_and_upcast_attn resid_dropout resid_pdrop residual_dropout
     residual_multiplier residual_weight return_dict rms_norm_eps rope_local_base_freq rope_parameters
-    rope_scaling rope_theta rotary_dim rotary_emb_base rotary_pct routed_scaling_factor router_aux_loss_coef
-    router_jitter_noise scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx scale_attn_weights
-    shared_expert_intermediate_size shared_intermediate_size sliding_window sliding_window_pattern
-    slow_but_exact spatial_merge_size standardize subsampling_conv_channels summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj swiglu_alpha swiglu_limit
-    temporal_patch_size text_config tie_word_embeddings tokens_per_second top_k_experts topk_group torch_dtype
-    transformers_version use_bias use_bidirectional_attention use_cache use_clipped_linears
-    use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window video_token_id
-    vision_config vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_output_dim
-    vision_start_token_id vision_use_head vocab_size vocab_size_per_layer_input window_size
+    rope_scaling rope_theta rotary_dim rotary_emb_base rotary_pct route_scale routed_scaling_factor
+    router_aux_loss_coef router_jitter_noise scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx
+    scale_attn_weights sep_token_id shared_expert_intermediate_size shared_intermediate_size sliding_window
+    sliding_window_pattern slow_but_exact spatial_merge_size standardize subsampling_conv_channels
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj swiglu_alpha
+    swiglu_limit temporal_patch_size text_config tie_word_embeddings tokens_per_second top_k_experts
+    topk_group torch_dtype transformers_version use_bias use_bidirectional_attention use_cache
+    use_clipped_linears use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window
+    video_token_id vision_config vision_end_token_id vision_feature_layer vision_feature_select_strategy
+    vision_output_dim vision_start_token_id vision_use_head vocab_size vocab_size_per_layer_input window_size
     word_embed_proj_dim
     """
 )
 ROPE = _names(
     """
-    attention_factor beta_fast beta_slow chunked_attention compress factor finetuned full_attention
-    high_freq_factor linear_attention llama_4_scaling_beta long_factor low_freq_factor main mrope_interleaved
-    mrope_section mscale mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta
-    rope_type short_factor sliding_attention truncate type
+    alpha attention_factor beta_fast beta_slow chunked_attention compress factor finetuned full_attention
+    high_freq_factor linear_attention llama_4_scaling_beta long_factor long_mscale low_freq_factor main
+    mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embeddings
+    partial_rotary_factor rope_theta rope_type short_factor short_mscale sliding_attention truncate type
     """
 )  # inside rope_parameters and rope_scaling
 GENERATION = _names(
@@ -73,8 +75,8 @@ GENERATION = _names(
 )
 PROCESSOR = _names(
     """
-    crop_size data_format default_to_square do_center_crop do_convert_rgb do_image_splitting do_normalize do_pad
-    do_pan_and_scan do_rescale do_resize do_sample_frames feature_extractor_type fps height image_mean
+    crop_size data_format default_to_square do_center_crop do_convert_rgb do_image_splitting do_normalize
+    do_pad do_pan_and_scan do_rescale do_resize do_sample_frames feature_extractor_type fps height image_mean
     image_processor image_processor_type image_seq_len image_seq_length image_std input_data_format
     interpolation longest_edge max_frames max_height max_image_size max_image_tiles max_patches max_pixels
     max_width merge_size min_frames min_pixels num_frames pad_size pan_and_scan_max_num_crops

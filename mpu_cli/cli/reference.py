@@ -103,6 +103,11 @@ NAMES = {
     "glm4": "GLM 4 (2025)", "glm4_moe": "GLM 4.5, 4.6", "stablelm": "StableLM", "starcoder2": "StarCoder 2",
     "cohere": "Command R", "cohere2": "Command R7B, A", "exaone4": "EXAONE 4", "opt": "OPT", "gpt2": "GPT-2",
     "gpt_neo": "GPT-Neo", "gptj": "GPT-J", "gpt_bigcode": "StarCoder, SantaCoder", "codegen": "CodeGen",
+    "seed_oss": "Seed-OSS", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5",
+    "ernie4_5_moe": "ERNIE 4.5, mixture", "hunyuan_v1_dense": "Hunyuan", "hunyuan_v1_moe": "Hunyuan, mixture",
+    "apertus": "Apertus", "minimax_m2": "MiniMax M2", "phimoe": "Phi 3.5, mixture", "dots1": "dots.llm1",
+    "afmoe": "Trinity (AFMoE)", "granite_swa": "Granite, windows", "granitemoe_swa": "Granite, windows, mixture",
+    "jais2": "Jais 2",
 }  # fmt: skip
 
 

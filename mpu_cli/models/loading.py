@@ -227,11 +227,12 @@ def shards_with_zero_3() -> bool:
 def load(
     source: Model, dtype: torch.dtype, device: str, attention: str = "sdpa", quantize: Quantization | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer of ``source``: safetensors only, no code from its folder, no dropout.
+    """The model and tokenizer of ``source``: safetensors only, no code from its folder, nothing random in training.
 
     With ``quantize``, linear layers are held in 4 bits. What was loaded is compared with the opened files. With
-    dropout, every copy would train with different random masks and the noise would not cancel. Raises MpuError if
-    transformers cannot load them or had to initialise weights itself, UsageError if it cannot be quantized.
+    dropout, or routers that draw experts, every copy would train with other random numbers and the noise would not
+    cancel. Raises MpuError if transformers cannot load them or had to initialise weights itself, UsageError if it
+    cannot be quantized.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -252,9 +253,13 @@ def load(
         if has_weights():
             check_is(model, source.checkpoint)
     _LOADED.add(model)
+    _without_jitter(model)
     if quantize:
         settle(model)
         return model, tokenizer
+    if dtype == torch.float64:  # which some routers, made in float32, are not
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     if has_weights():
         model.to(place)
     model.tie_weights()  # on some devices, torch makes new parameters of both
@@ -286,6 +291,17 @@ def _load(
         model = build(config, **ways)
     model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
     return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
+
+
+def _without_jitter(model: PreTrainedModel) -> None:
+    """Let modules that have noise for training, such as routers that draw experts, work as they do outside it."""
+    for module in model.modules():
+        if any(name.endswith("jitter_noise") for name in vars(module)):
+            module.register_forward_pre_hook(_leave_training)
+
+
+def _leave_training(module: torch.nn.Module, _: object) -> None:
+    module.training = False
 
 
 def check_size(skeleton: PreTrainedModel, source: Model) -> None:

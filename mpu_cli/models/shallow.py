@@ -11,8 +11,8 @@ from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import Model
 
-# How the entries of configs end that are lists of one value for each layer.
-PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta")
+# How the entries of configs end that can be lists of one value for each layer.
+PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta", "moe_topk")
 BY_LAYER = "per_layer_config"  # a table with the settings of some layers, by number
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
 BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # entries that make what a layer computes depend on its number
@@ -87,4 +87,7 @@ def _of_layers(config: Mapping[str, Any], inner: str | None) -> dict[str, list[A
     except (StrictDataclassError, ValueError) as error:
         raise MpuError(f"transformers does not take the config ({str(error).splitlines()[0]})") from error
     held = vars(getattr(filled, inner) if inner else filled)
-    return {name: list(value) for name, value in held.items() if name.endswith(PER_LAYER) and value}
+    lists = {
+        name: value for name, value in held.items() if name.endswith(PER_LAYER) and isinstance(value, list | tuple)
+    }
+    return {name: list(value) for name, value in lists.items() if value}

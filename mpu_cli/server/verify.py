@@ -222,7 +222,7 @@ def _logits(
     places = in_memory(network, layout.tensors)
     with torch.no_grad():
         for tensor in layout.tensors.values():
-            if tensor.constant and not tensor.axes[0]:
+            if tensor.constant and not any(tensor.axes):
                 continue
             name, held = weights(tensor)
             target = places[name]
