@@ -88,6 +88,7 @@ _DELTA = {
     "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_proj_bias": True}
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
@@ -244,18 +245,53 @@ FAMILY_CONFIGS = {
     "granitemoe_swa": {"model_type": "granitemoe_swa", **_SMALL, **_LINES, "num_local_experts": 4,
                        "shared_intermediate_size": 20, "layer_rope_theta": [0, 10000.0, 500.0, 10000.0]},
     "jais2": {"model_type": "jais2", **_SMALL},
+    "lfm2": {"model_type": "lfm2", **_SMALL, "num_hidden_layers": 4, "conv_bias": True, "block_multiple_of": 16,
+             "full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"model_type": "lfm2_moe", **_SMALL, **_EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1,
+                 "layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"model_type": "lfm3", **_SMALL, **_LINES, "head_dim": 8, "attention_bias": True, "conv_bias": True,
+             "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
+    "granitemoehybrid": {"model_type": "granitemoehybrid", **_SMALL, **_MAMBA, "num_hidden_layers": 4,
+                         "num_local_experts": 4, "shared_intermediate_size": 20, "attention_bias": True,
+                         "layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid-dense": {"model_type": "granitemoehybrid", **_SMALL, "num_local_experts": 0,
+                               "mamba_n_heads": 2, "shared_intermediate_size": 20, "position_embedding_type": "rope",
+                               "layer_types": ["attention"] * 2},
+    "qwen3_next": {"model_type": "qwen3_next", **_SMALL, **_DELTA, **_EXPERTS, "mlp_only_layers": [0],
+                   "shared_expert_intermediate_size": 20},
+    "nemotron_h": {"model_type": "nemotron_h", **_SMALL, "head_dim": 8, "mlp_bias": True, "use_bias": True,
+                   "layers_block_type": ["mlp", "linear_attention", "full_attention", "moe"], "mamba_num_heads": 4,
+                   "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
+                   "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20},
+    "nemotron_h-latent": {"model_type": "nemotron_h", **_SMALL, "head_dim": 8, "moe_latent_size": 16,
+                          "layers_block_type": ["linear_attention", "moe", "full_attention"], "mamba_num_heads": 4,
+                          "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
+                          "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20},
+    "falcon_h1": {"model_type": "falcon_h1", **_SMALL, **_MAMBA, "mamba_d_ssm": 48, "attention_bias": True,
+                  "mlp_bias": True, "projectors_bias": True, "mamba_rms_norm": True},
+    "bamba": {"model_type": "bamba", **_SMALL, **_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [0, 2],
+              "attention_bias": True, "mlp_bias": True},
+    "jamba": {"model_type": "jamba", **_SMALL, "num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 2,
+              "attn_layer_offset": 1, "expert_layer_offset": 0, "mamba_d_state": 8, "mamba_proj_bias": True},
+    "gemma3n_text": {"model_type": "gemma3n_text", **_SMALL, "num_hidden_layers": 6, "sliding_window": 8, "head_dim": 8,
+                     "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY - 10,
+                     "laurel_rank": 6, "altup_num_inputs": 3, "attention_bias": True,
+                     "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4},
 }  # fmt: skip
+# Whose experts, or some other tensors, are saved in either arrangement.
 FUSED = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "phimoe",
-    "dots1", "afmoe",
-)  # whose experts are saved in either arrangement  # fmt: skip
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2",
+    "phimoe", "dots1", "afmoe", "lfm2_moe", "lfm3", "granitemoe", "granitemoehybrid", "qwen3_next", "jamba",
+)  # fmt: skip
 
 
 def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **entries: object) -> PreTrainedModel:
     """A model with CONFIGS[family], overridden by ``entries``, whose biases and norms differ from their initial zeros
     and ones."""
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
-    from_one = str(config["model_type"]).startswith(("gemma", "qwen3_5", "muse"))  # whose norms multiply by 1 + w
+    kind = str(config["model_type"])
+    from_one = kind.startswith(("gemma", "qwen3_5", "qwen3_next", "muse")) and not kind.startswith("gemma3n")  # 1 + w
     torch.manual_seed(seed)
     model = build(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():

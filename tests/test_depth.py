@@ -28,6 +28,7 @@ TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_s
 # What a layer of theirs computes follows from its number, or from a config of a form of its own.
 REFUSED = {
     "gemma4", "gemma4_text-channels", "gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed", "ernie4_5_moe-biases",
+    "nemotron_h", "nemotron_h-latent", "gemma3n_text",
 }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path
     model = read(published())
     with torch.no_grad():
         found = model(TOKENS).logits
-    same = 1e-4 if family.startswith("qwen3_5") else 1e-5
+    same = 1e-4 if family.startswith(("qwen3_5", "qwen3_next")) else 1e-5
     assert float((found - expected).abs().max() / expected.abs().max()) < same
 
 

@@ -34,13 +34,22 @@ def where_rope(rope: Rule) -> Rule:
     return lambda config, layer: config["head_dim"] if rope(config, layer) else 0
 
 
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}  # what older files call kinds of layers
+
+
+def kind_of(config: Config, layer: int, *names: str) -> str | None:
+    """The kind of a layer by ``layer_types``, or by the first of the lists ``names``; None without a list."""
+    kinds = entry("layer_types", *names)(config, layer)
+    return _OLDER.get(kinds[layer], kinds[layer]) if kinds else None
+
+
 def layer_type_is(kind: str, pattern: str = "sliding_window_pattern", every: int = 4) -> Rule:
     """Whether a layer is of a kind: by ``layer_types``, or all but every n-th are sliding."""
 
     def rule(config: Config, layer: int) -> bool:
-        kinds = config.get("layer_types")
-        if kinds:
-            return kinds[layer] == kind
+        listed = kind_of(config, layer)
+        if listed:
+            return listed == kind
         n = int(config.get(pattern) or every)
         return ("full_attention" if (layer + 1) % n == 0 else "sliding_attention") == kind
 
@@ -71,8 +80,10 @@ def either(*rules: Rule) -> Rule:
     return lambda config, layer: any(rule(config, layer) for rule in rules)
 
 
-def both(*rules: Rule) -> Rule:
-    return lambda config, layer: all(rule(config, layer) for rule in rules)
+def both(*rules: str | Rule | None) -> Rule:
+    """Whether all of these hold: rules, or config entries; None always does."""
+    all_of = [entry(rule) if isinstance(rule, str) else rule for rule in rules if rule is not None]
+    return lambda config, layer: all(rule(config, layer) for rule in all_of)
 
 
 def negated(rule: Rule) -> Rule:
@@ -85,11 +96,12 @@ def negated(rule: Rule) -> Rule:
 def linear(
     name: str, *axes: Axis, bias: str | Rule | bool = False, when: str | Rule | None = None
 ) -> tuple[Tensor, ...]:
-    """A linear layer's weight, (outputs, inputs), and its bias if it has one."""
+    """A linear layer's weight, (outputs, inputs), and its bias if it has one. ``when`` is for both."""
     weight = Tensor(f"{name}.weight", axes, when)
     if bias is False:
         return (weight,)
-    return weight, Tensor(f"{name}.bias", axes[:1], when if bias is True else bias)
+    there = when if bias is True else bias if when is None else both(when, bias)
+    return weight, Tensor(f"{name}.bias", axes[:1], there)
 
 
 def layer_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
@@ -101,16 +113,19 @@ def rms_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
 
 
 def attention(
-    bias: str | Rule | bool = "attention_bias", out_bias: str | Rule | bool | None = None
+    bias: str | Rule | bool = "attention_bias",
+    out_bias: str | Rule | bool | None = None,
+    name: str = "self_attn",
+    when: Rule | None = None,
 ) -> tuple[Tensor, ...]:
     """Llama's attention."""
     out = bias if out_bias is None else out_bias
     return (
-        *linear("self_attn.q_proj", "query", "model", bias=bias),
-        *linear("self_attn.k_proj", "key", "model", bias=bias),
-        *linear("self_attn.v_proj", "value", "model", bias=bias),
-        *linear("self_attn.o_proj", "model", "mixed", bias=out),
-    )
+        *linear(f"{name}.q_proj", "query", "model", bias=bias, when=when),
+        *linear(f"{name}.k_proj", "key", "model", bias=bias, when=when),
+        *linear(f"{name}.v_proj", "value", "model", bias=bias, when=when),
+        *linear(f"{name}.o_proj", "model", "mixed", bias=out, when=when),
+    )  # fmt: skip
 
 
 def gated_ffn(
@@ -137,10 +152,10 @@ def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate
 
 
 def stacks(
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), split: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), split: str = "mlp", fused: str = "mlp"
 ) -> tuple[Stack, ...]:
     gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
-    return Stack("mlp.experts.gate_up_proj", (gate, up)), Stack("mlp.experts.down_proj", (down,))
+    return Stack(f"{fused}.experts.gate_up_proj", (gate, up)), Stack(f"{fused}.experts.down_proj", (down,))
 
 
 SHARED_NORM = (Tensor("self_attn.q_norm.weight", ("|head|",)), Tensor("self_attn.k_norm.weight", ("|head|",)))
@@ -306,7 +321,7 @@ GEMMA3 = replace(
 
 
 def is_full(config: Config, layer: int) -> bool:
-    """Whether a layer of Gemma 3n or 4 attends to everything; the last one does, whatever the config says."""
+    """Whether a layer of Gemma 4 attends to everything; the last one does, whatever the config says."""
     return layer == config["num_hidden_layers"] - 1 or layer_type_is("full_attention", every=6)(config, layer)
 
 
@@ -334,17 +349,21 @@ def kv_heads(config: Config, layer: int) -> int | None:
     return fewer(config, layer) if own else config["num_key_value_heads"]
 
 
-def reads_of(config: Config, layer: int) -> int | None:
-    """The layer whose keys and values a layer of Gemma 3n or 4 reads: of the last that make some, the one of its
-    kind. None: its own."""
-    first = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
-    if layer < first:
-        return None
-    return [i for i in range(first) if is_full(config, i) == is_full(config, layer)][-1]
+def last_of_kind(full: Rule) -> Rule:
+    """The layer whose keys and values a layer reads: of the last that make some, the one of its kind. None: its own."""
+
+    def rule(config: Config, layer: int) -> int | None:
+        first = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
+        if layer < first:
+            return None
+        return [i for i in range(first) if full(config, i) == full(config, layer)][-1]
+
+    return rule
 
 
 def makes_keys(config: Config, layer: int) -> bool:
-    return reads_of(config, layer) is None
+    """Whether a layer has keys and values of its own: the last ones may read others'."""
+    return layer < int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
 
 
 makes_values = both(makes_keys, negated(has_one_projection))
@@ -404,7 +423,7 @@ GEMMA4 = replace(
     qk_norm="shared",
     experts=entry("enable_moe_block"),
     keys_are_values=has_one_projection,
-    reads=reads_of,
+    reads=last_of_kind(is_full),
     dead=("*.layers.*.self_attn.[kv]_*",),
     buffers=("rotary_emb.inv_freq", ".layer_scalar"),
     defaults={
@@ -420,6 +439,59 @@ GEMMA4_UNIFIED = replace(
     model_types=("gemma4_unified_text",),
     defaults={**GEMMA4.defaults, "hidden_size_per_layer_input": 0},
 )
+
+
+def one_width(config: Config, _: int) -> int:
+    """The feed-forward size, which may be given for each layer."""
+    size = config["intermediate_size"]
+    widths = set(size) if isinstance(size, list) else {size}
+    if len(widths) > 1:
+        raise ValueError("intermediate_size differs between layers, which mpu does not support")
+    return int(widths.pop())
+
+
+def streams(name: str) -> tuple[Tensor, ...]:
+    """Maps of the residual stream to the other streams of AltUp, or back."""
+
+    def has(stream: int) -> Rule:
+        return lambda config, _: stream < int(config["altup_num_inputs"])
+
+    return tuple(Tensor(f"model.{name}.{k}.weight", ("model", "model"), has(k + 1)) for k in range(7))
+
+
+# All streams of AltUp have the same coordinates. Laurel's two matrices are a feed-forward layer without activation.
+GEMMA3N = replace(
+    GEMMA4,
+    model_types=("gemma3n_text",),
+    sizes={
+        **SIZES, "ffn": one_width, "shared_ffn": "laurel_rank", "altup": "altup_num_inputs",
+        "altup2": lambda config, _: config["altup_num_inputs"] ** 2,
+        "channels": "hidden_size_per_layer_input", "channel-vocab": "vocab_size_per_layer_input",
+    },
+    layer_sizes={},
+    tensors=(*GEMMA4.tensors, *streams("altup_projections"), *streams("altup_unembed_projections")),
+    layer_tensors=(
+        *(
+            tensor
+            for tensor in GEMMA4.layer_tensors
+            if tensor.when != "enable_moe_block" and "per_layer_projection" not in tensor.name
+        ),
+        *linear("per_layer_projection", "model", "channel"),
+        *linear("laurel.linear_left", "s-up", "model"), *linear("laurel.linear_right", "model", "s-ffn"),
+        *rms_norm("laurel.post_laurel_norm"), *rms_norm("altup.router_norm"),
+        Tensor("altup.correct_output_scale", ("|model|",)), *linear("altup.modality_router", "altup", "model"),
+        *linear("altup.correction_coefs", "altup", "altup"), *linear("altup.prediction_coefs", "altup2", "altup"),
+    ),
+    experts=None,
+    keys_are_values=None,
+    reads=last_of_kind(layer_type_is("full_attention", every=5)),
+    defaults={
+        "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 256, "attention_bias": False,
+        "intermediate_size": 16384, "num_hidden_layers": 35, "num_kv_shared_layers": 15, "laurel_rank": 64,
+        "altup_num_inputs": 4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    },
+    note="text only; AltUp's coefficients stay in place",
+)  # fmt: skip
 
 
 def muse_rope(config: Config, layer: int) -> bool:
@@ -1077,6 +1149,26 @@ AFMOE = replace(
         "num_dense_layers": 1, "num_shared_experts": 2,
     },
 )  # fmt: skip
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    model_types=("qwen3_next",),
+    sizes={
+        **QWEN3_5_MOE.sizes,
+        "ffn": "intermediate_size",
+        "delta_in": lambda config, _: config["size:delta_mixed"] + config["size:delta_values"],
+        "delta_gates": lambda config, _: 2 * config["size:delta_heads"],
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *_ATTENTION3_5, *(tensor for tensor in _DELTA_NET if ".in_proj_" not in tensor.name),
+        Tensor("linear_attn.in_proj_qkvz.weight", ("delta_in", "model"), is_delta_net),
+        Tensor("linear_attn.in_proj_ba.weight", ("delta_gates", "model"), is_delta_net),
+        *gated_ffn(when=negated(is_sparse)), replace(_ROUTER, when=is_sparse), *experts(is_sparse),
+        *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
+        Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
+    ),
+    experts=is_sparse,
+    renamed=(),
+)  # fmt: skip
 OLMOE = replace(
     MIXTRAL,
     model_types=("olmoe",),
@@ -1088,6 +1180,21 @@ OLMOE = replace(
     defaults={"tie_word_embeddings": False},
     note="without `clip_qkv`",
 )
+
+
+def granite_experts(when: str | None = None) -> tuple[Tensor, ...]:
+    """Stacked in files from the Hub too, under other names than in memory."""
+    router, gate_up, down = ("expert", "model"), ("expert", ("e-gate", "e-up"), "model"), ("expert", "model", "e-ffn")
+    return (
+        Tensor("block_sparse_moe.router.layer.weight", router, when, "hub"),
+        Tensor("block_sparse_moe.input_linear.weight", gate_up, when, "hub"),
+        Tensor("block_sparse_moe.output_linear.weight", down, when, "hub"),
+        Tensor("block_sparse_moe.router.weight", router, when, "memory"),
+        Tensor("block_sparse_moe.experts.gate_up_proj", gate_up, when, "memory"),
+        Tensor("block_sparse_moe.experts.down_proj", down, when, "memory"),
+    )
+
+
 GRANITEMOE = replace(
     LLAMA,
     model_types=("granitemoe", "granitemoeshared"),
@@ -1097,10 +1204,7 @@ GRANITEMOE = replace(
         "shared_ffn": lambda config, _: config.get("shared_intermediate_size") or None,  # 0: no shared experts
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(),
-        Tensor("block_sparse_moe.router.layer.weight", ("expert", "model")),
-        Tensor("block_sparse_moe.input_linear.weight", ("expert", ("e-gate", "e-up"), "model")),
-        Tensor("block_sparse_moe.output_linear.weight", ("expert", "model", "e-ffn")),
+        *INPUT_NORMS, *attention(), *granite_experts(),
         Tensor("shared_mlp.input_linear.weight", (("s-gate", "s-up"), "model"), "shared_intermediate_size"),
         Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn"), "shared_intermediate_size"),
     ),
@@ -1229,11 +1333,375 @@ GPT_OSS = replace(
     note="in bfloat16; the published weights are quantised",
 )  # fmt: skip
 
+# Layers of attention among gated short convolutions. A convolution works on each channel alone and has no activation,
+# so it is a gated feed-forward layer whose neurons see earlier tokens: gate · conv(gate · up).
+
+
+def is_convolution(config: Config, layer: int) -> bool:
+    """Whether a layer of LFM2 is a short convolution; without any list, none is."""
+    kind, attends = kind_of(config, layer), config.get("full_attn_idxs")
+    return kind == "conv" if kind else attends is not None and layer not in attends
+
+
+def is_convolution3(config: Config, layer: int) -> bool:
+    """The same of LFM3: without a list, attention is in every second layer but the first."""
+    kind = kind_of(config, layer)
+    return kind == "conv" if kind else layer % 2 == 1 or layer == 0
+
+
+def short_convolution(when: Rule) -> tuple[Tensor, ...]:
+    return (
+        *linear("conv.in_proj", ("s-gate", "s-gate", "s-up"), "model", bias="conv_bias", when=when),
+        Tensor("conv.conv.weight", ("s-gate", "one", "taps"), when),
+        Tensor("conv.conv.bias", ("s-up",), both(when, "conv_bias")),
+        *linear("conv.out_proj", "model", "s-ffn", bias="conv_bias", when=when),
+    )  # fmt: skip
+
+
+def numbered_ffn(when: Rule | None = None) -> tuple[Tensor, ...]:
+    return (
+        *linear("feed_forward.w1", "gate", "model", when=when), *linear("feed_forward.w3", "up", "model", when=when),
+        *linear("feed_forward.w2", "model", "ffn", when=when),
+    )  # fmt: skip
+
+
+def adjusted_ffn(config: Config, _: int) -> int:
+    """LFM2's feed-forward size, which it adjusts by default: two thirds, times a factor, rounded up."""
+    size = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if not config["block_auto_adjust_ff_dim"]:
+        return size
+    unit, factor = int(config["block_multiple_of"]), float(config["block_ffn_dim_multiplier"])
+    return -(-int(factor * int(2 * size / 3)) // unit) * unit
+
+
+_CONVOLUTION: Sizes = {**SIZES, "shared_ffn": "hidden_size", "one": 1, "taps": "conv_L_cache"}
+LFM2 = replace(
+    LLAMA,
+    model_types=("lfm2",),
+    sizes={**_CONVOLUTION, "ffn": adjusted_ffn},
+    tensors=(
+        Tensor("model.embed_tokens.weight", ("vocab", "model")), *rms_norm("model.embedding_norm"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *rms_norm("operator_norm"), *rms_norm("ffn_norm"), *numbered_ffn(), *short_convolution(is_convolution),
+        *linear("self_attn.q_proj", "query", "model", when=negated(is_convolution)),
+        *linear("self_attn.k_proj", "key", "model", when=negated(is_convolution)),
+        *linear("self_attn.v_proj", "value", "model", when=negated(is_convolution)),
+        *linear("self_attn.out_proj", "model", "mixed", when=negated(is_convolution)),
+        Tensor("self_attn.q_layernorm.weight", ("|head|",), negated(is_convolution)),
+        Tensor("self_attn.k_layernorm.weight", ("|head|",), negated(is_convolution)),
+    ),
+    qk_norm="shared",
+    defaults={
+        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_bias": False, "conv_L_cache": 3,
+        "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    },
+    unless={"tie_embedding": True},  # which transformers reads in place of tie_word_embeddings
+    note="convolutions move like feed-forward layers",
+)  # fmt: skip
+
+
+def after_dense_layers(config: Config, layer: int) -> bool:
+    return layer >= int(config["num_dense_layers"])
+
+
+LFM2_MOE = replace(
+    LFM2,
+    model_types=("lfm2_moe",),
+    sizes={**_CONVOLUTION, **_EXPERTS},
+    layer_tensors=(
+        *(tensor for tensor in LFM2.layer_tensors if not tensor.name.startswith("feed_forward.")),
+        *numbered_ffn(negated(after_dense_layers)),
+        Tensor("feed_forward.gate.weight", ("expert", "model"), after_dense_layers),
+        Tensor("feed_forward.expert_bias", ("expert",), both(after_dense_layers, "use_expert_bias"),
+               trained=False),
+        *experts(after_dense_layers, ("w1", "w3", "w2"), "feed_forward", "feed_forward"),
+    ),
+    experts=after_dense_layers,
+    stacks=stacks(("w1", "w3", "w2"), "feed_forward", "feed_forward"),
+    defaults={
+        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_bias": False, "conv_L_cache": 3,
+        "num_dense_layers": 2, "use_expert_bias": True, "num_experts": 32, "moe_intermediate_size": 1792,
+    },
+)  # fmt: skip
+# A gate for each head. Where RoPE is "proportional" it turns the first planes of the whole head, and others by 0.
+_GATE_OF_HEADS = both(negated(is_convolution3), "use_attention_gate")
+LFM3 = replace(
+    LFM2,
+    model_types=("lfm3",),
+    sizes=_CONVOLUTION,
+    layer_tensors=(
+        *rms_norm("operator_norm"), *rms_norm("ffn_norm"),
+        *rms_norm("post_operator_norm", "use_sandwich_norm"), *rms_norm("post_ffn_norm", "use_sandwich_norm"),
+        *numbered_ffn(), *short_convolution(is_convolution3),
+        *attention(when=negated(is_convolution3)),
+        Tensor("self_attn.q_norm.weight", ("|head|",), negated(is_convolution3)),
+        Tensor("self_attn.k_norm.weight", ("|head|",), negated(is_convolution3)),
+        Tensor("self_attn.gate_proj.weight", ("head", "model"), _GATE_OF_HEADS, "hub"),
+        Tensor("self_attn.g_proj.weight", ("head", "model"), _GATE_OF_HEADS, "memory"),
+    ),
+    stacks=(Stack("self_attn.g_proj.weight", ("self_attn.gate_proj.weight",)),),
+    defaults={
+        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": False,
+        "conv_bias": False, "conv_L_cache": 7, "use_sandwich_norm": True, "use_attention_gate": True,
+    },
+    unless={},
+)  # fmt: skip
+
+# Layers of attention among layers of Mamba2, whose inner coordinates are left alone, or both side by side.
+
+
+def mamba2(
+    name: str, bias: str, out_bias: str, conv_bias: str, when: Rule | None = None, norm: str | Rule | None = None
+) -> tuple[Tensor, ...]:
+    """``norm``: whether there is one, if that is not the same as ``when``."""
+    return (
+        *(Tensor(f"{name}.{each}", ("mamba_heads",), when) for each in ("A_log", "D", "dt_bias")),
+        *linear(f"{name}.in_proj", "mamba_in", "model", bias=bias, when=when),
+        Tensor(f"{name}.conv1d.weight", ("mamba_mixed", "one", "mamba_taps"), when),
+        Tensor(f"{name}.conv1d.bias", ("mamba_mixed",), both(when, conv_bias)),
+        Tensor(f"{name}.norm.weight", ("mamba_values",), norm or when),
+        *linear(f"{name}.out_proj", "model", "mamba_values", bias=out_bias, when=when),
+    )
+
+
+def mamba2_sizes(heads: str, values: str | Rule, groups: str, state: str, taps: str) -> Sizes:
+    """``values``: how wide the output of all heads is. Besides it there are B and C of each group."""
+    return {
+        "one": 1, "mamba_heads": heads, "mamba_values": values, "mamba_taps": taps,
+        "mamba_mixed": lambda config, _: config["size:mamba_values"] + 2 * config[groups] * config[state],
+        "mamba_in": lambda config, _: (
+            config["size:mamba_values"] + config["size:mamba_mixed"] + config["size:mamba_heads"]
+        ),
+    }  # fmt: skip
+
+
+_MAMBA: Sizes = mamba2_sizes(
+    "mamba_n_heads", lambda config, _: config["mamba_expand"] * config["hidden_size"], "mamba_n_groups",
+    "mamba_d_state", "mamba_d_conv",
+)  # fmt: skip
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
+
+
+def attends(config: Config, layer: int) -> bool:
+    """Whether a layer has attention; without a list, none has."""
+    return kind_of(config, layer, "layers_block_type") == "full_attention"
+
+
+GRANITEMOEHYBRID = replace(
+    GRANITEMOE,
+    model_types=("granitemoehybrid",),
+    sizes={**GRANITEMOE.sizes, **_MAMBA, "experts": lambda config, _: config["num_local_experts"] or None},
+    layer_tensors=(
+        *INPUT_NORMS, *attention(when=attends),
+        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negated(attends)),
+        *granite_experts("num_local_experts"),
+        Tensor("shared_mlp.input_linear.weight", (("s-gate", "s-up"), "model")),
+        Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn")),
+    ),
+    rotary=where_rope(lambda config, _: config.get("position_embedding_type") == "rope"),
+    experts=entry("num_local_experts"),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "num_local_experts": 8, "shared_intermediate_size": 1024,
+        **_MAMBA_DEFAULTS,
+    },
+    note="inside Mamba layers only the residual stream moves",
+)  # fmt: skip
+
+
+def is_listed(config: Config, layer: int) -> bool:
+    """Whether a layer of Bamba has attention."""
+    return layer in (config.get("attn_layer_indices") or ())
+
+
+BAMBA = replace(
+    LLAMA,
+    model_types=("bamba",),
+    sizes={**SIZES, **_MAMBA},
+    tensors=(
+        Tensor("model.embed_tokens.weight", ("vocab", "model")), *rms_norm("model.final_layernorm"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(when=is_listed),
+        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negated(is_listed)),
+        *gated_ffn("mlp_bias", "feed_forward"),
+    ),
+    rotary=share_of_head("partial_rotary_factor"),
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 8, "attention_bias": False, "mlp_bias": False,
+        "partial_rotary_factor": 0.5, **_MAMBA_DEFAULTS,
+    },
+    unless={},
+    note="inside Mamba layers only the residual stream moves",
+)  # fmt: skip
+
+
+def every(period: str, offset: str) -> Rule:
+    """Whether a layer is the one at ``offset`` in its period."""
+    return lambda config, layer: layer % int(config[period]) == config[offset]
+
+
+has_attention = every("attn_layer_period", "attn_layer_offset")
+has_experts = both(every("expert_layer_period", "expert_layer_offset"), lambda config, _: config["num_experts"] > 1)
+JAMBA = replace(
+    BAMBA,
+    model_types=("jamba",),
+    sizes={
+        **SIZES, **_EXPERTS, "expert_ffn": "intermediate_size", "one": 1, "mamba_taps": "mamba_d_conv",
+        "mamba_state": "mamba_d_state", "mamba_values": _MAMBA["mamba_values"],
+        "mamba_in": lambda config, _: 2 * config["size:mamba_values"],
+        "mamba_rank": lambda config, _: (
+            -(-config["hidden_size"] // 16) if config["mamba_dt_rank"] == "auto" else config["mamba_dt_rank"]
+        ),
+        "mamba_x": lambda config, _: config["size:mamba_rank"] + 2 * config["size:mamba_state"],
+    },
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(False, when=has_attention),
+        *(
+            replace(tensor, when=both(negated(has_attention), tensor.when))
+            for tensor in (
+                *linear("mamba.in_proj", "mamba_in", "model", bias="mamba_proj_bias"),
+                Tensor("mamba.conv1d.weight", ("mamba_values", "one", "mamba_taps")),
+                Tensor("mamba.conv1d.bias", ("mamba_values",), "mamba_conv_bias"),
+                *linear("mamba.x_proj", "mamba_x", "mamba_values"),
+                *linear("mamba.dt_proj", "mamba_values", "mamba_rank", bias=True),
+                Tensor("mamba.A_log", ("mamba_values", "mamba_state")), Tensor("mamba.D", ("mamba_values",)),
+                Tensor("mamba.dt_layernorm.weight", ("mamba_rank",)),
+                Tensor("mamba.b_layernorm.weight", ("mamba_state",)),
+                Tensor("mamba.c_layernorm.weight", ("mamba_state",)),
+                *linear("mamba.out_proj", "model", "mamba_values", bias="mamba_proj_bias"),
+            )
+        ),
+        *gated_ffn(name="feed_forward", when=negated(has_experts)),
+        Tensor("feed_forward.router.weight", ("expert", "model"), has_experts),
+        *experts(has_experts, split="feed_forward", fused="feed_forward"),
+    ),
+    planes=None,
+    rotary=None,
+    experts=has_experts,
+    stacks=stacks(split="feed_forward", fused="feed_forward"),
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto", "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
+)  # fmt: skip
+FALCON_H1 = replace(
+    BAMBA,
+    model_types=("falcon_h1",),
+    sizes={
+        **SIZES, **mamba2_sizes("mamba_n_heads", "mamba_d_ssm", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    },
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(),
+        *mamba2("mamba", "mamba_proj_bias", "projectors_bias", "mamba_conv_bias", norm="mamba_rms_norm"),
+        *gated_ffn("mlp_bias", "feed_forward"),
+    ),
+    rotary=None,
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 8, "attention_bias": False, "mlp_bias": False,
+        "projectors_bias": False, "mamba_rms_norm": False, "mamba_d_ssm": 1024, **_MAMBA_DEFAULTS,
+    },
+    unless=LLAMA.unless,
+    note="inside Mamba parts only the residual stream moves",
+)  # fmt: skip
+
+
+_NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def nemotron_kinds(config: Config) -> list[str]:
+    """The kind of each layer of Nemotron-H; older files have a letter for each."""
+    given = config.get("layers_block_type") or config.get("layer_types")
+    if given:
+        return [_OLDER.get(kind, kind) for kind in given]
+    return [_NEMOTRON_LETTERS[letter] for letter in config["hybrid_override_pattern"]]
+
+
+def nemotron_is(kind: str) -> Rule:
+    return lambda config, layer: nemotron_kinds(config)[layer] == kind
+
+
+is_moe, is_mlp = nemotron_is("moe"), nemotron_is("mlp")
+is_latent = both(is_moe, "moe_latent_size")  # experts read and write fewer coordinates than the residual stream
+is_direct = both(is_moe, unless("moe_latent_size"))
+
+
+def ungated_experts(width: str, when: Rule) -> tuple[Tensor, ...]:
+    return (
+        Tensor("mixer.experts.{e}.up_proj.weight", ("e-up", width), when, "split"),
+        Tensor("mixer.experts.{e}.down_proj.weight", (width, "e-ffn"), when, "split"),
+        Tensor("mixer.experts.up_proj", ("expert", "e-up", width), when, "fused"),
+        Tensor("mixer.experts.down_proj", ("expert", width, "e-ffn"), when, "fused"),
+    )
+
+
+NEMOTRON_H = replace(
+    LLAMA,
+    model_types=("nemotron_h",),
+    sizes={
+        **SIZES,
+        "layers": lambda config, _: len(nemotron_kinds(config)),
+        "experts": ("n_routed_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size",
+        "shared_ffn": "moe_shared_expert_intermediate_size",
+        "moe_latent": lambda config, _: config.get("moe_latent_size") or 1,
+        **mamba2_sizes(
+            "mamba_num_heads", lambda config, _: config["mamba_num_heads"] * config["mamba_head_dim"], "n_groups",
+            "ssm_state_size", "conv_kernel",
+        ),
+    },
+    prefix="backbone.",
+    layer="backbone.layers.{i}.",
+    tensors=(
+        Tensor("backbone.embeddings.weight", ("vocab", "model")), *rms_norm("backbone.norm_f"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *rms_norm("norm"),
+        *attention(False, name="mixer", when=nemotron_is("full_attention")),
+        *mamba2("mixer", "use_bias", "use_bias", "use_conv_bias", nemotron_is("linear_attention")),
+        *linear("mixer.up_proj", "up", "model", bias="mlp_bias", when=is_mlp),
+        *linear("mixer.down_proj", "model", "ffn", bias="mlp_bias", when=is_mlp),
+        Tensor("mixer.gate.weight", ("expert", "model"), is_moe),
+        Tensor("mixer.gate.e_score_correction_bias", ("expert",), is_moe, trained=False),
+        *ungated_experts("model", is_direct), *ungated_experts("moe_latent", is_latent),
+        *linear("mixer.fc1_latent_proj", "moe_latent", "model", bias="mlp_bias", when=is_latent),
+        *linear("mixer.fc2_latent_proj", "model", "moe_latent", bias="mlp_bias", when=is_latent),
+        *linear("mixer.shared_experts.up_proj", "s-up", "model", bias="mlp_bias", when=is_moe),
+        *linear("mixer.shared_experts.down_proj", "model", "s-ffn", bias="mlp_bias", when=is_moe),
+    ),
+    planes=None,
+    gated=False,
+    experts=is_moe,
+    groups="n_group",
+    stacks=(
+        Stack("mixer.experts.up_proj", ("mixer.experts.{e}.up_proj.weight",)),
+        Stack("mixer.experts.down_proj", ("mixer.experts.{e}.down_proj.weight",)),
+    ),
+    dead=("mtp.*", "backbone.mtp.*"),
+    renamed=(("backbone.", "model."),),
+    defaults={
+        "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504,
+        "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+        "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+    },
+    unless={},
+    note="inside Mamba layers only the residual stream moves",
+)  # fmt: skip
+
 _ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, GRANITE_SWA, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA4,
     GEMMA4_UNIFIED, PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE,
     OLMOE, GRANITEMOE, GRANITEMOE_SWA, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2,
     EXAONE4, SEED_OSS, ERNIE4_5, ERNIE4_5_MOE, HUNYUAN, HUNYUAN_MOE, APERTUS, MINIMAX_M2, PHIMOE, DOTS1, AFMOE,
-    IQUESTCODER, JAIS2, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
+    IQUESTCODER, JAIS2, LFM2, LFM2_MOE, LFM3, GRANITEMOEHYBRID, QWEN3_NEXT, NEMOTRON_H, FALCON_H1, GEMMA3N, BAMBA,
+    JAMBA, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

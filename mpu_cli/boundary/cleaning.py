@@ -20,6 +20,7 @@ LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that ar
 LARGEST_NUMBER = 2**53
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
 _LAYER = re.compile(r"\d{1,5}")  # the number of a layer, in a table that has entries for some
+_LAYERS = re.compile(r"[ME*-]{1,1000}")  # Nemotron-H's layers, a letter each
 _MISSING = object()
 
 
@@ -114,7 +115,7 @@ def _value(value: object, names: Collection[str], depth: int) -> object:
     if isinstance(value, int | float):
         return value if not abs(value) > LARGEST_NUMBER or abs(value) == float("inf") else _MISSING
     if isinstance(value, str):
-        return value if _WORD.fullmatch(value) and ".." not in value else _MISSING
+        return value if (_WORD.fullmatch(value) and ".." not in value) or _LAYERS.fullmatch(value) else _MISSING
     if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:
         return _MISSING
     if isinstance(value, dict):

@@ -108,6 +108,9 @@ NAMES = {
     "apertus": "Apertus", "minimax_m2": "MiniMax M2", "phimoe": "Phi 3.5, mixture", "dots1": "dots.llm1",
     "afmoe": "Trinity (AFMoE)", "granite_swa": "Granite, windows", "granitemoe_swa": "Granite, windows, mixture",
     "jais2": "Jais 2",
+    "lfm2": "LFM2", "lfm2_moe": "LFM2, mixture", "lfm3": "LFM3", "granitemoehybrid": "Granite 4",
+    "qwen3_next": "Qwen 3 Next", "nemotron_h": "Nemotron-H, Nemotron 3", "falcon_h1": "Falcon H1",
+    "gemma3n_text": "Gemma 3n", "bamba": "Bamba", "jamba": "Jamba",
 }  # fmt: skip
 
 

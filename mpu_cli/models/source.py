@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
 from mpu_cli.errors import MpuError
@@ -19,6 +21,10 @@ SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_c
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
 LARGEST_TOKENIZER = 64 << 20  # bytes of one that tokenizers parses
+
+# How transformers writes numbers in a config that JSON does not have: {"__float__": "Infinity"}.
+_NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_DEEPEST = 6  # levels of lists and tables in which it is looked for
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
@@ -108,6 +114,16 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
             "and aggregate also take --model-config)",
         )
     config_links = links or config is not None
-    return Model(
-        source, checkpoint, read_json_object(config_path, links=config_links), config_path, folder, links=links
-    )
+    entries = with_numbers(read_json_object(config_path, links=config_links))
+    return Model(source, checkpoint, entries, config_path, folder, links=links)
+
+
+def with_numbers(value: Any, depth: int = 0) -> Any:
+    """``value``, read from JSON, with numbers in place of transformers' tables for them."""
+    if depth > _DEEPEST or not isinstance(value, dict | list):
+        return value
+    if isinstance(value, list):
+        return [with_numbers(item, depth + 1) for item in value]
+    if value.keys() == {"__float__"} and isinstance(tag := value["__float__"], str) and tag in _NOT_FINITE:
+        return _NOT_FINITE[tag]
+    return {name: with_numbers(inner, depth + 1) for name, inner in value.items()}
