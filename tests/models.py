@@ -89,6 +89,15 @@ _DELTA = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_proj_bias": True}
+_MLA = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 10, "attention_bias": True,
+}  # fmt: skip
+_INDEX = {"index_topk": 8, "index_head_dim": 6, "index_n_heads": 16}  # few heads would tie
+_GROUPS = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2, "n_group": 3,
+    "topk_group": 2,
+}  # fmt: skip
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
@@ -210,6 +219,20 @@ FAMILY_CONFIGS = {
         "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 16},
         "vision_config": {**_TOWER, "intermediate_size": 64, "vision_output_dim": 16, "projector_input_dim": 16,
                           "projector_output_dim": 16, "pixel_shuffle_ratio": 0.5}, **_IMAGES},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_SMALL, **_MLA, **_GROUPS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_SMALL, **_MLA, **_GROUPS, "num_hidden_layers": 3,
+                      "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "deepseek_v2": {"model_type": "deepseek_v2", **_SMALL, **_MLA, **_GROUPS, "first_k_dense_replace": 1,
+                    "topk_method": "group_limited_greedy", "mlp_bias": True},
+    "deepseek_v2-lite": {"model_type": "deepseek_v2", **_SMALL, **_MLA, **_GROUPS, "q_lora_rank": None, "n_group": 1,
+                         "topk_group": 1},
+    "deepseek_v32": {"model_type": "deepseek_v32", **_SMALL, **_MLA, **_GROUPS, **_INDEX, "num_hidden_layers": 3,
+                     "first_k_dense_replace": 1},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", **_SMALL, **_MLA, **_GROUPS, **_INDEX, "num_hidden_layers": 4,
+                    "indexer_types": ["full", "full", "shared", "full"], "n_group": 1, "topk_group": 1,
+                    "first_k_dense_replace": 1},
+    "youtu": {"model_type": "youtu", **_SMALL, **_MLA, "pad_token_id": None},
+    "minicpm3": {"model_type": "minicpm3", **_SMALL, **_MLA, "mlp_bias": True, "dim_model_base": 16},
     "llama4_text": {"model_type": "llama4_text", **_SMALL, "num_hidden_layers": 4, "head_dim": 8,
                     "intermediate_size": 12, "intermediate_size_mlp": 40, "num_local_experts": 4,
                     "num_experts_per_tok": 1,
@@ -281,8 +304,9 @@ FAMILY_CONFIGS = {
 }  # fmt: skip
 # Whose experts, or some other tensors, are saved in either arrangement.
 FUSED = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2",
-    "phimoe", "dots1", "afmoe", "lfm2_moe", "lfm3", "granitemoe", "granitemoehybrid", "qwen3_next", "jamba",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe",
+    "minimax_m2", "phimoe", "dots1", "afmoe", "lfm2_moe", "lfm3", "granitemoe", "granitemoehybrid", "qwen3_next",
+    "jamba",
 )  # fmt: skip
 
 

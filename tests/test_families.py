@@ -493,10 +493,10 @@ def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) ->
     (base / "config.json").write_text(json.dumps(config | {"a_multiplier": 2.0, "_name_or_path": "x"}))
     told = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
     assert "the copies do not get a_multiplier, which mpu does not know" in told
-    # qk_nope_head_dim is DeepSeek's: as if that were a family whose fields nobody had added.
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3", "qk_nope_head_dim": 8}))
+    # attention_hidden_size is RWKV's: as if that were a family whose fields nobody had added.
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "rwkv", "attention_hidden_size": 8}))
     foreign = json.loads((base / "config.json").read_text())
-    assert left_out(foreign, fields_of(foreign)) == ["qk_nope_head_dim"]
+    assert left_out(foreign, fields_of(foreign)) == ["attention_hidden_size"]
     for family in FAMILY_CONFIGS:
         fields = json.loads((save(random_model(family), tmp_path / family) / "config.json").read_text())
         assert not left_out(fields, fields_of(fields)), family

@@ -399,9 +399,9 @@ GEMMA4 = replace(
     layer_tensors=(
         *INPUT_NORMS, *rms_norm("pre_feedforward_layernorm"), *rms_norm("post_feedforward_layernorm"),
         *linear("self_attn.q_proj", "query", "model", bias="attention_bias"),
-        *linear("self_attn.k_proj", "key", "model", bias=both(entry("attention_bias"), makes_keys), when=makes_keys),
+        *linear("self_attn.k_proj", "key", "model", bias="attention_bias", when=makes_keys),
         *linear(
-            "self_attn.v_proj", "value", "model", bias=both(entry("attention_bias"), makes_values), when=makes_values
+            "self_attn.v_proj", "value", "model", bias="attention_bias", when=makes_values
         ),
         *linear("self_attn.o_proj", "model", "mixed", bias="attention_bias"),
         SHARED_NORM[0], replace(SHARED_NORM[1], when=makes_keys), *gated_ffn(),
@@ -1100,14 +1100,14 @@ ERNIE4_5_MOE = replace(
     tensors=(*ERNIE4_5.tensors, Tensor("lm_head.bias", ("vocab",), "use_bias")),
     layer_tensors=(
         *INPUT_NORMS, *attention("use_bias"),
-        *gated_ffn(both(negated(is_ernie_mixture), entry("use_bias")), when=negated(is_ernie_mixture)),
+        *gated_ffn("use_bias", when=negated(is_ernie_mixture)),
         replace(_ROUTER, when=is_ernie_mixture), *experts(is_ernie_mixture),
         Tensor("mlp.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "split", trained=False),
         Tensor(
             "mlp.gate.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "fused", trained=False
         ),
         *gated_ffn(
-            both(has_shared_experts, entry("use_bias")), "mlp.shared_experts", "s-", when=has_shared_experts
+            "use_bias", "mlp.shared_experts", "s-", when=has_shared_experts
         ),
     ),
     experts=is_ernie_mixture,
@@ -1279,6 +1279,166 @@ DOTS1 = replace(
         "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 32, "first_k_dense_replace": 0,
     },
 )  # fmt: skip
+# Latent attention (MLA): queries, and keys with values, come out of latents, and all heads share the part of their keys
+# that RoPE turns. None of these coordinates moves; the residual stream around them does.
+
+
+def size_of_heads(name: str) -> Rule:
+    """As many coordinates in each head as this entry says."""
+    return lambda config, _: int(config["num_attention_heads"]) * int(config[name])
+
+
+_Q_LATENT = entry("q_lora_rank")
+_QUERIES = Fused(("mla_q_nope", "mla_q_rope"), "heads")
+_MLA = (
+    Tensor("self_attn.q_proj.weight", (_QUERIES, "model"), negated(_Q_LATENT)),
+    *linear("self_attn.q_a_proj", "mla_q_latent", "model", bias="attention_bias", when=_Q_LATENT),
+    Tensor("self_attn.q_a_layernorm.weight", ("mla_q_latent",), _Q_LATENT),
+    Tensor("self_attn.q_b_proj.weight", (_QUERIES, "mla_q_latent"), _Q_LATENT),
+    *linear("self_attn.kv_a_proj_with_mqa", ("mla_kv_latent", "mla_k_rope"), "model", bias="attention_bias"),
+    Tensor("self_attn.kv_a_layernorm.weight", ("mla_kv_latent",)),
+    Tensor("self_attn.kv_b_proj.weight", (Fused(("mla_k_nope", "mla_value"), "heads"), "mla_kv_latent")),
+    *linear("self_attn.o_proj", "model", "mla_mixed", bias="attention_bias"),
+)
+_MLA_SIZES: Sizes = {
+    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim",
+    "mla_q_latent": lambda config, _: config.get("q_lora_rank") or 1, "mla_kv_latent": "kv_lora_rank",
+    "mla_q_nope": size_of_heads("qk_nope_head_dim"), "mla_q_rope": size_of_heads("qk_rope_head_dim"),
+    "mla_k_nope": size_of_heads("qk_nope_head_dim"), "mla_k_rope": "qk_rope_head_dim",
+    "mla_value": size_of_heads("v_head_dim"), "mla_mixed": size_of_heads("v_head_dim"),
+}  # fmt: skip
+_INSIDE_MLA = "inside attention (MLA) only the residual stream moves"
+YOUTU = replace(
+    LLAMA,
+    model_types=("youtu",),
+    sizes=_MLA_SIZES,
+    layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn()),
+    planes=None,
+    defaults={"tie_word_embeddings": True, "attention_bias": False},
+    unless={"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
+    note=f"{_INSIDE_MLA}; without `pad_token_id`",
+)
+
+
+def values_of_minicpm3(config: Config, _: int) -> int:
+    heads = int(config["num_attention_heads"])
+    return heads * int(config.get("v_head_dim") or config["hidden_size"] // heads)
+
+
+# Its multipliers are constants, as Granite's.
+MINICPM3 = replace(
+    YOUTU,
+    model_types=("minicpm3",),
+    sizes={**_MLA_SIZES, "mla_value": values_of_minicpm3, "mla_mixed": values_of_minicpm3},
+    layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn("mlp_bias")),
+    defaults={"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "scale_depth": 1.4},
+    unless={},
+    note=_INSIDE_MLA,
+)
+_MLA_MIXTURE: Sizes = {
+    **_MLA_SIZES,
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"), "expert_ffn": "moe_intermediate_size",
+    "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config.get("n_shared_experts") or 1),
+}  # fmt: skip
+_CORRECTION = Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False)
+
+
+def sparse_ffn(
+    when: Rule, correction: tuple[Tensor, ...] = (_CORRECTION,), bias: str | bool = False
+) -> tuple[Tensor, ...]:
+    """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
+    return (
+        *gated_ffn(bias, when=negated(when)),
+        *(replace(tensor, when=when) for tensor in (_ROUTER, *correction)),
+        *experts(when),
+        *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),
+    )
+
+
+DEEPSEEK_V3 = replace(
+    YOUTU,
+    model_types=("deepseek_v3",),
+    sizes=_MLA_MIXTURE,
+    layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(after_dense)),
+    experts=after_dense,
+    groups="n_group",
+    stacks=stacks(),
+    dead=(*GLM4_MOE.dead, "*layers.61.*"),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "first_k_dense_replace": 3, "n_group": 8},
+    unless={},
+    note=_INSIDE_MLA,
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_types=("deepseek_v2",),
+    layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(after_dense, (), "mlp_bias")),
+    dead=(),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "n_shared_experts": 2},
+)
+
+
+def listed_as_sparse(default: Rule) -> Rule:
+    """Whether ``mlp_layer_types`` says that a layer has experts; without that list, ``default`` says it."""
+
+    def rule(config: Config, layer: int) -> bool:
+        kinds = config.get("mlp_layer_types")
+        return bool(kinds[layer] == "sparse" if kinds else default(config, layer))
+
+    return rule
+
+
+is_listed_or_after_first, is_listed_or_after_dense = (
+    listed_as_sparse(lambda _, layer: layer > 0),
+    listed_as_sparse(after_dense),
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_types=("glm4_moe_lite",),
+    layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(is_listed_or_after_first)),
+    experts=is_listed_or_after_first,
+    dead=(*GLM4_MOE.dead, "*layers.47.*"),
+    defaults={"tie_word_embeddings": False, "attention_bias": False},
+)
+
+
+def has_indexer(config: Config, layer: int) -> bool:
+    """Whether a layer of GLM 5 chooses keys itself; the others take the choice of the layer before."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds:
+        return kinds[layer] in ("full", "F")
+    step, offset = max(int(config.get("index_topk_freq", 1)), 1), int(config.get("index_skip_topk_offset", 2))
+    return max(layer - offset + 1, 0) % step == 0
+
+
+def indexer(when: Rule | None = None) -> tuple[Tensor, ...]:
+    """What chooses the keys that a query looks at."""
+    return (
+        Tensor("self_attn.indexer.wq_b.weight", ("mla_index_query", "mla_q_latent"), when),
+        Tensor("self_attn.indexer.wk.weight", ("mla_index_key", "model"), when),
+        Tensor("self_attn.indexer.k_norm.weight", ("mla_index_key",), when),
+        Tensor("self_attn.indexer.k_norm.bias", ("mla_index_key",), when),
+        Tensor("self_attn.indexer.weights_proj.weight", ("mla_index_head", "model"), when),
+    )
+
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_types=("deepseek_v32",),
+    sizes={
+        **_MLA_MIXTURE, "mla_index_head": "index_n_heads", "mla_index_key": "index_head_dim",
+        "mla_index_query": lambda config, _: config["index_n_heads"] * config["index_head_dim"],
+    },
+    layer_tensors=(*INPUT_NORMS, *_MLA, *indexer(), *sparse_ffn(is_listed_or_after_dense)),
+    experts=is_listed_or_after_dense,
+)  # fmt: skip
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_types=("glm_moe_dsa",),
+    layer_tensors=(*INPUT_NORMS, *_MLA, *indexer(has_indexer), *sparse_ffn(is_listed_or_after_dense)),
+    dead=(*GLM4_MOE.dead, "*layers.78.*"),
+    defaults={**DEEPSEEK_V3.defaults, "n_group": 1},
+)
 
 
 def is_mixture(config: Config, layer: int) -> bool:
@@ -1702,6 +1862,7 @@ _ALL = (
     OLMOE, GRANITEMOE, GRANITEMOE_SWA, GPT_OSS, GLM, GLM4, GLM4_MOE, LLAMA4, STABLELM, STARCODER2, COHERE, COHERE2,
     EXAONE4, SEED_OSS, ERNIE4_5, ERNIE4_5_MOE, HUNYUAN, HUNYUAN_MOE, APERTUS, MINIMAX_M2, PHIMOE, DOTS1, AFMOE,
     IQUESTCODER, JAIS2, LFM2, LFM2_MOE, LFM3, GRANITEMOEHYBRID, QWEN3_NEXT, NEMOTRON_H, FALCON_H1, GEMMA3N, BAMBA,
-    JAMBA, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
+    JAMBA, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MINICPM3, YOUTU, FALCON,
+    BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

@@ -72,14 +72,17 @@ def _family_row(family: Family) -> str:
     if family.planes and family.rotary:
         angles += "; elsewhere any rotation"
     turns = f"turns by 90°, {family.planes}"
+    axes = {name for tensor in family.layer_tensors for axis in tensor.axes for name in _names(axis)}
     norm = family.qk_norm
-    gated_values = any("|mixed|" in _names(axis) for tensor in family.layer_tensors for axis in tensor.axes)
+    values = "order and signs" if "|mixed|" in axes else "any rotation"
     heads = "move" if family.movable_heads is True else "stay under ALiBi"
+    if "query" not in axes:  # attention of a kind that nothing moves
+        angles, values, heads = "–", "–", "stay"
     cells = [
         NAMES.get(family.model_types[0], family.model_types[0].replace("_", " ").title()),
         ", ".join(f"`{model_type}`" for model_type in family.model_types),
         f"{angles}; with a norm {turns}" if callable(norm) else turns if norm else angles,
-        "order and signs" if gated_values else "any rotation",
+        values,
         heads + (", experts move" if family.experts else ""),
         "order and signs" if family.gated else "order",
         "order and signs" if family.rms_norm else "order",
@@ -100,7 +103,9 @@ NAMES = {
     "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "gemma3": "Gemma 3, images", "phi": "Phi 1, 1.5, 2",
     "phi3": "Phi 3, 3.5, 4", "olmo": "OLMo", "olmo2": "OLMo 2, 3", "olmoe": "OLMoE", "gpt_neox": "Pythia, GPT-NeoX",
     "granite": "Granite 3", "granitemoe": "Granite 3, mixture", "gpt_oss": "gpt-oss", "glm": "GLM 4 (2024)",
-    "glm4": "GLM 4 (2025)", "glm4_moe": "GLM 4.5, 4.6", "stablelm": "StableLM", "starcoder2": "StarCoder 2",
+    "glm4": "GLM 4 (2025)", "glm4_moe": "GLM 4.5, 4.6", "glm4_moe_lite": "GLM 4.7 Flash", "glm_moe_dsa": "GLM 5",
+    "deepseek_v2": "DeepSeek V2", "deepseek_v3": "DeepSeek V3, R1", "deepseek_v32": "DeepSeek V3.2",
+    "youtu": "Youtu-LLM", "minicpm3": "MiniCPM 3", "stablelm": "StableLM", "starcoder2": "StarCoder 2",
     "cohere": "Command R", "cohere2": "Command R7B, A", "exaone4": "EXAONE 4", "opt": "OPT", "gpt2": "GPT-2",
     "gpt_neo": "GPT-Neo", "gptj": "GPT-J", "gpt_bigcode": "StarCoder, SantaCoder", "codegen": "CodeGen",
     "seed_oss": "Seed-OSS", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5",

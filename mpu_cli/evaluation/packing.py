@@ -187,7 +187,9 @@ def attending_by(attention: TreeAttention) -> Iterator[None]:
 
 
 def takes_paths(model: PreTrainedModel) -> bool:
-    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table, and takes
-    positions."""
+    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table, takes
+    positions, and no indexer reads its mask to choose keys."""
     positions = "position_ids" in inspect.signature(model.forward).parameters
-    return positions and model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    indexed = getattr(model.config, "index_topk", None) is not None
+    replaceable = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    return positions and not indexed and replaceable

@@ -15,7 +15,8 @@ from mpu_cli.models.source import Model
 PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta", "moe_topk")
 BY_LAYER = "per_layer_config"  # a table with the settings of some layers, by number
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
-BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # entries that make what a layer computes depend on its number
+# entries that make what a layer computes depend on its number, or on how many there are
+BY_NUMBER = ("scale_attn_by_inverse_layer_idx", "scale_depth")
 DTYPES = ("dtype", "torch_dtype")
 
 
@@ -60,7 +61,7 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
     counts = {name: count - len(omitted) for name in names if section.get(name) == count}
     if not counts:
         raise UsageError("--omit-layers: the model's config.json does not say how many layers it has")
-    if any(own.get(name) for name in BY_NUMBER):
+    if any(layout.config.get(name) for name in BY_NUMBER):
         raise MpuError(f"{model.source}: {UNLIKE}")
     lists = {
         name: [value for layer, value in enumerate(values) if layer not in omitted]
