@@ -301,12 +301,45 @@ FAMILY_CONFIGS = {
                      "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY - 10,
                      "laurel_rank": 6, "altup_num_inputs": 3, "attention_bias": True,
                      "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4},
+    "arcee": {"model_type": "arcee", **_SMALL, "attention_bias": True, "mlp_bias": True},
+    "cwm": {"model_type": "cwm", **_SMALL, **_LINES, "head_dim": 16, "mlp_bias": True},
+    "helium": {"model_type": "helium", **_SMALL, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "nemotron": {"model_type": "nemotron", **_SMALL, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "nanochat": {"model_type": "nanochat", **_SMALL, "attention_bias": True},
+    "vaultgemma": {"model_type": "vaultgemma", **_SMALL, "head_dim": 8, "sliding_window": 8,
+                   "query_pre_attn_scalar": 8, "attention_bias": True},
+    "exaone_moe": {"model_type": "exaone_moe", **_SMALL, **_LINES, **_EXPERTS, "head_dim": 8, "num_shared_experts": 2,
+                   "n_group": 2, "topk_group": 1},
+    "solar_open": {"model_type": "solar_open", **_SMALL, "head_dim": 16, "attention_bias": True, "n_routed_experts": 4,
+                   "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2},
+    "flex_olmo": {"model_type": "flex_olmo", **_SMALL, "num_experts": 4, "num_experts_per_tok": 2,
+                  "attention_bias": True},
+    "internlm3": {"model_type": "internlm3", **_SMALL, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "bitnet": {"model_type": "bitnet", **_SMALL, "attention_bias": True},
+    "biogpt": {"model_type": "biogpt", **_SMALL},
+    "mpt": {"model_type": "mpt", "vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2,
+            "max_seq_len": 128, "bos_token_id": 0, "eos_token_id": 1},
+    "mellum": {"model_type": "mellum", **_SMALL, **_EXPERTS, "head_dim": 8, "attention_bias": True, "sliding_window": 8,
+               "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v3": {"model_type": "hy_v3", **_SMALL, **_EXPERTS, "head_dim": 8, "attention_bias": True,
+              "num_shared_experts": 2},
+    "cohere2_moe": {"model_type": "cohere2_moe", **_SMALL, **_LINES, "head_dim": 8, "attention_bias": True,
+                    "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2, "first_k_dense_replace": 1,
+                    "prefix_dense_intermediate_size": 24, "sliding_window_pattern": 3},
+    "laguna": {"model_type": "laguna", **_SMALL, **_LINES, **_EXPERTS, "head_dim": 16,
+               "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads": 2,
+               "num_attention_heads_per_layer": [2, 4, 4, 4], "attention_bias": True,
+               "shared_expert_intermediate_size": 20},
+    "laguna-elements": {"model_type": "laguna", **_SMALL, **_EXPERTS, "head_dim": 16, "gating": "per-element",
+                        "shared_expert_intermediate_size": 20},
+    "opt-350m": {"model_type": "opt", **_SMALL, "ffn_dim": 40, "word_embed_proj_dim": 16,
+                 "do_layer_norm_before": False},
 }  # fmt: skip
 # Whose experts, or some other tensors, are saved in either arrangement.
 FUSED = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe",
     "minimax_m2", "phimoe", "dots1", "afmoe", "lfm2_moe", "lfm3", "granitemoe", "granitemoehybrid", "qwen3_next",
-    "jamba",
+    "jamba", "exaone_moe", "solar_open", "flex_olmo", "mellum", "hy_v3", "cohere2_moe", "laguna", "laguna-elements",
 )  # fmt: skip
 
 
@@ -315,7 +348,9 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     and ones."""
     config = {**CONFIGS, **FAMILY_CONFIGS}[family] | entries
     kind = str(config["model_type"])
-    from_one = kind.startswith(("gemma", "qwen3_5", "qwen3_next", "muse")) and not kind.startswith("gemma3n")  # 1 + w
+    from_one = kind.startswith(("gemma", "vaultgemma", "qwen3_5", "qwen3_next", "muse")) and not kind.startswith(
+        "gemma3n"
+    )  # 1 + w
     torch.manual_seed(seed)
     model = build(AutoConfig.for_model(config.pop("model_type"), **config))
     with torch.no_grad():

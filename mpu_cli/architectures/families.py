@@ -8,6 +8,7 @@ What holds in which family was read from transformers' modelling code and is che
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mpu_cli.architectures.family import Axis, Config, Family, Fused, Repeated, Rule, Sizes, Stack, Tensor
 
@@ -69,6 +70,21 @@ def listed_or_every(name: str, interval: str, every: int) -> Rule:
 def listed(name: str) -> Rule:
     """The entry of a layer in the list ``name``; without one, 1."""
     return lambda config, layer: config[name][layer] if config.get(name) else 1
+
+
+def sparse_by_type(otherwise: Rule) -> Rule:
+    """Whether a layer has experts by ``mlp_layer_types``; without the list, by ``otherwise``."""
+
+    def rule(config: Config, layer: int) -> bool:
+        kinds = config.get("mlp_layer_types")
+        return bool(kinds[layer] == "sparse" if kinds else otherwise(config, layer))
+
+    return rule
+
+
+def of_each_layer(name: str, otherwise: str) -> Rule:
+    """The entry of a layer in the list ``name``; without one, the same entry for all layers."""
+    return lambda config, layer: config[name][layer] if config.get(name) else config[otherwise]
 
 
 def times(factor: int, name: str) -> Rule:
@@ -788,20 +804,36 @@ CODEGEN = replace(
     ),
 )  # fmt: skip
 
+
+def is_narrow(config: Config, _: int) -> bool:
+    """Whether OPT's embedding is narrower than the model, as in 350m, with projections between them."""
+    return config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]
+
+
+def has_last_norm(config: Config, _: int) -> bool:
+    """Whether a norm follows OPT's last layer: not if each layer ends in one, as in 350m."""
+    return bool(config["do_layer_norm_before"]) and not config.get("_remove_final_layer_norm")
+
+
 OPT = Family(
     model_types=("opt",),
     sizes={
         "model": "hidden_size", "ffn": "ffn_dim", "vocab": "vocab_size", "layers": "num_hidden_layers",
         "heads": "num_attention_heads", "kv_heads": "num_attention_heads",
         "position": lambda config, _: config["max_position_embeddings"] + 2,  # from the third row on
+        "embed": lambda config, _: config.get("word_embed_proj_dim") or config["hidden_size"],
     },
     prefix="model.",
     layer="model.decoder.layers.{i}.",
     tensors=(
-        Tensor("model.decoder.embed_tokens.weight", ("vocab", "model")),
+        Tensor("model.decoder.embed_tokens.weight", ("vocab", "model"), negated(is_narrow)),
+        Tensor("model.decoder.embed_tokens.weight", ("vocab", "embed"), is_narrow),
+        Tensor("model.decoder.project_in.weight", ("model", "embed"), is_narrow),
+        Tensor("model.decoder.project_out.weight", ("embed", "model"), is_narrow),
         Tensor("model.decoder.embed_positions.weight", ("position", "model")),
-        *layer_norm("model.decoder.final_layer_norm"),
-        Tensor("lm_head.weight", ("vocab", "model")),
+        *layer_norm("model.decoder.final_layer_norm", has_last_norm),
+        Tensor("lm_head.weight", ("vocab", "model"), negated(is_narrow)),
+        Tensor("lm_head.weight", ("vocab", "embed"), is_narrow),
     ),
     layer_tensors=(
         *layer_norm("self_attn_layer_norm"), *layer_norm("final_layer_norm"),
@@ -814,9 +846,9 @@ OPT = Family(
     planes=None,
     gated=False,
     rms_norm=False,
-    defaults={"tie_word_embeddings": True, "enable_bias": True},
-    unless={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
-    note="not 350m, whose embedding is narrower than the model",
+    defaults={"tie_word_embeddings": True, "enable_bias": True, "do_layer_norm_before": True},
+    unless={"layer_norm_elementwise_affine": True},
+    note="the inner coordinates of 350m's narrow embedding stay",
 )  # fmt: skip
 
 BLOOM = Family(
@@ -906,25 +938,22 @@ _ATTENTION3_5 = tuple(
 _DELTA_NET = tuple(
     replace(tensor, when=is_delta_net)
     for tensor in (
-        Tensor("linear_attn.A_log", ("delta_heads",)),
-        Tensor("linear_attn.dt_bias", ("delta_heads",)),
-        Tensor("linear_attn.conv1d.weight", ("delta_mixed", "one", "taps")),
-        Tensor("linear_attn.in_proj_qkv.weight", ("delta_mixed", "model")),
-        Tensor("linear_attn.in_proj_z.weight", ("delta_values", "model")),
-        Tensor("linear_attn.in_proj_a.weight", ("delta_heads", "model")),
-        Tensor("linear_attn.in_proj_b.weight", ("delta_heads", "model")),
-        Tensor("linear_attn.norm.weight", ("delta_head",)),
-        Tensor("linear_attn.out_proj.weight", ("model", "delta_values")),
+        Tensor("linear_attn.A_log", ("delta-head",)),
+        Tensor("linear_attn.dt_bias", ("delta-head",)),
+        Tensor("linear_attn.conv1d.weight", (("delta-key", "delta-key", "delta-value"), "one", "taps")),
+        Tensor("linear_attn.in_proj_qkv.weight", (("delta-key", "delta-key", "delta-value"), "model")),
+        Tensor("linear_attn.in_proj_z.weight", ("delta-value", "model")),
+        Tensor("linear_attn.in_proj_a.weight", ("delta-head", "model")),
+        Tensor("linear_attn.in_proj_b.weight", ("delta-head", "model")),
+        Tensor("linear_attn.norm.weight", ("|delta|",)),
+        Tensor("linear_attn.out_proj.weight", ("model", "delta-value")),
     )
 )
 _SIZES3_5: Sizes = {
-    **SIZES, "one": 1, "taps": "linear_conv_kernel_dim", "delta_heads": "linear_num_value_heads",
-    "delta_head": "linear_value_head_dim",
-    "delta_values": lambda config, _: config["linear_num_value_heads"] * config["linear_value_head_dim"],
-    "delta_mixed": lambda config, _: (
-        2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-        + config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    ),
+    **SIZES, "one": 1, "taps": "linear_conv_kernel_dim", "delta-head": "linear_num_value_heads",
+    "|delta|": "linear_value_head_dim", "delta-groups": "linear_num_key_heads",
+    "delta-value": lambda config, _: config["linear_num_value_heads"] * config["linear_value_head_dim"],
+    "delta-key": lambda config, _: config["linear_num_key_heads"] * config["linear_key_head_dim"],
 }  # fmt: skip
 QWEN3_5 = replace(
     QWEN3,
@@ -939,7 +968,7 @@ QWEN3_5 = replace(
     },
     unless={"attention_bias": False},
     dead=("mtp.*",),
-    note="inside delta-net layers only the residual stream moves",
+    note="inside delta nets, order only",
 )  # fmt: skip
 
 
@@ -1152,16 +1181,17 @@ AFMOE = replace(
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     model_types=("qwen3_next",),
-    sizes={
-        **QWEN3_5_MOE.sizes,
-        "ffn": "intermediate_size",
-        "delta_in": lambda config, _: config["size:delta_mixed"] + config["size:delta_values"],
-        "delta_gates": lambda config, _: 2 * config["size:delta_heads"],
-    },
+    sizes={**QWEN3_5_MOE.sizes, "ffn": "intermediate_size"},
     layer_tensors=(
         *INPUT_NORMS, *_ATTENTION3_5, *(tensor for tensor in _DELTA_NET if ".in_proj_" not in tensor.name),
-        Tensor("linear_attn.in_proj_qkvz.weight", ("delta_in", "model"), is_delta_net),
-        Tensor("linear_attn.in_proj_ba.weight", ("delta_gates", "model"), is_delta_net),
+        Tensor(
+            "linear_attn.in_proj_qkvz.weight",
+            (Fused(("delta-key", "delta-key", "delta-value", "delta-value"), "delta-groups"), "model"), is_delta_net,
+        ),
+        Tensor(
+            "linear_attn.in_proj_ba.weight",
+            (Fused(("delta-head", "delta-head"), "delta-groups"), "model"), is_delta_net,
+        ),
         *gated_ffn(when=negated(is_sparse)), replace(_ROUTER, when=is_sparse), *experts(is_sparse),
         *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
@@ -1280,61 +1310,75 @@ DOTS1 = replace(
     },
 )  # fmt: skip
 # Latent attention (MLA): queries, and keys with values, come out of latents, and all heads share the part of their keys
-# that RoPE turns. None of these coordinates moves; the residual stream around them does.
+# that RoPE turns.
 
 
-def size_of_heads(name: str) -> Rule:
-    """As many coordinates in each head as this entry says."""
-    return lambda config, _: int(config["num_attention_heads"]) * int(config[name])
+def size_of_heads(*names: str) -> Rule:
+    """In each head as many coordinates as these entries say together."""
+    return lambda config, _: int(config["num_attention_heads"]) * sum(int(config[name]) for name in names)
 
 
-_Q_LATENT = entry("q_lora_rank")
-_QUERIES = Fused(("mla_q_nope", "mla_q_rope"), "heads")
+has_q_latent = entry("q_lora_rank")
 _MLA = (
-    Tensor("self_attn.q_proj.weight", (_QUERIES, "model"), negated(_Q_LATENT)),
-    *linear("self_attn.q_a_proj", "mla_q_latent", "model", bias="attention_bias", when=_Q_LATENT),
-    Tensor("self_attn.q_a_layernorm.weight", ("mla_q_latent",), _Q_LATENT),
-    Tensor("self_attn.q_b_proj.weight", (_QUERIES, "mla_q_latent"), _Q_LATENT),
-    *linear("self_attn.kv_a_proj_with_mqa", ("mla_kv_latent", "mla_k_rope"), "model", bias="attention_bias"),
-    Tensor("self_attn.kv_a_layernorm.weight", ("mla_kv_latent",)),
-    Tensor("self_attn.kv_b_proj.weight", (Fused(("mla_k_nope", "mla_value"), "heads"), "mla_kv_latent")),
-    *linear("self_attn.o_proj", "model", "mla_mixed", bias="attention_bias"),
+    Tensor("self_attn.q_proj.weight", ("mla-query", "model"), negated(has_q_latent)),
+    *linear("self_attn.q_a_proj", "q-latent", "model", bias="attention_bias", when=has_q_latent),
+    Tensor("self_attn.q_a_layernorm.weight", ("|q-latent|",), has_q_latent),
+    Tensor("self_attn.q_b_proj.weight", ("mla-query", "q-latent"), has_q_latent),
+    *linear("self_attn.kv_a_proj_with_mqa", ("kv-latent", "mla-key"), "model", bias="attention_bias"),
+    Tensor("self_attn.kv_a_layernorm.weight", ("|kv-latent|",)),
+    Tensor("self_attn.kv_b_proj.weight", ("mla-key-value", "kv-latent")),
+    *linear("self_attn.o_proj", "model", "mla-mixed", bias="attention_bias"),
 )
 _MLA_SIZES: Sizes = {
     "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
     "heads": "num_attention_heads", "kv_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim",
-    "mla_q_latent": lambda config, _: config.get("q_lora_rank") or 1, "mla_kv_latent": "kv_lora_rank",
-    "mla_q_nope": size_of_heads("qk_nope_head_dim"), "mla_q_rope": size_of_heads("qk_rope_head_dim"),
-    "mla_k_nope": size_of_heads("qk_nope_head_dim"), "mla_k_rope": "qk_rope_head_dim",
-    "mla_value": size_of_heads("v_head_dim"), "mla_mixed": size_of_heads("v_head_dim"),
+    "q-latent": lambda config, _: config.get("q_lora_rank") or None, "kv-latent": "kv_lora_rank",
+    "mla-free": "qk_nope_head_dim", "mla-key": "qk_rope_head_dim", "mla-value": "v_head_dim",
+    "mla-query": size_of_heads("qk_nope_head_dim", "qk_rope_head_dim"),
+    "mla-key-value": size_of_heads("qk_nope_head_dim", "v_head_dim"), "mla-mixed": size_of_heads("v_head_dim"),
 }  # fmt: skip
-_INSIDE_MLA = "inside attention (MLA) only the residual stream moves"
+
+
+def planes_by_config(config: Config, _: int) -> str:
+    """Which coordinates DeepSeek's RoPE pairs."""
+    return "neighbours" if config.get("rope_interleave", True) else "halves"
+
+
 YOUTU = replace(
     LLAMA,
     model_types=("youtu",),
     sizes=_MLA_SIZES,
     layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn()),
     planes=None,
+    latent=planes_by_config,
     defaults={"tie_word_embeddings": True, "attention_bias": False},
     unless={"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
-    note=f"{_INSIDE_MLA}; without `pad_token_id`",
+    note="latents keep order and signs; without `pad_token_id`",
 )
 
 
-def values_of_minicpm3(config: Config, _: int) -> int:
-    heads = int(config["num_attention_heads"])
-    return heads * int(config.get("v_head_dim") or config["hidden_size"] // heads)
+def width_of_values(config: Config, _: int) -> int:
+    """How many coordinates a value of MiniCPM 3 has."""
+    return int(config.get("v_head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 # Its multipliers are constants, as Granite's.
 MINICPM3 = replace(
     YOUTU,
     model_types=("minicpm3",),
-    sizes={**_MLA_SIZES, "mla_value": values_of_minicpm3, "mla_mixed": values_of_minicpm3},
+    sizes={
+        **_MLA_SIZES,
+        "mla-value": width_of_values,
+        "mla-mixed": lambda config, _: config["num_attention_heads"] * width_of_values(config, 0),
+        "mla-key-value": lambda config, _: (
+            config["num_attention_heads"] * (config["qk_nope_head_dim"] + width_of_values(config, 0))
+        ),
+    },
+    latent="halves",
     layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn("mlp_bias")),
     defaults={"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "scale_depth": 1.4},
     unless={},
-    note=_INSIDE_MLA,
+    note="latents keep order and signs",
 )
 _MLA_MIXTURE: Sizes = {
     **_MLA_SIZES,
@@ -1367,13 +1411,14 @@ DEEPSEEK_V3 = replace(
     dead=(*GLM4_MOE.dead, "*layers.61.*"),
     defaults={"tie_word_embeddings": False, "attention_bias": False, "first_k_dense_replace": 3, "n_group": 8},
     unless={},
-    note=_INSIDE_MLA,
+    note="latents keep order and signs",
 )
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     model_types=("deepseek_v2",),
     layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(after_dense, (), "mlp_bias")),
     dead=(),
+    latent="neighbours",
     defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "n_shared_experts": 2},
 )
 
@@ -1414,11 +1459,11 @@ def has_indexer(config: Config, layer: int) -> bool:
 def indexer(when: Rule | None = None) -> tuple[Tensor, ...]:
     """What chooses the keys that a query looks at."""
     return (
-        Tensor("self_attn.indexer.wq_b.weight", ("mla_index_query", "mla_q_latent"), when),
-        Tensor("self_attn.indexer.wk.weight", ("mla_index_key", "model"), when),
-        Tensor("self_attn.indexer.k_norm.weight", ("mla_index_key",), when),
-        Tensor("self_attn.indexer.k_norm.bias", ("mla_index_key",), when),
-        Tensor("self_attn.indexer.weights_proj.weight", ("mla_index_head", "model"), when),
+        Tensor("self_attn.indexer.wq_b.weight", ("index_query", "q-latent"), when),
+        Tensor("self_attn.indexer.wk.weight", ("index_key", "model"), when),
+        Tensor("self_attn.indexer.k_norm.weight", ("index_key",), when),
+        Tensor("self_attn.indexer.k_norm.bias", ("index_key",), when),
+        Tensor("self_attn.indexer.weights_proj.weight", ("index_head", "model"), when),
     )
 
 
@@ -1426,8 +1471,8 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_types=("deepseek_v32",),
     sizes={
-        **_MLA_MIXTURE, "mla_index_head": "index_n_heads", "mla_index_key": "index_head_dim",
-        "mla_index_query": lambda config, _: config["index_n_heads"] * config["index_head_dim"],
+        **_MLA_MIXTURE, "index_head": "index_n_heads", "index_key": "index_head_dim",
+        "index_query": lambda config, _: config["index_n_heads"] * config["index_head_dim"],
     },
     layer_tensors=(*INPUT_NORMS, *_MLA, *indexer(), *sparse_ffn(is_listed_or_after_dense)),
     experts=is_listed_or_after_dense,
@@ -1609,31 +1654,29 @@ LFM3 = replace(
     unless={},
 )  # fmt: skip
 
-# Layers of attention among layers of Mamba2, whose inner coordinates are left alone, or both side by side.
+# Layers of attention among layers of Mamba2, or both side by side.
 
 
 def mamba2(
     name: str, bias: str, out_bias: str, conv_bias: str, when: Rule | None = None, norm: str | Rule | None = None
 ) -> tuple[Tensor, ...]:
     """``norm``: whether there is one, if that is not the same as ``when``."""
+    convolved = ("ssm", "ssm-state", "ssm-state")  # x, B and C
     return (
-        *(Tensor(f"{name}.{each}", ("mamba_heads",), when) for each in ("A_log", "D", "dt_bias")),
-        *linear(f"{name}.in_proj", "mamba_in", "model", bias=bias, when=when),
-        Tensor(f"{name}.conv1d.weight", ("mamba_mixed", "one", "mamba_taps"), when),
-        Tensor(f"{name}.conv1d.bias", ("mamba_mixed",), both(when, conv_bias)),
-        Tensor(f"{name}.norm.weight", ("mamba_values",), norm or when),
-        *linear(f"{name}.out_proj", "model", "mamba_values", bias=out_bias, when=when),
+        *(Tensor(f"{name}.{each}", ("ssm-head",), when) for each in ("A_log", "D", "dt_bias")),
+        *linear(f"{name}.in_proj", ("ssm", *convolved, "ssm-head"), "model", bias=bias, when=when),
+        Tensor(f"{name}.conv1d.weight", (convolved, "one", "taps"), when),
+        Tensor(f"{name}.conv1d.bias", (convolved,), both(when, conv_bias)),
+        Tensor(f"{name}.norm.weight", ("ssm",), norm or when),
+        *linear(f"{name}.out_proj", "model", "ssm", bias=out_bias, when=when),
     )
 
 
-def mamba2_sizes(heads: str, values: str | Rule, groups: str, state: str, taps: str) -> Sizes:
-    """``values``: how wide the output of all heads is. Besides it there are B and C of each group."""
+def mamba2_sizes(heads: str, inner: str | Rule, groups: str, state: str, taps: str) -> Sizes:
+    """``inner``: how wide the output of all heads is. Besides it there are B and C of each group."""
     return {
-        "one": 1, "mamba_heads": heads, "mamba_values": values, "mamba_taps": taps,
-        "mamba_mixed": lambda config, _: config["size:mamba_values"] + 2 * config[groups] * config[state],
-        "mamba_in": lambda config, _: (
-            config["size:mamba_values"] + config["size:mamba_mixed"] + config["size:mamba_heads"]
-        ),
+        "one": 1, "ssm-head": heads, "ssm": inner, "taps": taps, "ssm-groups": groups,
+        "ssm-state": lambda config, _: config[groups] * config[state],
     }  # fmt: skip
 
 
@@ -1712,29 +1755,27 @@ JAMBA = replace(
     BAMBA,
     model_types=("jamba",),
     sizes={
-        **SIZES, **_EXPERTS, "expert_ffn": "intermediate_size", "one": 1, "mamba_taps": "mamba_d_conv",
-        "mamba_state": "mamba_d_state", "mamba_values": _MAMBA["mamba_values"],
-        "mamba_in": lambda config, _: 2 * config["size:mamba_values"],
-        "mamba_rank": lambda config, _: (
+        **SIZES, **_EXPERTS, "expert_ffn": "intermediate_size", "one": 1, "taps": "mamba_d_conv",
+        "m-state": "mamba_d_state", "m-inner": _MAMBA["ssm"],
+        "m-rank": lambda config, _: (
             -(-config["hidden_size"] // 16) if config["mamba_dt_rank"] == "auto" else config["mamba_dt_rank"]
         ),
-        "mamba_x": lambda config, _: config["size:mamba_rank"] + 2 * config["size:mamba_state"],
     },
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(False, when=has_attention),
         *(
             replace(tensor, when=both(negated(has_attention), tensor.when))
             for tensor in (
-                *linear("mamba.in_proj", "mamba_in", "model", bias="mamba_proj_bias"),
-                Tensor("mamba.conv1d.weight", ("mamba_values", "one", "mamba_taps")),
-                Tensor("mamba.conv1d.bias", ("mamba_values",), "mamba_conv_bias"),
-                *linear("mamba.x_proj", "mamba_x", "mamba_values"),
-                *linear("mamba.dt_proj", "mamba_values", "mamba_rank", bias=True),
-                Tensor("mamba.A_log", ("mamba_values", "mamba_state")), Tensor("mamba.D", ("mamba_values",)),
-                Tensor("mamba.dt_layernorm.weight", ("mamba_rank",)),
-                Tensor("mamba.b_layernorm.weight", ("mamba_state",)),
-                Tensor("mamba.c_layernorm.weight", ("mamba_state",)),
-                *linear("mamba.out_proj", "model", "mamba_values", bias="mamba_proj_bias"),
+                *linear("mamba.in_proj", ("m-inner", "m-inner"), "model", bias="mamba_proj_bias"),
+                Tensor("mamba.conv1d.weight", ("m-inner", "one", "taps")),
+                Tensor("mamba.conv1d.bias", ("m-inner",), "mamba_conv_bias"),
+                *linear("mamba.x_proj", ("m-rank", "m-state", "m-state"), "m-inner"),
+                *linear("mamba.dt_proj", "m-inner", "m-rank", bias=True),
+                Tensor("mamba.A_log", ("m-inner", "m-state")), Tensor("mamba.D", ("m-inner",)),
+                Tensor("mamba.dt_layernorm.weight", ("m-rank",)),
+                Tensor("mamba.b_layernorm.weight", ("m-state",)),
+                Tensor("mamba.c_layernorm.weight", ("m-state",)),
+                *linear("mamba.out_proj", "model", "m-inner", bias="mamba_proj_bias"),
             )
         ),
         *gated_ffn(name="feed_forward", when=negated(has_experts)),
@@ -1856,6 +1897,318 @@ NEMOTRON_H = replace(
     note="inside Mamba layers only the residual stream moves",
 )  # fmt: skip
 
+# Further relatives.
+ARCEE = replace(
+    LLAMA,
+    model_types=("arcee",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(),
+        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
+        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
+    ),
+    gated=False,
+)  # fmt: skip
+CWM = replace(
+    LLAMA,
+    model_types=("cwm",),
+    layer_tensors=(*INPUT_NORMS, *attention(False), *gated_ffn("mlp_bias")),
+    defaults={"tie_word_embeddings": False, "mlp_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+)
+HELIUM = replace(
+    LLAMA,
+    model_types=("helium",),
+    layer_tensors=(*INPUT_NORMS, *attention("attention_bias", False), *gated_ffn("mlp_bias")),
+    planes="neighbours",
+    defaults={**LLAMA.defaults, "num_key_value_heads": 20, "head_dim": 128},
+)
+# No norm has a weight, and queries and keys are normed after RoPE, which every angle passes.
+NANOCHAT = replace(
+    LLAMA,
+    model_types=("nanochat",),
+    tensors=tuple(t for t in LLAMA.tensors if "norm" not in t.name),
+    layer_tensors=(*attention(), *linear("mlp.fc1", "ffn", "model"), *linear("mlp.fc2", "model", "ffn")),
+    gated=False,
+    defaults={"tie_word_embeddings": False, "attention_bias": False},
+)
+INTERNLM3 = replace(
+    LLAMA,
+    model_types=("internlm3",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        *attention(entry("attention_bias", "qkv_bias")),
+        *gated_ffn(entry("mlp_bias", "bias")),
+    ),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128},
+)
+# Norms within attention and FFN: the first leaves values order and signs, the second has no signs, like "gate".
+BITNET = replace(
+    LLAMA,
+    model_types=("bitnet",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *gated_ffn(),
+        Tensor("self_attn.attn_sub_norm.weight", ("|mixed|",)), Tensor("mlp.ffn_sub_norm.weight", ("gate",)),
+    ),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 5},
+    note="weights that are not quantised, also not while loading",
+)  # fmt: skip
+VAULTGEMMA = replace(
+    GEMMA2,
+    model_types=("vaultgemma",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *rms_norm("pre_feedforward_layernorm"), *attention(), *gated_ffn(),
+    ),
+)  # fmt: skip
+# Norms multiply by 1 + w.
+NEMOTRON = replace(
+    STABLELM,
+    model_types=("nemotron",),
+    layer_tensors=(
+        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
+        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
+        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
+    ),
+    gated=False,
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5,
+    },
+    unless={},
+    note="",
+)  # fmt: skip
+BIOGPT = replace(
+    OPT,
+    model_types=("biogpt",),
+    sizes={**{size: source for size, source in OPT.sizes.items() if size != "embed"}, "ffn": "intermediate_size"},
+    prefix="biogpt.",
+    layer="biogpt.layers.{i}.",
+    tensors=(
+        Tensor("biogpt.embed_tokens.weight", ("vocab", "model")),
+        Tensor("biogpt.embed_positions.weight", ("position", "model")),
+        *layer_norm("biogpt.layer_norm"),
+        Tensor("output_projection.weight", ("vocab", "model")),
+    ),
+    heads=("output_projection.weight",),
+    unless={},
+    note="",
+)
+
+
+def heads_without_clipping(config: Config, _: int) -> Any:
+    """The number of MPT's heads. Clipping, which is elementwise, would leave fewer symmetries."""
+    if (config.get("attn_config") or {}).get("clip_qkv"):
+        raise ValueError("clip_qkv is not supported")
+    return entry("n_heads", "num_attention_heads")(config, 0)
+
+
+MPT = replace(
+    BLOOM,
+    model_types=("mpt",),
+    sizes={
+        "model": ("d_model", "hidden_size"), "ffn": lambda config, _: 4 * entry("d_model", "hidden_size")(config, 0),
+        "vocab": "vocab_size", "layers": ("n_layers", "num_hidden_layers"), "heads": heads_without_clipping,
+        "kv_heads": heads_without_clipping,
+    },
+    layer="transformer.blocks.{i}.",
+    tensors=(
+        Tensor("transformer.wte.weight", ("vocab", "model")), *rms_norm("transformer.norm_f"),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *rms_norm("norm_1"), *rms_norm("norm_2"),  # layer norms without a bias
+        *linear("attn.Wqkv", ("query", "key", "value"), "model"), *linear("attn.out_proj", "model", "mixed"),
+        *linear("ffn.up_proj", "ffn", "model"), *linear("ffn.down_proj", "model", "ffn"),
+    ),
+    note="without `clip_qkv`",
+)  # fmt: skip
+FLEX_OLMO = replace(
+    OLMOE,
+    model_types=("flex_olmo",),
+    layer_tensors=(*attention(), *WHOLE_NORM, *OUTPUT_NORMS, _ROUTER, *experts()),
+    unless={},
+    note="",
+)
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_types=("solar_open",),
+    sizes={size: source for size, source in GLM4_MOE.sizes.items() if size != "ffn"},
+    layer_tensors=(
+        *INPUT_NORMS, *attention("attention_bias", False), _ROUTER,
+        Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False),
+        *experts(), *gated_ffn(name="mlp.shared_experts", prefix="s-"),
+    ),
+    rotary=None,
+    qk_norm=None,
+    experts=lambda *_: True,
+    dead=(),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+    unless={"partial_rotary_factor": 1.0},
+)  # fmt: skip
+_sparse_unless_listed = sparse_by_type(lambda *_: True)
+MELLUM = replace(
+    QWEN3_MOE,
+    model_types=("mellum",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(_sparse_unless_listed)),
+        replace(_ROUTER, when=_sparse_unless_listed), *experts(_sparse_unless_listed),
+    ),
+    experts=_sparse_unless_listed,
+    dead=("mtp.*",),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 128},
+)  # fmt: skip
+_has_experts = sparse_by_type(after_dense)
+EXAONE_MOE = replace(
+    EXAONE4,
+    model_types=("exaone_moe",),
+    sizes={
+        **SIZES, **_EXPERTS,
+        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negated(_has_experts)),
+        replace(_ROUTER, when=_has_experts),
+        Tensor("mlp.e_score_correction_bias", ("expert",), _has_experts, "split", trained=False),
+        Tensor("mlp.gate.e_score_correction_bias", ("expert",), _has_experts, "fused", trained=False),
+        *experts(_has_experts),
+        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=_has_experts),
+    ),
+    rotary=where_rope(layer_type_is("sliding_attention")),
+    experts=_has_experts,
+    groups="n_group",
+    stacks=(*stacks(), Stack("mlp.gate.e_score_correction_bias", ("mlp.e_score_correction_bias",))),
+    dead=("mtp.*",),
+    defaults={**EXAONE4.defaults, "num_shared_experts": 1, "first_k_dense_replace": 1},
+)  # fmt: skip
+
+
+def renamed_parts(when: Rule, names: dict[str, str], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` of a mixture under the names that they have in memory, and under those that the Hub's files have."""
+
+    def in_file(name: str) -> str:
+        return next((old + name.removeprefix(new) for old, new in names.items() if name.startswith(new)), name)
+
+    return tuple(
+        replace(tensor, name=name, when=when, layout=layout)
+        for tensor in tensors
+        for name, layout in ((in_file(tensor.name), "split"), (tensor.name, "fused"))
+    )
+
+
+def renamed_stacks(tensors: tuple[Tensor, ...]) -> tuple[Stack, ...]:
+    """What ``renamed_parts`` lists, for writing parameters under the names in files."""
+    return tuple(Stack(new.name, (old.name,)) for old, new in zip(tensors[::2], tensors[1::2], strict=True))
+
+
+_after_first = sparse_by_type(lambda _, layer: layer > 0)
+_HY_PARTS = renamed_parts(
+    _after_first,
+    {
+        "mlp.router.gate.": "mlp.gate.", "mlp.expert_bias": "mlp.e_score_correction_bias",
+        "mlp.shared_mlp.": "mlp.shared_experts.",
+    },
+    _ROUTER, Tensor("mlp.e_score_correction_bias", ("expert",), trained=False),
+    *gated_ffn(name="mlp.shared_experts", prefix="s-"),
+)  # fmt: skip
+HY_V3 = replace(
+    QWEN3_MOE,
+    model_types=("hy_v3",),
+    sizes={
+        **SIZES, **_EXPERTS,
+        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
+    },
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(_after_first)), *_HY_PARTS,
+        *experts(_after_first),
+    ),
+    experts=_after_first,
+    stacks=(*stacks(), *renamed_stacks(_HY_PARTS)),
+    dead=("model.layers.80.*",),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
+        "num_shared_experts": 1,
+    },
+    unless={"mlp_bias": False},
+    note="a shared expert beside the others",
+)  # fmt: skip
+
+
+def rotary_of_layer_type(config: Config, layer: int) -> int:
+    """RoPE turns the share of a head's coordinates that ``rope_parameters`` has for the layer's type."""
+    kind = (config.get("layer_types") or {layer: "full_attention"})[layer]
+    shares = {"full_attention": {"partial_rotary_factor": 0.5}}  # what transformers assumes
+    own = (config.get("rope_parameters") or shares).get(kind, {})
+    return int(config["head_dim"] * float(own.get("partial_rotary_factor", 1.0)))
+
+
+def gates_elements(config: Config, _: int) -> bool:
+    return config["gating"] not in (True, "per-head")
+
+
+_LAGUNA_PARTS = renamed_parts(
+    _after_first,
+    {
+        "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared_expert.": "mlp.shared_experts.",
+    },
+    Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False),
+    *gated_ffn(name="mlp.shared_experts", prefix="s-"),
+)  # fmt: skip
+# A gate multiplies the values of each head or, "per-element", each coordinate.
+LAGUNA = replace(
+    QWEN3_MOE,
+    model_types=("laguna",),
+    sizes={**SIZES, **_EXPERTS, "shared_ffn": "shared_expert_intermediate_size"},
+    layer_sizes={"heads": of_each_layer("num_attention_heads_per_layer", "num_attention_heads")},
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *SHARED_NORM,
+        *linear("self_attn.g_proj", "head", "model", when=negated(gates_elements)),
+        *linear("self_attn.g_proj", "|mixed|", "model", when=gates_elements),
+        *gated_ffn(when=negated(_after_first)), replace(_ROUTER, when=_after_first), *_LAGUNA_PARTS,
+        *experts(_after_first),
+    ),
+    rotary=rotary_of_layer_type,
+    experts=_after_first,
+    stacks=(*stacks(), *renamed_stacks(_LAGUNA_PARTS)),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
+        "gating": True,
+    },
+)  # fmt: skip
+
+
+def ropes_or_dense(config: Config, layer: int) -> bool:
+    """Whether a layer of Command's mixtures has RoPE: those with windows, and perhaps the dense ones."""
+    first, prefix = int(config["first_k_dense_replace"]), int(config["prefix_dense_sliding_window_pattern"])
+    kinds = config.get("layer_types")
+    if kinds:
+        sliding = kinds[layer] == "sliding_attention"
+    elif layer < first:
+        sliding = (layer + 1) % prefix != 0
+    else:
+        sliding = (layer - first + 1) % int(config["sliding_window_pattern"]) != 0
+    return sliding or (prefix == 1 and not _has_experts(config, layer))
+
+
+COHERE2_MOE = replace(
+    COHERE2,
+    model_types=("cohere2_moe",),
+    sizes={
+        **SIZES, **_EXPERTS, "ffn": ("prefix_dense_intermediate_size", "intermediate_size"),
+        "expert_ffn": "intermediate_size",
+        "shared_ffn": lambda config, _: config["intermediate_size"] * int(config["num_shared_experts"]) or None,
+    },
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negated(_has_experts)),
+        replace(_ROUTER, when=_has_experts), *experts(_has_experts),
+        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=both(_has_experts, "num_shared_experts")),
+    ),
+    rotary=where_rope(ropes_or_dense),
+    experts=_has_experts,
+    stacks=stacks(),
+    defaults={
+        "tie_word_embeddings": True, "attention_bias": False, "head_dim": 128, "num_shared_experts": 0,
+        "first_k_dense_replace": 0, "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
+    },
+)  # fmt: skip
+
 _ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GRANITE, GRANITE_SWA, SMOLLM3, GEMMA, GEMMA2, GEMMA3, GEMMA4,
     GEMMA4_UNIFIED, PHI, PHI3, OLMO, OLMO2, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE,
@@ -1864,5 +2217,7 @@ _ALL = (
     IQUESTCODER, JAIS2, LFM2, LFM2_MOE, LFM3, GRANITEMOEHYBRID, QWEN3_NEXT, NEMOTRON_H, FALCON_H1, GEMMA3N, BAMBA,
     JAMBA, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MINICPM3, YOUTU, FALCON,
     BLOOM, OPT, GPT2, GPT_NEO, GPTJ, CODEGEN, GPT_BIGCODE,
+    ARCEE, CWM, HELIUM, NEMOTRON, NANOCHAT, VAULTGEMMA, EXAONE_MOE, SOLAR_OPEN, FLEX_OLMO, INTERNLM3, BITNET, BIOGPT,
+    MPT, MELLUM, HY_V3, COHERE2_MOE, LAGUNA,
 )  # fmt: skip
 FAMILIES = {model_type: family for family in _ALL for model_type in family.model_types}

@@ -20,6 +20,13 @@ family is a new table, not new code.
 | \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them |
 | \|mixed\| | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes |
 | head | query heads, one number each |
+| q-latent, kv-latent | the latents of latent attention (MLA); \|q-latent\|, \|kv-latent\| where norms scale them |
+| mla-query, mla-key-value | query heads × (coordinates without and with RoPE), × (keys without RoPE, values) |
+| mla-key, mla-mixed | the coordinates of keys with RoPE, which all heads share; query heads × values |
+| ssm-head, ssm, ssm-state | heads of Mamba2, heads × head size, and groups × states (of B and of C) |
+| delta-head, delta-value, delta-key | value heads of a delta net, × head size, and key heads × head size |
+| \|delta\| | the coordinates of one value head, the same for all |
+| m-inner, m-state, m-rank | channels and states of Mamba, and what its time steps are computed from |
 | vocab, position | rows of the embeddings |
 | channel | the channels of embeddings of its own that a layer reads, which all layers order alike |
 | \|channel\| | the same where they are gated, or a norm's weight scales them |
@@ -76,6 +83,8 @@ MODEL_AXES, CHANNELS = ("model", "|model|"), ("channel", "|channel|")
 LAYER_AXES = (
     *FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES), *(f"e-{axis}" for axis in FFN_AXES), "expert",
     *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED, "head",
+    "q-latent", "|q-latent|", "kv-latent", "|kv-latent|", "mla-query", "mla-key-value", "mla-key", "mla-mixed",
+    "ssm-head", "ssm", "ssm-state", "delta-head", "delta-value", "delta-key", "|delta|", "m-inner", "m-state", "m-rank",
 )  # fmt: skip
 
 
@@ -153,9 +162,47 @@ class ExpertPermutation:
     groups: int = 1
 
 
-Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermutation
+@dataclass(frozen=True)
+class LatentHeads:
+    """What latent attention allows in its heads (DeepSeek-V2, arXiv 2405.04434).
+
+    Each head has a map of the coordinates that RoPE leaves alone, for its queries and keys, and one of its values; all
+    heads share one turn of the planes that RoPE turns. Any rotations or, with ``turns``, signed permutations. With
+    ``order``, heads change places.
+    """
+
+    name: str
+    planes: str
+    turns: bool
+    order: bool
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Orders, without signs, of the heads of a state-space layer, which come in ``groups``, the name of a size.
+
+    Groups change places, heads do within their group, and so do the coordinates of each head (``inner``) and what a
+    group has besides heads (``of_group``). ``per_head`` has one number a head. Of ``common``, the coordinates of one
+    head, all heads have the same order.
+    """
+
+    name: str
+    groups: str
+    per_head: str
+    inner: str
+    of_group: str
+    common: str | None = None
+
+
+Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermutation | LatentHeads | GroupedHeads
 
 HEADS, EXPERTS = HeadPermutation("heads"), "experts"
+GROUPED = (
+    GroupedHeads("mamba", "ssm-groups", "ssm-head", "ssm", "ssm-state"),
+    GroupedHeads("delta-net", "delta-groups", "delta-head", "delta-value", "delta-key", "|delta|"),
+)
+ORDERED = ("m-inner", "m-state", "m-rank")  # axes with an order of their own, and nothing more
+LATENTS = ("q-latent", "kv-latent")
 QK, VO = ("query", "key"), ("value", "mixed")
 SETS = ("signed", "paper", "all", "none")
 EVERY = "every"  # the union of all sets, up to which two copies are compared; no publication can choose it
@@ -187,7 +234,9 @@ class Structure:
     layers; ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether
     something works on values coordinate by coordinate, so that they cannot be rotated; ``keys_are_values``: whether its
     keys are its values, too, so that one turn is for both; ``reads``: the layer whose keys and values it reads (None:
-    its own), whose turns and order of heads it then shares.
+    its own), whose turns and order of heads it then shares; ``latent``: the planes of RoPE in latent attention (None:
+    it has none), and ``latents``: those of LATENTS that it has; ``grouped``: those of GROUPED that it has, and
+    ``ordered``: those of ORDERED.
     """
 
     planes: str | None
@@ -200,6 +249,10 @@ class Structure:
     elementwise: bool = False
     keys_are_values: bool = False
     reads: int | None = None
+    latent: str | None = None
+    latents: tuple[str, ...] = ()
+    grouped: tuple[GroupedHeads, ...] = ()
+    ordered: tuple[str, ...] = ()
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -217,22 +270,28 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
         return ()
     planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
     turns = QuarterTurns("qk", QK, planes, rotary, norm)
-    ffns = tuple(ffn.permutation(signed=name in ("signed", EVERY)) for ffn in layer.ffns)
-    experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
+    signs, free = name in ("signed", EVERY), name != "paper"
+    ffns: tuple[Symmetry, ...] = tuple(ffn.permutation(signs) for ffn in layer.ffns)
+    experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups and free else ()
+    others = (*layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered)) if free else ()
+    if layer.latent:
+        latents = [Permutation(axis, (axis, f"|{axis}|"), (axis,) if signs else ()) for axis in layer.latents]
+        heads = LatentHeads("attention", layer.latent, turns=name == "signed", order=free)
+        return (*ffns, *(latents if free else ()), heads, *experts, *others)
     if not layer.attention:
-        return (*ffns, *(experts if name != "paper" else ()))
+        return (*ffns, *experts, *others)
     if layer.keys_are_values:
         both = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
-        return (*ffns, both) if name == "paper" else (*ffns, both, HEADS, *experts)
+        return (*ffns, both, *((HEADS,) if free else ()), *experts, *others)
     values: Symmetry = (
         QuarterTurns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
     )
     if name == "paper":
         one: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
         return (*ffns, *((turns, values) if norm or layer.elementwise else one))
-    heads = (HEADS,) if layer.movable else ()
+    movable = (HEADS,) if layer.movable else ()
     qk: Symmetry = turns if norm or name == "signed" else Rotation("qk", QK, planes, rotary)
-    return (*ffns, qk, values, *heads, *experts)
+    return (*ffns, qk, values, *movable, *experts, *others)
 
 
 def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
@@ -275,8 +334,8 @@ class Family:
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
     layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
-    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts), ``keys_are_values`` and ``reads`` (rules
-    for those of ``Structure``). ``note`` is for the list of families.
+    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts), ``keys_are_values``, ``reads``
+    and ``latent`` (rules for those of ``Structure``). ``note`` is for the list of families.
     """
 
     model_types: tuple[str, ...]
@@ -296,6 +355,7 @@ class Family:
     layer_sizes: Sizes = field(default_factory=dict)
     keys_are_values: Rule | None = None
     reads: Rule | None = None
+    latent: str | Rule | None = None
     heads: tuple[str, ...] = ("lm_head.weight",)
     defaults: Mapping[str, object] = field(default_factory=dict)
     unless: Mapping[str, object] = field(default_factory=dict)
@@ -319,6 +379,10 @@ def describe(layer: Structure) -> str:
         words.append("values: " + ("order and signs" if layer.elementwise else "any rotation"))
         words.append("heads change places" if layer.movable else "heads stay (ALiBi)")
     words.append("neurons: order" + (" and signs" if any(ffn.gated for ffn in layer.ffns) else ""))
+    if layer.latent:
+        words.append(f"heads: any rotation without RoPE, one angle for all in {layer.latent}; latents: order and signs")
+    if layer.grouped or layer.ordered:
+        words.append("state-space coordinates: order")
     if layer.groups:
         words.append("experts change places")
     return "; ".join(words)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpu_cli.architectures.family import (
     CHANNELS,
     EVERY,
     FFN_AXES,
+    GROUPED,
+    LATENTS,
     MODEL_AXES,
+    ORDERED,
     SETS,
     Axis,
     Config,
@@ -38,6 +42,7 @@ _LENGTHS = (
     | {f"e-{axis}": "expert_ffn" for axis in FFN_AXES}
     | dict.fromkeys(MODEL_AXES, "model")
     | dict.fromkeys(CHANNELS, "channels")
+    | {f"|{axis}|": axis for axis in LATENTS}
     | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
 )
 _QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
@@ -276,8 +281,8 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
         raise MpuError(
             f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
         )
-    norm = family.qk_norm(config, layer) if callable(family.qk_norm) else family.qk_norm
-    movable = family.movable_heads(config, layer) if callable(family.movable_heads) else family.movable_heads
+    norm = _value(family.qk_norm, config, layer)
+    movable = _value(family.movable_heads, config, layer)
     ffns: list[Ffn] = []
     groups = 0
     mixture = family.experts is not None and bool(family.experts(config, layer))
@@ -304,9 +309,17 @@ def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: 
         groups,
         attention="query" in axes,
         elementwise="|mixed|" in axes,
-        keys_are_values=bool(family.keys_are_values and family.keys_are_values(config, layer)),
-        reads=family.reads(config, layer) if family.reads else None,
+        keys_are_values=bool(_value(family.keys_are_values, config, layer)),
+        reads=_value(family.reads, config, layer),
+        latent=_value(family.latent, config, layer) if "mla-query" in axes else None,
+        latents=tuple(axis for axis in LATENTS if axis in axes),
+        grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
+        ordered=tuple(axis for axis in ORDERED if axis in axes),
     )
+
+
+def _value(rule: Any, config: Config, layer: int) -> Any:
+    return rule(config, layer) if callable(rule) else rule
 
 
 def _family(config: Mapping[str, object], where: str) -> Family:

@@ -28,7 +28,7 @@ from mpu_cli.architectures.family import (
     Rotation,
     Symmetry,
 )
-from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
+from mpu_cli.architectures.layout import EMBEDDING, Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import AxisMap, coordinates
 from mpu_cli.symmetry.sampling import Maps, plane_matrices, planes_of, whole_heads
 from mpu_cli.symmetry.transform import as_matrix, name_in_copy, tensor_map
@@ -138,7 +138,8 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     permutations = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation)]
     if not permutations:
         return AxisMap(torch.arange(layout.sizes["model"]))
-    [embedding] = [t for t in layout.parameters if t.layer is None and t.axes == (("vocab",), ("model",))][:1]
+    # A narrow embedding has other columns; then those of the positions do.
+    [embedding] = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)][:1]
     rows = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
     if permutations[0].signed:
         ours, theirs = ((x - x.mean(0)).T for x in rows)

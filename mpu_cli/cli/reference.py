@@ -116,6 +116,10 @@ NAMES = {
     "lfm2": "LFM2", "lfm2_moe": "LFM2, mixture", "lfm3": "LFM3", "granitemoehybrid": "Granite 4",
     "qwen3_next": "Qwen 3 Next", "nemotron_h": "Nemotron-H, Nemotron 3", "falcon_h1": "Falcon H1",
     "gemma3n_text": "Gemma 3n", "bamba": "Bamba", "jamba": "Jamba",
+    "arcee": "AFM", "cwm": "CWM", "helium": "Helium", "nemotron": "Nemotron 4, Minitron", "nanochat": "nanochat",
+    "vaultgemma": "VaultGemma", "exaone_moe": "K-EXAONE", "solar_open": "Solar Open", "flex_olmo": "FlexOlmo",
+    "internlm3": "InternLM 3", "bitnet": "BitNet", "biogpt": "BioGPT", "mpt": "MPT", "mellum": "Mellum",
+    "hy_v3": "Hunyuan 3", "cohere2_moe": "Command A, mixture",
 }  # fmt: skip
 
 

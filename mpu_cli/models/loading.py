@@ -274,9 +274,9 @@ def _load(
     tokenizer = _tokenizer_in(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     for part in parts_of(config):
-        for name in vars(part):
-            if name.endswith(("dropout", "pdrop")):
-                setattr(part, name, 0.0)
+        for name, rate in vars(part).items():
+            if rate and name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")):
+                setattr(part, name, 0 * rate)  # an int where the field is one
     ways = {
         "dtype": dtype, "attn_implementation": _attention(config, attention),
         "experts_implementation": _experts(config, dtype), **held,

@@ -12,7 +12,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.source import Model
 
 # How the entries of configs end that can be lists of one value for each layer.
-PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta", "moe_topk")
+PER_LAYER = ("layer_types", "rope_layers", "layer_rope_theta", "moe_topk", "heads_per_layer")
 BY_LAYER = "per_layer_config"  # a table with the settings of some layers, by number
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
 # entries that make what a layer computes depend on its number, or on how many there are

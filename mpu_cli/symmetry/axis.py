@@ -14,7 +14,7 @@ class AxisMap:
 
     ``order``: permutation, int64 (n,). R is the identity, or ``rotation``: float64 (n/d, d, d), the orthogonal matrix
     of each head of d consecutive coordinates, or ``signs``: float32 (n,) of ±1, which are exact in every dtype.
-    If there is a rotation, ``order`` moves only whole heads.
+    If there is a rotation of several heads, ``order`` moves only whole heads.
     """
 
     order: torch.Tensor
@@ -76,8 +76,7 @@ def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Ten
 def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
     """The map of a fused axis whose parts, of the given lengths, are mapped by ``parts`` (None: unchanged).
 
-    The parts follow one another or, in ``chunks`` chunks, each chunk has its share of each. Either all parts use
-    rotations or all use signs.
+    The parts follow one another or, in ``chunks`` chunks, each chunk has its share of each.
     """
     if all(part is None for part in parts):
         return None
@@ -85,6 +84,9 @@ def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int 
         return parts[0]
     whole = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
     unit = max(part.unit for part in whole)
+    mixed = unit > 1 and any(part.signs is not None for part in whole)
+    if mixed or any(part.unit not in (1, unit) or len(part) % unit for part in whole):
+        return _in_one_block(whole)
     orders, rotations, signs, offset = [], [], [], 0
     for part, length in zip(whole, lengths, strict=True):
         orders.append(offset + part.order)
@@ -97,6 +99,26 @@ def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int 
         torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None
     )
     return together if chunks == 1 else _in_chunks(together, coordinates(lengths, chunks))
+
+
+MOST_IN_A_BLOCK = 8192  # coordinates, whose matrix takes 512 MB
+
+
+def _in_one_block(parts: Sequence[AxisMap]) -> AxisMap:
+    """The map of parts, one after the other, whose heads have different sizes, or of which some have signs and others
+    rotations: one matrix for all of them. Raises ValueError if it would be large."""
+    n = sum(map(len, parts))
+    if n > MOST_IN_A_BLOCK:
+        raise ValueError(f"a fused axis of {n} coordinates mixes rotations of different sizes")
+    rotation, orders, offset = torch.zeros(1, n, n, dtype=torch.float64), [], 0
+    for part in parts:
+        blocks = [torch.eye(len(part), dtype=torch.float64)] if part.rotation is None else list(part.rotation)
+        if part.signs is not None:
+            blocks = [torch.diag(part.signs.double())]
+        rotation[0, offset : offset + len(part), offset : offset + len(part)] = torch.block_diag(*blocks)
+        orders.append(offset + part.order)
+        offset += len(part)
+    return AxisMap(torch.cat(orders), rotation)
 
 
 def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:

@@ -14,7 +14,9 @@ from mpu_cli.architectures.family import (
     OF_MIXED,
     OF_QUERIES,
     ExpertPermutation,
+    GroupedHeads,
     HeadPermutation,
+    LatentHeads,
     Permutation,
     QuarterTurns,
     Rotation,
@@ -63,6 +65,7 @@ class _Sampler:
         self._signs: dict[str, torch.Tensor] = {}
         self._heads: dict[str, torch.Tensor] = {}  # the order of whole heads
         self._inside_experts: dict[str, tuple[AxisMap, ...]] = {}
+        self._whole: dict[str, AxisMap] = {}  # what is drawn at once
 
     def maps(self) -> Maps:
         """One map for each axis that changes."""
@@ -73,12 +76,16 @@ class _Sampler:
                 orders[each] = orders[each][moved] if each in orders else moved
         if "query" in self._heads:
             orders["head"] = self._heads["query"]
-        return self._inside_experts | {
-            axis: AxisMap(
-                orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
-            )
-            for axis in orders.keys() | self._rotations.keys()
-        }
+        return (
+            self._inside_experts
+            | self._whole
+            | {
+                axis: AxisMap(
+                    orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
+                )
+                for axis in orders.keys() | self._rotations.keys()
+            }
+        )
 
     @singledispatchmethod
     def draw(self, symmetry: Symmetry, source: Draws) -> None:  # noqa: ARG002
@@ -131,6 +138,46 @@ class _Sampler:
         among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
         self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
 
+    @draw.register
+    def _(self, symmetry: LatentHeads, source: Draws) -> None:
+        heads = self._sizes["heads"]
+        free, turned, values = (self._sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
+        kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
+        order = source.permutation(heads) if symmetry.order else torch.arange(heads)
+        drawn = {}
+        for name, count, d, planes in kinds:
+            if symmetry.turns:
+                turns = QuarterTurns(name, (), planes, None if planes else 0)
+                drawn[name] = _as_matrices(*_quarter_turns(source, count, d, turns))
+            else:
+                drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
+        turned_alike = drawn["turned"].expand(heads, -1, -1)
+        matrices = {
+            "mla-query": _side_by_side(drawn["free"], turned_alike),
+            "mla-key-value": _side_by_side(drawn["free"], drawn["values"]),
+            "mla-mixed": drawn["values"],
+            "mla-key": drawn["turned"],
+        }
+        for axis, each in matrices.items():
+            moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
+            self._whole[axis] = _as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
+
+    @draw.register
+    def _(self, symmetry: GroupedHeads, source: Draws) -> None:
+        groups, heads = self._sizes[symmetry.groups], self._length(symmetry.per_head)
+        width, count = self._length(symmetry.inner) // heads, self._length(symmetry.of_group) // groups
+        order = source.permutation(groups)
+        among = torch.stack([source.permutation(heads // groups) for _ in range(groups)])
+        head_order = (order[:, None] * (heads // groups) + among).flatten()
+        alike = symmetry.common is not None
+        inside = torch.stack([source.permutation(width) for _ in range(1 if alike else heads)]).expand(heads, -1)
+        of_group = torch.stack([source.permutation(count) for _ in range(groups)])
+        self._orders[symmetry.per_head] = head_order
+        self._orders[symmetry.inner] = (head_order[:, None] * width + inside[head_order]).flatten()
+        self._orders[symmetry.of_group] = (order[:, None] * count + of_group[order]).flatten()
+        if symmetry.common is not None:
+            self._orders[symmetry.common] = inside[0]
+
     def _length(self, axis: str) -> int:
         return axis_length(self._sizes, axis)
 
@@ -145,6 +192,31 @@ def _inside_experts(symmetry: Permutation, source: Draws, n: int, experts: int) 
         axis: tuple(AxisMap(order, signs=signs if axis in symmetry.signed else None) for order, signs in each)
         for axis in symmetry.axes
     }
+
+
+def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The signed permutations y[i] = signs[order[i]]·x[order[i]] of heads as matrices, (heads, d, d)."""
+    heads, d = orders.shape
+    matrices = torch.zeros(heads, d, d, dtype=torch.float64)
+    matrices.scatter_(2, orders[..., None], signs.gather(1, orders)[..., None].double())
+    return matrices
+
+
+def _as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
+    """Matrices of heads that are signed permutations, and an order of whole heads after them, as order and signs."""
+    heads, d, _ = matrices.shape
+    inside = (matrices.abs().argmax(2) + d * torch.arange(heads)[:, None]).flatten()
+    signs = torch.ones(heads * d)
+    signs[inside] = matrices.sum(2).flatten().float()
+    return AxisMap(inside[moved], signs=signs)
+
+
+def _side_by_side(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Block-diagonal matrices of ``one``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
+    a, b = one.shape[-1], two.shape[-1]
+    matrices = torch.zeros(len(one), a + b, a + b, dtype=torch.float64)
+    matrices[:, :a, :a], matrices[:, a:, a:] = one, two
+    return matrices
 
 
 def whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
