@@ -174,8 +174,12 @@ def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -
 
 # One of each kind of wiring; the others, whose copies are tested above, in the exhaustive tier.
 FAST = ("mixtral",)
+SLOW_LORA = ("gpt_oss", "gemma3", "glm4_moe", "gemma4_text-channels", "deepseek_v3")
 THOROUGH = (*FAST, "qwen3", "olmo2", "phi3-partial", "gpt_neox", "cohere2", "mixtral-fused", "gpt_oss")
-SLOW = ("phi3-partial", "qwen3", "olmo2", "gpt_neox", "cohere2", "gpt_oss", "gemma3", "qwen3_5", "falcon")
+SLOW = (
+    "phi3-partial", "qwen3", "olmo2", "gpt_neox", "cohere2", "gpt_oss", "gemma3", "qwen3_5", "falcon", "gemma4",
+    "mistral3", "deepseek_v3", "nemotron_h", "lfm2", "glm4_moe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -271,19 +275,13 @@ def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path
     assert mpu("unlearn", base, *private, "--lora-targets", "q_proj,v_proj", cwd=tmp_path).out
 
 
-LORA = (
-    "gemma3", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "gptj", "mixtral", "mixtral-fused", "gpt_oss",
-    "llama4_text",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("gpt_oss", "gemma3") else pytest.mark.exhaustive)
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_LORA else pytest.mark.exhaustive)
         if name not in FAST
         else name
-        for name in LORA
+        for name in (*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED))
     ],
 )
 def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
@@ -500,3 +498,19 @@ def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) ->
     for family in FAMILY_CONFIGS:
         fields = json.loads((save(random_model(family), tmp_path / family) / "config.json").read_text())
         assert not left_out(fields, fields_of(fields)), family
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_keys_that_left_delta_nets_in_place_still_undo_them(tmp_path: Path, family: str) -> None:
+    """Before version 5 of the keys, heads that come in groups did not move: those publications have no ``grouped``."""
+    _, layout = opened(make(family, tmp_path / "base"))
+    made = {}
+    for grouped in (False, True):
+        publication = Publication(seed=bytes(32), kappa=0.0, scheme=Extrapolated((1.0,)), grouped=grouped)
+        assert publication.for_layout(layout).grouped
+        transform = publication.transform(1, layout)
+        made[grouped] = {tensor.name for tensor in layout.parameters if transform.of(tensor).moves}
+    inner = {t.name for t in layout.parameters if "conv1d" in t.name or "A_log" in t.name}
+    assert inner
+    assert not made[False] & inner
+    assert made[True] >= made[False] | inner

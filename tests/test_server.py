@@ -28,7 +28,7 @@ from mpu_cli.models.source import open_model
 from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
 from mpu_cli.sealing import default_identity_path, make_identity, read_identities
 from mpu_cli.server.estimate import SAFETY
-from mpu_cli.server.keys import unseal
+from mpu_cli.server.keys import VERSION, unseal
 from mpu_cli.server.publication import Publication, default_secret_path
 from mpu_cli.server.scheme import ZeroSum
 from tests.benchmarks.server import run as run_measured
@@ -395,7 +395,7 @@ class TestKeys:
     def test_a_newer_version(self, mpu, published):
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        newer = json.dumps(document | {"version": 5}).encode()
+        newer = json.dumps(document | {"version": VERSION + 1}).encode()
         (published / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
         assert "update mpu" in aggregate(mpu, published, check=False).err
 

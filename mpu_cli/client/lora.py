@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inp
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    wrapped = get_peft_model(model, config)
+    with _taking_names_as_they_are():
+        wrapped = get_peft_model(model, config)
     wide = torch.promote_types(model.dtype, torch.float32)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -117,6 +119,20 @@ def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inp
         begin = [principal_inputs(matrix.to(wide), lora.rank) for matrix in matrices]
         adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
     return wrapped
+
+
+@contextmanager
+def _taking_names_as_they_are() -> Iterator[None]:
+    """Keep peft from reading names such as gate_proj as those of experts in older versions of transformers: in some
+    mixtures, dense layers and shared experts have them."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    own = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = own
 
 
 def _compute_in(layer: Any, model: PreTrainedModel) -> None:

@@ -21,11 +21,11 @@ from mpu_cli.server.calibration import Calibration
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
-FORMAT, VERSION = "mpu-keys", 4
-SINCE_4 = ("omitted_layers", "permanent_seed")
+FORMAT, VERSION = "mpu-keys", 5
+SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",)}
 ENTRIES = {
     "run", "round", "seed", "seed_is_secret", "noise", "kappa", "symmetries", "sigma", "copy_ids", "base", "reference",
-    "shared_kappa", "shared_sigma", "calibration", *SINCE_4,
+    "shared_kappa", "shared_sigma", "calibration", *SINCE[4], *SINCE[5],
 }  # fmt: skip
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
@@ -88,15 +88,16 @@ def _facts(keys: Keys) -> dict[str, object]:
         "calibration": asdict(of.calibration) if of.calibration else None,
         "omitted_layers": of.omitted,
         "permanent_seed": of.permanent_seed.hex() if of.permanent_seed else None,
+        "grouped": of.grouped,
     }
 
 
 def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
     """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
     facts = _facts(keys)
-    since = {name: facts.pop(name) for name in SINCE_4}
-    version = VERSION if any(since.values()) else VERSION - 1  # older versions of mpu read what they understand
-    facts |= since if version == VERSION else {}
+    needed = [version for version, names in SINCE.items() if any(facts[name] for name in names)]
+    version = max(needed, default=min(SINCE) - 1)  # older versions of mpu read what they understand
+    facts = {name: facts[name] for name in facts if all(name not in SINCE[v] for v in SINCE if v > version)}
     document = json.dumps({"format": FORMAT, "version": version, **facts}).encode()
     if passphrase is not None:
         return pyrage.passphrase.encrypt(document, passphrase)
@@ -210,7 +211,7 @@ def _keys_of(table: dict[str, Any]) -> Keys:
     Raises KeyError, TypeError, ValueError, AttributeError or UsageError if one is missing, unknown or invalid.
     """
     later: dict[str, Any] = {"shared_kappa": 0.0, "shared_sigma": {}, "calibration": None}
-    given = {**later, "omitted_layers": [], "permanent_seed": None, **table}
+    given = {**later, "omitted_layers": [], "permanent_seed": None, "grouped": False, **table}
     if set(given) != ENTRIES:
         raise KeyError(f"entries {sorted(set(given) ^ ENTRIES)}")
     calibration = None if given["calibration"] is None else Calibration(**given["calibration"])
@@ -231,6 +232,7 @@ def _keys_of(table: dict[str, Any]) -> Keys:
         and are_layers(omitted)
         and given["symmetries"] in SETS
         and type(given["round"]) is int
+        and type(given["grouped"]) is bool
         and all(re.fullmatch("[0-9a-f]{64}", seed) for seed in seeds)
     )
     if not sound:
@@ -247,6 +249,7 @@ def _keys_of(table: dict[str, Any]) -> Keys:
         round=given["round"],
         omitted=tuple(omitted),
         permanent_seed=bytes.fromhex(given["permanent_seed"]) if given["permanent_seed"] else None,
+        grouped=given["grouped"],
     )
     return Keys(publication, given["sigma"], tuple(copy_ids), base, given["reference"], given["shared_sigma"])
 

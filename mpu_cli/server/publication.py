@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from mpu_cli.architectures.family import GroupedHeads, Symmetry
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
@@ -35,8 +36,9 @@ class Publication:
     no copy has. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults
     to a name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication
     of a base, so that publications cannot be averaged; None for ``seed``. ``stays``: ``publish`` derives it from the
-    server's own secret. The same publication of the same
-    base has the same bytes. Raises UsageError for numbers out of range.
+    server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2 and delta nets;
+    publications before version 5 of the keys left them in place. The same publication of the same base has the same
+    bytes. Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -53,6 +55,7 @@ class Publication:
     omitted: tuple[int, ...] = ()
     permanent_seed: bytes | None = field(default=None, repr=False)
     stays: bool = False
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa)  # raises for numbers that are out of range
@@ -94,7 +97,11 @@ class Publication:
         def draws(symmetry: str, layer: int) -> Stream:
             return self.randomness.stream("symmetry", self.round, copy, symmetry, layer)
 
-        return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
+        def symmetries(layer: int | None) -> list[Symmetry]:
+            allowed = layout.symmetries(self.symmetries, layer)
+            return [each for each in allowed if self.grouped or not isinstance(each, GroupedHeads)]
+
+        return Transform(layout, symmetries, draws)
 
     def noise(self, copies: Sequence[int]) -> Noise:
         """The noise of ``copies``, counted from 1."""
@@ -111,8 +118,12 @@ class Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
-            round=other.round, permanent_seed=other.permanent_seed, stays=False,
+            round=other.round, permanent_seed=other.permanent_seed, stays=False, grouped=other.grouped,
         )  # fmt: skip
+
+    def for_layout(self, layout: Layout) -> Publication:
+        """This publication with all that may move in a model with this ``layout``."""
+        return replace(self, grouped=any(structure.grouped for structure in layout.structures))
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
         """The manifest of each copy of a base with these ``tensors``, scaled to ``reference`` (its address).

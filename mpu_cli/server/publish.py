@@ -113,6 +113,7 @@ def plan_publish(
     base = shallow(whole, publication.omitted)
     pretrained = shallow(public, publication.omitted) if public else None
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
+    publication = publication if known else publication.for_layout(layout)
     _check_alias(base, layout)
     matching(base, layout, pretrained)
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
