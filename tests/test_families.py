@@ -25,7 +25,8 @@ from mpu_cli.models.staging import fields_of
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, plan_publish, publish
 from mpu_cli.server.scheme import Extrapolated
-from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry import transform as transform_module
+from mpu_cli.symmetry.axis import AxisMap, map_columns
 from mpu_cli.symmetry.sampling import plane_matrices, sample
 from mpu_cli.symmetry.transform import Transform, as_matrix, name_in_copy, row_slices, tensor_map
 from tests.models import (
@@ -382,6 +383,28 @@ class TestCheckFamily:
             ("all", "together"),
         }  # fmt: skip
         assert "correct the family's table" in told.err
+
+    def test_checks_a_layer_of_each_kind(self, mpu: Callable, tmp_path: Path) -> None:
+        """And two at least; all of them where what they compute depends on their number. Changes come back."""
+        deep = random_model("llama", num_hidden_layers=5)
+        told = mpu("check-family", save(deep, tmp_path / "deep"), "--json").json
+        assert told["layers"] == [0, 1]
+        assert told["returned"]["signed"] == 0
+        assert 0 < told["returned"]["all"] < 1e-5
+        kinds = mpu("check-family", make("gemma3_text", tmp_path / "kinds"), "--json").json
+        assert kinds["layers"] == [0, 1]
+        assert mpu("check-family", make("gpt_neo", tmp_path / "all"), "--json").json["layers"] == [0, 1]
+        mixed = mpu("check-family", make("qwen3_5_text", tmp_path / "mixed"), "--json").json
+        assert mixed["layers"] == [0, 1, 3]
+
+    def test_a_way_back_that_is_wrong(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Columns that are undone as they were done: copies compute the same, and their deltas would be lost."""
+        base = make("llama", tmp_path / "base")
+        monkeypatch.setattr(transform_module, "map_columns", lambda x, axis, **_: map_columns(x, axis))
+        told = mpu("check-family", base, "--json", check=False)
+        assert told.status == 1
+        assert all(check["ok"] for check in told.json["checks"])
+        assert told.json["returned"]["all"] > 0.1
 
     def test_names_what_nothing_moves(self, mpu: Callable, tmp_path: Path) -> None:
         told = mpu("check-family", make("phi", tmp_path / "base"), "--json")

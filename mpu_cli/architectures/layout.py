@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mpu_cli.architectures.family import (
@@ -141,6 +142,24 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
         raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
 
 
+def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
+    """The tensors that files of a model with this config hold, in float32, as its family's table has them.
+
+    For models of which there are no files; of what surrounds a language model, only what writes into it. Raises
+    MpuError if the architecture is not supported.
+    """
+    where = "config"
+    family = _family(config, where)
+    filled = _filled(family, config)
+    sizes = _sizes(family, filled, where)
+    of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
+    expected = _expected(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+    if filled["tie_word_embeddings"]:
+        expected = {name: tensor for name, tensor in expected.items() if name not in family.heads}
+    shapes = {name: _shape(tensor, sizes, of_layers) for name, tensor in expected.items()}
+    return {name: TensorInfo(name, "F32", shape, Path(), 0) for name, shape in shapes.items()}
+
+
 def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
     filled = _filled(family, config)
     sizes = _sizes(family, filled, where)
@@ -155,28 +174,11 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
             f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
         )
     of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
-    kept = _layout_there(family, layers, tensors)
-    expected: dict[str, TensorLayout] = {}
-
-    def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
-        if (tensor.layout and tensor.layout not in kept) or not _exists(tensor, filled, layer or 0):
-            return
-        experts = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
-        if len(experts) > len(tensors):
-            raise MpuError(f"{where}: config.json specifies {len(experts)} experts, more than there are tensors")
-        own_sizes = sizes if layer is None else of_layers[layer]
-        axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
-        for e in experts:
-            name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
-            own = name if block is None or not tensor.trained else here(block)
-            expected[name] = TensorLayout(name, axes, layer, own, not tensor.trained, chunks, e)
-
-    for tensor in family.tensors:
-        expect(tensor, "", None, None)
-    for i in range(layers):
-        prefix = family.layer.format(i=i)
-        for tensor in family.layer_tensors:
-            expect(tensor, prefix, i, prefix.rstrip("."))
+    arrangement = _layout_there(family, layers, tensors)
+    apart = any("{e}" in t.name and t.layout in (None, *arrangement) for t in family.layer_tensors)
+    if apart and sizes["experts"] > len(tensors):
+        raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
+    expected = _expected(family, filled, sizes, of_layers, arrangement, here)
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
@@ -188,25 +190,9 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         expected.pop(untied or "", None)
     elif untied and head and head != untied:  # the same tensor by the other name, in its place
         expected = {head if n == untied else n: (_called(t, head) if n == untied else t) for n, t in expected.items()}
-
-    others = [name for name in tensors if name not in expected and not name.startswith(family.stays)]
-    if dead := sorted(name for name in others if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
-        raise MpuError(
-            f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
-            "load the model with transformers and save it again, which leaves them out",
-        )
-    constants = [
-        name
-        for name in tensors
-        if name not in expected and (name.endswith(family.buffers) or name.startswith(family.stays))
-    ]
-    if missing := set(expected) - set(tensors):
-        raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
-    if unknown := set(tensors) - set(expected) - set(constants) - {alias}:
-        raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
+    constants = _check_names(family, expected, tensors, alias, where)
     for name, layout in expected.items():
-        own_sizes = sizes if layout.layer is None else of_layers[layout.layer]
-        shape = tuple(sum(axis_length(own_sizes, axis) for axis in group) for group in layout.axes)
+        shape = _shape(layout, sizes, of_layers)
         if tensors[name].shape != shape:
             raise MpuError(
                 f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}"
@@ -220,6 +206,60 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
     structures = tuple(_structure(family, filled, of_layers[i], i, where) for i in range(layers))
     return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
+
+
+def _expected(
+    family: Family,
+    config: Config,
+    sizes: Mapping[str, int],
+    of_layers: Sequence[Mapping[str, int]],
+    arrangement: Collection[str],
+    here: Callable[[str], str] = lambda name: name,
+) -> dict[str, TensorLayout]:
+    """The tensors of the table by the names that they have ``here``, with alternatives arranged by ``arrangement``."""
+    expected: dict[str, TensorLayout] = {}
+
+    def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
+        if (tensor.layout and tensor.layout not in arrangement) or not _exists(tensor, config, layer or 0):
+            return
+        own_sizes = sizes if layer is None else of_layers[layer]
+        axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
+        for e in range(sizes["experts"]) if "{e}" in tensor.name else (None,):
+            name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
+            own = name if block is None or not tensor.trained else here(block)
+            expected[name] = TensorLayout(name, axes, layer, own, not tensor.trained, chunks, e)
+
+    for tensor in family.tensors:
+        expect(tensor, "", None, None)
+    for i in range(len(of_layers)):
+        prefix = family.layer.format(i=i)
+        for tensor in family.layer_tensors:
+            expect(tensor, prefix, i, prefix.rstrip("."))
+    return expected
+
+
+def _check_names(
+    family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
+) -> list[str]:
+    """Which of ``tensors`` are constants. Raises MpuError if some are dead, missing or unknown."""
+    others = [name for name in tensors if name not in expected and not name.startswith(family.stays)]
+    if dead := sorted(name for name in others if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
+        raise MpuError(
+            f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
+            "load the model with transformers and save it again, which leaves them out",
+        )
+    ends, begins = family.buffers, family.stays
+    constants = [n for n in tensors if n not in expected and (n.endswith(ends) or n.startswith(begins))]
+    if missing := set(expected) - set(tensors):
+        raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
+    if unknown := set(tensors) - set(expected) - set(constants) - {alias}:
+        raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
+    return constants
+
+
+def _shape(tensor: TensorLayout, sizes: Mapping[str, int], of_layers: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
+    own = sizes if tensor.layer is None else of_layers[tensor.layer]
+    return tuple(sum(axis_length(own, axis) for axis in group) for group in tensor.axes)
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:

@@ -17,8 +17,10 @@ def check_family(
 ) -> None:
     """Apply each symmetry of the model's family to its weights, alone and with the others, and compare logits.
 
-    For whoever adds a family, or publishes a model for the first time. Holds the model in memory, in float64. Exits
-    with status 1 if one of them changes what the model computes. Prints a verdict.
+    For whoever adds a family, or publishes a model for the first time. Also takes random changes of copies back, as
+    aggregate does. Checks one layer of each kind, and two at least, which it holds in memory in float64; all of them if
+    what they compute depends on their number. Exits with status 1 if a symmetry changes what the model computes. Prints
+    a verdict.
     """
     with terminal() as observer:
         import torch
@@ -38,6 +40,8 @@ def check_family(
         for c in result.checks
     ]
     table("Largest difference of logits, relative", ["symmetries", "", "float64", "float32", ""], rows)
+    back = max(result.returned.values(), default=0.0)
+    note(f"layers {few([*map(str, result.layers)], 9)} checked; random changes come back within {back:.0e}")
     if result.unmoved:
         note(f"no symmetry moves {few(result.unmoved)}")
     model_type = opened.config["model_type"]
@@ -51,6 +55,8 @@ def check_family(
             for c in result.checks
         ],
         "unmoved": result.unmoved,
+        "layers": result.layers,
+        "returned": result.returned,
     }
     emit([verdict], document, as_json)
     if not result.ok:

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from mpu_cli.architectures.family import Axis, Family, Fused
+from mpu_cli.architectures.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
 from mpu_cli.cli.main import app
+from mpu_cli.errors import MpuError
 from mpu_cli.version import __version__
 
 INTRODUCTION = """# Command reference
@@ -51,11 +52,17 @@ not fit would change what the model computes. How to add one: [CONTRIBUTING.md](
   token goes to is a decision that noise can flip; an error from that does not cancel, so keep κ small and look at
   the estimate of `aggregate`. LoRA adapts experts too, unless `--lora-targets` leaves them out; `aggregate
   --as-adapter` cannot write those.
-- **What no symmetry moves** `publish` names: with `paper`, embeddings and norms, for instance. Noise hides those.
+- **Latent attention** (MLA): all heads share the part of their keys that RoPE turns, so they share its angles. **State
+  spaces** (Mamba, Mamba2, delta nets): heads, their coordinates and states change places, without signs.
+- **Models that read images or sounds** are published whole. What their towers write into the language model moves
+  along; the towers stay as they are, without noise (`publish` says how much that is), and nothing of them is trained.
+- **What no symmetry moves** `publish` names: with `paper`, embeddings and norms, for instance. Noise hides those. The
+  column *in place* has what no set moves; it is at most 0.01 % of the weights (`python -m mpu_cli.cli.reference
+  shares` computes it for the sizes that transformers assumes).
 - Tensors that a model does not use (prediction heads of some releases) and quantised weights are refused by name.
 
-| family | `model_type` | queries and keys | values | heads | neurons | residual stream | |
-|---|---|---|---|---|---|---|---|
+| family | `model_type` | queries and keys | values | heads | neurons | residual stream | in place | |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -68,31 +75,67 @@ def families_page() -> str:
 
 
 def _family_row(family: Family) -> str:
+    axes = {name for tensor in family.layer_tensors for axis in tensor.axes for name in names_of(axis)}
     angles = f"any angle, {family.planes}" if family.planes else "any rotation"
     if family.planes and family.rotary:
         angles += "; elsewhere any rotation"
     turns = f"turns by 90°, {family.planes}"
-    axes = {name for tensor in family.layer_tensors for axis in tensor.axes for name in _names(axis)}
     norm = family.qk_norm
+    queries = f"{angles}; with a norm {turns}" if callable(norm) else turns if norm else angles
     values = "order and signs" if "|mixed|" in axes else "any rotation"
-    heads = "move" if family.movable_heads is True else "stay under ALiBi"
-    if "query" not in axes:  # attention of a kind that nothing moves
-        angles, values, heads = "–", "–", "stay"
+    if family.keys_are_values:
+        values += "; where keys are values, turns by 90°"
+    if "mla-query" in axes:
+        queries, values = "one angle for all heads; elsewhere any rotation; latents: order and signs", "any rotation"
     cells = [
         NAMES.get(family.model_types[0], family.model_types[0].replace("_", " ").title()),
         ", ".join(f"`{model_type}`" for model_type in family.model_types),
-        f"{angles}; with a norm {turns}" if callable(norm) else turns if norm else angles,
+        queries,
         values,
-        heads + (", experts move" if family.experts else ""),
+        ("move" if family.movable_heads is True else "stay under ALiBi") + (", experts move" if family.experts else ""),
         "order and signs" if family.gated else "order",
         "order and signs" if family.rms_norm else "order",
+        ", ".join(f"`{name}`" for name in _in_place(family)),
         family.note,
     ]
     return "| " + " | ".join(cells) + " |\n"
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis.names if isinstance(axis, Fused) else axis
+def _in_place(family: Family) -> list[str]:
+    """The trained tensors of which no symmetry moves an axis."""
+    moved = {*LAYER_AXES, *MODEL_AXES, *CHANNELS}
+    tensors = [tensor for tensor in (*family.tensors, *family.layer_tensors) if tensor.trained]
+    return sorted(t.name for t in tensors if not any(name in moved for axis in t.axes for name in names_of(axis)))
+
+
+def shares() -> str:
+    """For each ``model_type``, with the sizes that transformers assumes: how many weights there are, and which share
+    of them no symmetry moves; and the share of what surrounds the language model, which stays as it is."""
+    from transformers import CONFIG_MAPPING
+
+    from mpu_cli.architectures.layout import described, layout_of
+    from mpu_cli.architectures.wrappers import WRAPPERS, supported
+    from mpu_cli.models.loading import described_size
+    from mpu_cli.server.families import unmoved
+
+    lines = [
+        "| `model_type` | weights, in billions | no symmetry moves | around the language model |",
+        "|---|---|---|---|",
+    ]
+    for model_type in supported():
+        config = CONFIG_MAPPING[model_type]()
+        try:
+            tensors = described(config.to_dict())
+            names = unmoved(layout_of(tensors, config.to_dict(), model_type), EVERY)
+        except MpuError:
+            lines.append(f"| `{model_type}` | | | transformers' own sizes do not make a model |")
+            continue
+        inside = sum(info.elements for info in tensors.values())
+        whole = described_size(config) if model_type in WRAPPERS else inside
+        still = sum(tensors[name].elements for name in names)
+        around = f"{1 - inside / whole:.1%}" if whole > inside else ""
+        lines.append(f"| `{model_type}` | {whole / 1e9:.2f} | {still / whole:.2%} | {around} |")
+    return "\n".join(lines) + "\n"
 
 
 NAMES = {
@@ -228,7 +271,7 @@ def _roff(text: str) -> str:
     return rf"\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
-PAGES = {"commands": reference, "families": families_page, "metrics": metrics_page}
+PAGES = {"commands": reference, "families": families_page, "metrics": metrics_page, "shares": shares}
 
 if __name__ == "__main__":
     import sys

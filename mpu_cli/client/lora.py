@@ -30,7 +30,7 @@ from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import LEFT, RIGHT
 from mpu_cli.models.loading import has_weights
-from mpu_cli.models.memory import Names
+from mpu_cli.models.memory import Names, family_of_model
 from mpu_cli.models.quantized import dequantized, is_quantized
 from mpu_cli.options.unlearning import Lora
 
@@ -41,11 +41,11 @@ def adapted(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[
     Raises UsageError if a target matches nothing.
     """
     head = model.get_output_embeddings()
+    unlike = {id(head), *map(id, _read_by_kernels(model)), *map(id, _routers(model))}
     layers: dict[str, torch.Tensor] = {}  # by the name that a target has
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D):
-            plain = type(module) in (torch.nn.Linear, Conv1D) or is_quantized(module.weight)  # a router may be neither
-            if module is not head and plain and f"{name}.weight" in among:
+            if id(module) not in unlike and f"{name}.weight" in among:
                 layers[name] = module.weight
         elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
             own = module.named_parameters(recurse=False)
@@ -62,6 +62,23 @@ def adapted(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[
         for name, parameter in layers.items()
         if not lora.lora_targets or any(_matches(name, target) for target in lora.lora_targets)
     }
+
+
+def _routers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+    """Linear layers of another kind that choose experts: their output may be more than a product."""
+    family = family_of_model(model)
+    of_experts = [t.name for t in family.layer_tensors if t.axes[0] == "expert"] if family else []
+    for name, module in model.named_modules():
+        other = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+        if other and not is_quantized(module.weight) and f"{name}.weight".endswith(tuple(of_experts)):
+            yield module
+
+
+def _read_by_kernels(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+    """Output projections of Mamba: on GPUs, fused kernels read their weights, past any adapter."""
+    for module in model.modules():
+        if hasattr(module, "conv1d") and hasattr(module, "A_log") and hasattr(module, "out_proj"):
+            yield module.out_proj
 
 
 def _matches(name: str, target: str) -> bool:

@@ -169,6 +169,12 @@ def skeleton(model: Model) -> PreTrainedModel:
         return _skeleton(folder)
 
 
+def described_size(config: PretrainedConfig) -> int:
+    """How many weights a model has that ``config`` describes; none is made."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
+
+
 def _skeleton(folder: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with torch.device("meta"):

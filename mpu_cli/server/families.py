@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.boundary.cleaning import left_out
+from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.header import TensorInfo
-from mpu_cli.checkpoint.reader import listed
+from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed, open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
@@ -27,6 +29,7 @@ TOKENS = (2, 48)
 # compute in float32 whatever the dtype of the weights.
 SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
 TOGETHER = "together"
+RETURNED = 1e-5  # relative, of changes in float32 that were transformed and undone
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,17 @@ class SymmetryCheck:
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """``unmoved``: the tensors that no symmetry moves."""
+    """``unmoved``: the tensors that no symmetry moves. ``layers``: those that were checked, one of each kind at least.
+    ``returned``: by set, how far random changes of a copy's weights are from what undoing gives, relative."""
 
     checks: list[SymmetryCheck]
     unmoved: list[str]
+    layers: list[int]
+    returned: dict[str, float]
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
+        return all(check.ok for check in self.checks) and all(off <= RETURNED for off in self.returned.values())
 
 
 def unmoved(layout: Layout, symmetries: str) -> list[str]:
@@ -76,37 +82,86 @@ def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> 
 
 
 def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
-    """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens.
+    """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens; and
+    take random changes of copies back.
 
-    Raises MpuError if the family is not listed, its table does not describe the tensors, or copies would lack entries
-    of the config.
+    A model whose layers do not depend on their number is checked without most of them: one of each kind is left, and
+    two at least. Raises MpuError if the family is not listed, its table does not describe the tensors, or copies would
+    lack entries of the config.
     """
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
     from mpu_cli.models.loading import load
     from mpu_cli.models.memory import in_memory
     from mpu_cli.models.staging import fields_of
 
-    layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    whole = layout_of(model.checkpoint.tensors, model.config, model.source)
     if lost := left_out(model.config, fields_of(model.config)):
         raise MpuError(
             f"{model.config_path}: transformers reads {listed(lost)}, which copies would not get",
             "add it to CONFIG in mpu_cli/boundary/names.py",
         )
-    cases = list(_cases(layout))
-    found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
-    observer.stage("check", len(cases) * len(SAME), "checks")
-    for dtype in SAME:
-        network, _ = load(model, dtype, "cpu")
-        views = in_memory(network.eval(), layout.tensors)
-        expected = _logits(network, layout)
-        largest = float(expected.abs().max())
-        for number, (set_name, symmetry) in enumerate(cases):
-            only = None if symmetry == TOGETHER else symmetry
-            transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
-            _apply(model, layout, transform, views)
-            found[set_name, symmetry][dtype] = float((_logits(network, layout) - expected).abs().max()) / largest
-            observer.advance(1, f"{set_name}: {symmetry}")
-    return FamilyCheck([SymmetryCheck(*case, found[case]) for case in cases], unmoved(layout, EVERY))
+    with _with_one_of_each_kind(model, whole) as (small, layers):
+        layout = layout_of(small.checkpoint.tensors, small.config, model.source)
+        cases = list(_cases(layout))
+        found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
+        observer.stage("check", len(cases) * len(SAME), "checks")
+        for dtype in SAME:
+            network, _ = load(small, dtype, "cpu")
+            views = in_memory(network.eval(), layout.tensors)
+            expected = _logits(network, layout)
+            largest = float(expected.abs().max())
+            moved: set[str] = set()  # by the case before
+            for number, (set_name, symmetry) in enumerate(cases):
+                only = None if symmetry == TOGETHER else symmetry
+                transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
+                moved = _apply(small, layout, transform, views, moved)
+                found[set_name, symmetry][dtype] = float((_logits(network, layout) - expected).abs().max()) / largest
+                observer.advance(1, f"{set_name}: {symmetry}")
+        returned = {name: _returned(layout, small, name) for name in SETS if name in {each for each, _ in cases}}
+    return FamilyCheck([SymmetryCheck(*case, found[case]) for case in cases], unmoved(whole, EVERY), layers, returned)
+
+
+@contextmanager
+def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model, list[int]]]:
+    """``model`` with one layer of each kind, and two at least, and which those are; all of them if what a layer
+    computes depends on its number."""
+    from safetensors.torch import save_file
+
+    from mpu_cli.models.shallow import shallow
+
+    count, first = len(layout.structures), {}
+    for layer, structure in enumerate(layout.structures):
+        first.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
+    kept = sorted({*first.values(), *range(min(2, count))})
+    try:
+        small = shallow(model, [layer for layer in range(count) if layer not in kept])
+    except MpuError:
+        small, kept = model, list(range(count))
+    with private_scratch() as folder:
+        if small is not model:  # transformers reads files, which have the names of the whole model
+            held = {name: small.checkpoint.tensor(name) for name in small.checkpoint.tensors}
+            save_file(held, folder / WEIGHTS_NAME, {"format": "pt"})
+            small = replace(small, checkpoint=open_checkpoint(folder / WEIGHTS_NAME))
+        yield small, kept
+
+
+def _returned(layout: Layout, model: Model, set_name: str) -> float:
+    """The largest error of a random change that went through T and back, relative, over all tensors."""
+    transform = _transform(layout, set_name, None, Randomness(bytes(32)))
+    draw, worst = torch.Generator().manual_seed(0), 0.0
+    for tensor in layout.parameters:
+        mapping = transform.of(tensor)
+        if not mapping.moves:
+            continue
+        weights = as_matrix(model.checkpoint.tensor(tensor.name))
+        change, copy = torch.randn(weights.shape, generator=draw), torch.empty(weights.shape)
+        slices = row_slices([mapping], *weights.shape)
+        for start, stop in slices:
+            mapping.put(copy, mapping.forward(change[start:stop], start), start)
+        for start, stop in slices:
+            back = mapping.backward(mapping.take(copy, start, stop), start)
+            worst = max(worst, float((back - change[start:stop]).abs().max()))
+    return worst
 
 
 def _cases(layout: Layout) -> Iterator[tuple[str, str]]:
@@ -129,11 +184,16 @@ def _transform(layout: Layout, set_name: str, only: str | None, randomness: Rand
 
 
 @torch.no_grad()
-def _apply(model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor]) -> None:
-    """Put T of the model's weights into ``views``."""
+def _apply(
+    model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor], before: set[str]
+) -> set[str]:
+    """Put T of the model's weights into ``views``, in which those ``before`` differ from the model's; returns which do
+    then."""
+    moves = {t.name for t in layout.tensors.values() if transform.of(t).moves or transform.name(t) != t.name}
     for tensor in layout.tensors.values():
-        if any(tensor.axes):
+        if any(tensor.axes) and tensor.name in moves | before:
             _write(model, tensor, transform, views[transform.name(tensor)])
+    return moves
 
 
 def _write(model: Model, tensor: TensorLayout, transform: Transform, view: torch.Tensor) -> None:
