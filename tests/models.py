@@ -200,6 +200,9 @@ FAMILY_CONFIGS = {
     "mistral3-ministral3": {"model_type": "mistral3", "text_config": {
         "model_type": "ministral3", **_SMALL, "head_dim": 8, "tie_word_embeddings": True},
         "vision_config": _PIXTRAL, "multimodal_projector_bias": True, "tie_word_embeddings": True, **_IMAGES},
+    "mistral3-mistral4": {"model_type": "mistral3", "text_config": {
+        "model_type": "mistral4", **_SMALL, **_MLA, **_GROUPS, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1}, "vision_config": _PIXTRAL, "tie_word_embeddings": False, **_IMAGES},
     "qwen2_vl": {"model_type": "qwen2_vl", "text_config": {**_SMALL, **_MROPE}, "vision_config": {
         **_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 1}, **_QWEN_IMAGES},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl", "text_config": {**_SMALL, **_MROPE}, "vision_config": {

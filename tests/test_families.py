@@ -419,6 +419,15 @@ class TestCheckFamily:
         refused = mpu("check-family", base, check=False)
         assert refused.is_one_error
         assert "not supported" in refused.err
+        (base / "config.json").write_text(json.dumps(config | {"model_type": "xglm"}))
+        refused = mpu("check-family", base, check=False)
+        assert refused.is_one_error
+        assert "sinusoids" in refused.err
+        around = make("llava", tmp_path / "around")
+        config = json.loads((around / "config.json").read_text())
+        config["text_config"]["model_type"] = "opt"
+        (around / "config.json").write_text(json.dumps(config))
+        assert "'llava' around 'opt'" in mpu("check-family", around, check=False).err
 
 
 def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """How far LoRA on copies held in 4 bits is from LoRA on the model itself, for each set of symmetries.
 
-    python examples/real/nf4.py MODEL FORGET RETAIN [--epochs 10] [--lr 2e-4] [--rank 8]
+    python examples/real/nf4.py MODEL FORGET RETAIN [--epochs 10] [--lr 2e-4] [--batch-size 8] [--algo graddiff]
 
 A row for each set and noise: the distance of the aggregate from what training MODEL itself gives, relative to that, in
 float32 and with the copies in 4 bits; and losses of the aggregate on both sets, per answer token.
@@ -18,7 +18,7 @@ from mpu_cli.api import aggregate, publish, unlearn
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.sealing import make_identity
 
-SETTINGS = (("none", 0.0), ("signed", 0.0), ("none", 0.01), ("signed", 0.01), ("all", 0.01))
+SETTINGS = (("none", 0.0), ("signed", 0.0), ("signed", 0.01), ("all", 0.01))
 
 
 def main() -> None:
@@ -29,11 +29,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--algo", default="graddiff")
     given = parser.parse_args()
     how = {
         "algo": given.algo, "forget": given.forget, "retain": given.retain, "epochs": given.epochs, "lr": given.lr,
-        "lora_rank": given.rank, "batch_size": 8, "optim": "adamw-blockwise", "trust_copy": True,
+        "lora_rank": given.rank, "batch_size": given.batch_size, "optim": "adamw-blockwise", "trust_copy": True,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -31,7 +31,7 @@ from mpu_cli.architectures.family import (
     symmetries_of_layer,
     symmetries_of_model,
 )
-from mpu_cli.architectures.wrappers import family_of, supported
+from mpu_cli.architectures.wrappers import REFUSED, family_of, supported
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.errors import MpuError, UsageError
@@ -366,6 +366,8 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     model_type, text = config.get("model_type"), config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None
     family = family_of(model_type, text_type)
+    if family is None and (reason := REFUSED.get(str(model_type))):
+        raise MpuError(f"{where}: architecture {model_type!r} is not supported: {reason}")
     if family is None:
         inside = f" around {text_type!r}" if model_type in supported() else ""
         raise MpuError(

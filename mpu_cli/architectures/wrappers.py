@@ -10,23 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mpu_cli.architectures.families import (
-    FAMILIES,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA4,
-    GEMMA4_UNIFIED,
-    LLAMA,
-    LLAMA4,
-    MISTRAL,
-    MUSE,
-    QWEN2,
-    QWEN3,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_MOE,
-)
+from mpu_cli.architectures.families import FAMILIES
+from mpu_cli.architectures.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, MUSE
+from mpu_cli.architectures.families.hybrids import QWEN3_5, QWEN3_5_MOE
+from mpu_cli.architectures.families.latent import MISTRAL4
+from mpu_cli.architectures.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from mpu_cli.architectures.families.mixtures import LLAMA4, QWEN3_MOE
 from mpu_cli.architectures.family import Config, Family, Rule, Sizes, Tensor
 
 TEXT = "model."  # what the language model's names begin with where it is alone
@@ -129,7 +118,7 @@ LLAVA = Wrapper(
 MISTRAL3 = replace(
     LLAVA,
     model_type="mistral3",
-    texts=dict.fromkeys(("mistral", "ministral3", "ministral"), MISTRAL),
+    texts={"mistral": MISTRAL, "ministral3": MISTRAL, "ministral": MISTRAL, "mistral4": MISTRAL4},
     default="mistral",
     tied=True,
 )
@@ -249,6 +238,18 @@ _ALL = (
     QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER, LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
 )  # fmt: skip
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
+
+
+# Why some architectures are refused, for which users ask.
+REFUSED = {
+    "kimi_k25": "transformers saves it under names that it does not load",
+    "kimi_linear": "no table describes its linear attention",
+    "mllama": "cross-attention reads images past the residual stream",
+    "olmo_hybrid": "its files hold convolutions apart that memory holds as one, in parts of different sizes",
+    "phi4_multimodal": "adapters inside its layers write into the residual stream as well",
+    "xglm": "fixed sinusoids are added to the residual stream, so nothing of that can move",
+    "zamba2": "its attention layers share weights, and no table says that layers are tied",
+}
 
 
 def family_of(model_type: object, text_type: object = None) -> Family | None:

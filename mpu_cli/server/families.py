@@ -129,7 +129,8 @@ def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model
 
     from mpu_cli.models.shallow import shallow
 
-    count, first = len(layout.structures), {}
+    count = len(layout.structures)
+    first: dict[tuple, int] = {}
     for layer, structure in enumerate(layout.structures):
         first.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
     kept = sorted({*first.values(), *range(min(2, count))})
