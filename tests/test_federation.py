@@ -583,6 +583,15 @@ def test_what_aggregation_warns_of_is_told(place: Path, played: Callable) -> Non
     assert not grid.replies
 
 
+@pytest.mark.flower
+def test_a_copy_that_nobody_works_on_is_given_up(place: Path, played: Callable) -> None:
+    """``limit`` seconds after it arrived, however often its courier answers meanwhile."""
+    (place / "spool-a").mkdir(exist_ok=True)
+    Spool(place / "spool-a").prepare()
+    with pytest.raises(MpuError, match="not unlearned within 2 s"):
+        played(InProcess(spools(place, "a")), "", publish="--copies 2 --kappa 0.05", limit=2, poll=0.1)
+
+
 def test_a_state_has_one_run(place: Path, played: Callable) -> None:
     (place / "state").mkdir()
     with alone_in(place / "state", "flower", "state"), pytest.raises(MpuError, match="in use by another"):
