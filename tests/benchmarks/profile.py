@@ -1,0 +1,83 @@
+"""Where the time of a training step and of a scoring batch goes, by kind of operation.
+
+    python -m tests.benchmarks.profile MODEL [--length 128] [--batch 4] [--threads 2]
+
+MODEL is a folder, or the name of a shape (0.1b, 0.5b), which is made of random weights. On the CPU in float32, as
+`mpu unlearn` (NPO, AdamW, three steps) and `mpu eval` (two batches) compute; torch's profiler attributes each
+operation's own time. The last row compares with matrix products alone, at this machine's rate for large ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
+from mpu_cli.experiment.cost import measure_machine
+from tests.benchmarks.growth import score_batch, train_steps
+from tests.benchmarks.shapes import SHAPES, make
+
+KINDS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addbmm", "mkldnn"),
+    "attention": ("scaled_dot_product", "_flash_attention"),
+    "optimiser and clipping": ("_fused_adam", "_foreach", "linalg_vector_norm"),
+    "softmax and losses": ("softmax", "logsumexp", "gather", "scatter", "exp", "cross_entropy", "nll"),
+    "copies and fills": ("copy_", "fill_", "zero_", "cat", "contiguous", "index_select", "_to_copy"),
+    "elementwise": ("mul", "add", "silu", "pow", "mean", "rsqrt", "sub", "neg", "sum", "sigmoid", "div", "square"),
+}
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, signs in KINDS.items() if any(sign in name for sign in signs)), "the rest")
+
+
+def shares(work: object) -> tuple[dict[str, float], float]:
+    """Seconds of each kind of operation in ``work``, and operations of its matrix products."""
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as seen:
+        work()
+    of_kind: defaultdict[str, float] = defaultdict(float)
+    operations = 0.0
+    for event in seen.key_averages():
+        of_kind[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+        operations += event.flops if kind_of(event.key) == "matrix products" else 0
+    return dict(of_kind), operations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    rate = measure_machine().operations
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(given.model)
+        if given.model in SHAPES:
+            folder = Path(scratch) / given.model
+            make(given.model, folder)
+        kinds = {"training": train_steps, "scoring": score_batch}
+        found = {}
+        for name, work in kinds.items():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            found[name] = shares(lambda work=work, model=model: work(model, given.length, given.batch))
+    print(f"| | {' | '.join(f'{name}, share' for name in found)} |\n|---|---|---|")
+    for kind in [*KINDS, "the rest"]:
+        cells = [f"{seconds.get(kind, 0) / sum(seconds.values()):.0%}" for seconds, _ in found.values()]
+        print(f"| {kind} | {' | '.join(cells)} |")
+    whole = [sum(seconds.values()) for seconds, _ in found.values()]
+    ideal = [operations / rate for _, operations in found.values()]
+    print(f"| seconds in all | {' | '.join(f'{seconds:.2f}' for seconds in whole)} |")
+    times = [a / b for a, b in zip(whole, ideal, strict=True)]
+    cells = " | ".join(f"{each:.2f}" for each in times)
+    print(f"| times what its matrix products take at {rate / 1e9:.0f} GFLOP/s | {cells} |")
+
+
+if __name__ == "__main__":
+    main()
