@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,26 @@ def test_loading_says_which_folder_was_meant(tmp_path: Path) -> None:
     (base / "tokenizer.json").write_text("{}")
     with pytest.raises(Exception, match=str(base)):
         load(base, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "qwen3_5_text"])
+def test_state_space_models_fetch_no_kernels(tmp_path: Path, family: str) -> None:
+    """transformers would get and run them from the Hub if the package is there: a stand-in says if it is asked."""
+    base = save(random_model(family), tmp_path / "base")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/kernels.py").write_text("raise SystemExit('a kernel was asked for')\n")
+    code = (
+        "import mpu_cli, torch\nfrom mpu_cli.models.loading import load\nfrom mpu_cli.models.source import open_model\n"
+        f"model, _ = load(open_model({str(base)!r}), torch.float32, 'cpu')\n"
+        "model.train()(torch.arange(3, 9)[None]).logits.sum().backward()\nprint('trained')\n"
+    )
+    root = Path(__file__).parent.parent
+    path = f"{tmp_path / 'path'}:{root}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("trained\n"), done.stderr

@@ -68,7 +68,8 @@ def plan(
     from mpu_cli.experiment.memory import Work, largest_work, peak_memory, rows_at_once, way_to_fit
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
-    from mpu_cli.server.families import published_as_they_are
+    from mpu_cli.options.publishing import Disguise
+    from mpu_cli.server.families import in_place, published_as_they_are
     from mpu_cli.server.scheme import scheme_of
 
     unlearning = Unlearning(algo=algo, training=training, lora=lora)
@@ -113,6 +114,8 @@ def plan(
     lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
     if bare := published_as_they_are(layout, opened.checkpoint.tensors):
         lines.append(f"bare\t{bare}")
+    if left := in_place(layout, opened.checkpoint.tensors, Disguise().symmetries):
+        lines.append(f"in place\t{left}")
     lines += _of_noise(scheme, shared)
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {

@@ -175,7 +175,7 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
     """What was published, on standard error; ``drawn``: the factors are secret, ``seeded``: the secrets are not."""
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.server.calibration import statement
-    from mpu_cli.server.families import published_as_they_are, unmoved
+    from mpu_cli.server.families import in_place, published_as_they_are
 
     publication = plan.publication
     scheme, calibration = publication.scheme, publication.calibration
@@ -193,9 +193,9 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
     whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, plan.whole.source)
     if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
         warn(bare)
-    left = unmoved(whole, publication.symmetries)
+    left = in_place(whole, plan.whole.checkpoint.tensors, publication.symmetries)
     if left and publication.symmetries != "none":
-        note(f"in the base's coordinates, as no symmetry of this set moves them: {few(left)}")
+        note(left)
     if calibration:
         note(statement(calibration))
 

@@ -66,11 +66,22 @@ def unmoved(layout: Layout, symmetries: str) -> list[str]:
     return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
 
 
+def in_place(layout: Layout, tensors: Mapping[str, TensorInfo], symmetries: str) -> str | None:
+    """One line about the weights that no symmetry of the set moves, and their share. None if there are none."""
+    names = unmoved(layout, symmetries)
+    if not names:
+        return None
+    share = sum(tensors[name].elements for name in names) / sum(info.elements for info in tensors.values())
+    less = "less than 0.01%" if share < 1e-4 else f"{share:.2%}"
+    return f"no symmetry of the set {symmetries} moves {less} of the weights: {listed(names)}"
+
+
 def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> str | None:
     """One line about the weights that copies hold bit for bit, without noise and coordinates: parts that the client
     does not train, such as a vision tower. None if there are none."""
     stays = layout.family.stays
-    bare = [tensor.name for tensor in layout.tensors.values() if stays and tensor.name.startswith(stays)]
+    around = [tensor for tensor in layout.tensors.values() if stays and tensor.name.startswith(stays)]
+    bare = [tensor.name for tensor in around if not any(tensor.axes)]
     count = sum(tensors[name].elements for name in bare)
     if not count:
         return None
