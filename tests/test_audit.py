@@ -31,7 +31,9 @@ from tests.models import CONFIGS, SHARED, needs_shared, random_model, save
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2", "granite"]
 OTHERS = [
     "qwen3", "gemma3_text", "olmo2", "exaone4", "phi3-partial", "gpt_neox", "cohere2", "codegen", "falcon", "bloom",
-    "mixtral",    "qwen3_moe", "qwen3_5_text", "llama4_text", "glm4_moe-normed", "granitemoeshared", "gpt_oss",
+    "mixtral", "qwen3_moe", "qwen3_5_text", "llama4_text", "glm4_moe-normed", "granitemoeshared", "gpt_oss",
+    "gemma4_text", "gemma4_text-channels", "deepseek_v3", "deepseek_v2-lite", "qwen3_next", "granitemoehybrid",
+    "jamba", "opt-350m", "laguna", "bitnet", "mistral3",
 ]  # fmt: skip
 
 
@@ -53,10 +55,14 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
     true = keys.publication.transform(1, layout)
     held = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
     residual = residual_map(layout, *held, symmetries)
+    outer = model_maps(layout, *held, symmetries, residual)
     if symmetries != "paper":
         assert_same(residual, true._shared["model"])
+        assert all(axis not in true._shared or axis in outer for axis in ("channel", "|channel|"))
+        for axis in outer.keys() & true._shared.keys():
+            assert_same(outer[axis], true._shared[axis])
     for tensors in (ts for ts in layout.blocks.values() if ts[0].layer is not None and not ts[0].constant):
-        aligned = undo(layout, tensors, held[0], model_maps(residual))
+        aligned = undo(layout, tensors, held[0], outer)
         found = layer_maps(layout, tensors, aligned, held[1], symmetries)
         planted = true._layer_maps(tensors[0].layer)
         there = {axis for tensor in tensors for group in tensor.axes for axis in group}

@@ -17,12 +17,16 @@ from scipy.optimize import linear_sum_assignment
 
 from mpu_cli.architectures.family import (
     ATTENTION,
+    LATENTS,
     OF_HEAD,
     OF_KEYS,
     OF_MIXED,
     OF_QUERIES,
+    ORDERED,
     ExpertPermutation,
+    GroupedHeads,
     HeadPermutation,
+    LatentHeads,
     Permutation,
     QuarterTurns,
     Rotation,
@@ -30,7 +34,7 @@ from mpu_cli.architectures.family import (
 )
 from mpu_cli.architectures.layout import EMBEDDING, Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import AxisMap, coordinates
-from mpu_cli.symmetry.sampling import Maps, plane_matrices, planes_of, whole_heads
+from mpu_cli.symmetry.sampling import Maps, plane_matrices, planes_of, side_by_side, whole_heads
 from mpu_cli.symmetry.transform import as_matrix, name_in_copy, tensor_map
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
@@ -148,9 +152,23 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     return AxisMap(match_rows(*((x - x.mean(1, keepdim=True)).T for x in rows)))
 
 
-def model_maps(residual: AxisMap) -> dict[str, AxisMap]:
-    """The map of the model dimension for each of its axes: weights of norms keep their signs."""
-    return {"model": residual, "|model|": AxisMap(residual.order)}
+def model_maps(
+    layout: Layout, copy: Tensors, target: Tensors, symmetries: str, residual: AxisMap
+) -> dict[str, AxisMap]:
+    """The maps of the axes that all layers share: the model dimension, of which weights of norms keep their signs, and
+    the channels of embeddings that layers read."""
+    maps = {"model": residual, "|model|": AxisMap(residual.order)}
+    channels = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation) and s.name == "channels"]
+    if not channels:
+        return maps
+    [projection] = [
+        t for t in layout.parameters if t.layer is None and t.axes[1:] == (("model",),) and "channel" in t.axes[0]
+    ]
+    aligned = undo(layout, [projection], copy, maps)
+    places = places_of(layout, [projection], "channel")
+    ours, theirs = (features(held, places) for held in (aligned, target))
+    found = match_signed(ours, theirs) if channels[0].signed else AxisMap(match_rows(ours, theirs))
+    return maps | {"channel": found, "|channel|": AxisMap(found.order)}
 
 
 def layer_maps(
@@ -175,8 +193,9 @@ def layer_maps(
 
     maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
     for permutation in chosen:
-        if isinstance(permutation, Permutation) and not permutation.per_expert:
+        if isinstance(permutation, Permutation) and permutation.name.endswith("ffn") and not permutation.per_expert:
             maps |= _neurons(permutation, both)
+    maps |= _inner(layout, tensors, copy, target, chosen)
     maps |= _experts(chosen, sizes.get("experts", 0), both)
     if present := [axis for axis in ATTENTION if any(axis in group for tensor in tensors for group in tensor.axes)]:
         maps |= _heads(sizes, present, chosen, both)
@@ -195,6 +214,89 @@ def _neurons(permutation: Permutation, both: Callable[..., Pair], **where: Any) 
     else:
         found = AxisMap(match_rows(*both(*permutation.axes, **where)))
     return {axis: found if axis in signed else AxisMap(found.order) for axis in permutation.axes}
+
+
+KNOWN = {"model", "|model|", "one", "taps"}  # axes that are aligned before those inside a layer
+
+
+def _inner(
+    layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, chosen: Sequence[Symmetry]
+) -> dict[str, AxisMap]:
+    """The maps of axes inside state spaces and latent attention, one after the other: each is matched by the tensors
+    whose other axes are aligned by then."""
+    maps: dict[str, AxisMap] = {}
+    in_place = {*LATENTS} - {symmetry.name for symmetry in chosen}
+
+    def both(*axes: str) -> Pair:
+        known = KNOWN | in_place | maps.keys()
+        own = [t for t in tensors if all(axis in group or {*group} <= known for group in t.axes for axis in axes[:1])]
+        places = [place for axis in axes for place in places_of(layout, own, axis)]
+        return features(undo(layout, tensors, copy, maps), places), features(target, places)
+
+    for symmetry in chosen:
+        if isinstance(symmetry, GroupedHeads):
+            for axis in (symmetry.per_head, symmetry.inner, symmetry.of_group):
+                maps[axis] = AxisMap(match_rows(*both(axis)))
+            if symmetry.common:
+                inside = maps[symmetry.inner].order.view(len(maps[symmetry.per_head]), -1)
+                maps[symmetry.common] = AxisMap((inside % inside.shape[1]).mode(0).values)
+        elif isinstance(symmetry, Permutation) and symmetry.name in (*LATENTS, *ORDERED):
+            signed, axis = symmetry.signed, symmetry.axes[0]
+            found = match_signed(*both(axis)) if signed else AxisMap(match_rows(*both(axis)))
+            maps |= {each: found if each in signed else AxisMap(found.order) for each in symmetry.axes}
+    for symmetry in chosen:
+        if isinstance(symmetry, LatentHeads):
+            maps |= _latent_heads(layout.sizes_of(tensors[0].layer), symmetry, both)
+    return maps
+
+
+def _latent_heads(sizes: Mapping[str, int], symmetry: LatentHeads, both: Callable[..., Pair]) -> dict[str, AxisMap]:
+    """The maps of the heads of latent attention, whose latents are aligned: which head is which, and the turns of its
+    coordinates without RoPE, of its values and, the same for all, of those with RoPE."""
+    heads, free = sizes["heads"], sizes["mla-free"]
+    ours: dict[str, torch.Tensor] = {}
+    theirs: dict[str, torch.Tensor] = {}
+    for axis in ("mla-query", "mla-key-value", "mla-mixed"):
+        for held, found in zip((ours, theirs), both(axis), strict=True):
+            held[axis] = found.view(heads, -1, found.shape[1])
+    shared = both("mla-key")
+
+    def parts(held: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        query, keys = held["mla-query"], held["mla-key-value"]
+        return {
+            "free": [query[:, :free], keys[:, :free]], "values": [keys[:, free:], held["mla-mixed"]],
+            "turned": [query[:, free:]],
+        }  # fmt: skip
+
+    copy, target = parts(ours), parts(theirs)
+    order = torch.arange(heads)
+    if symmetry.order:
+        pairs = [(a, b) for name in ("free", "values") for a, b in zip(copy[name], target[name], strict=True)]
+        order = match(sum((_overlap(a, b) for a, b in pairs), torch.zeros(heads, heads)))
+
+    def product(name: str) -> torch.Tensor:
+        """X Yᵀ of each head of the target with the copy's head that is its."""
+        summed = torch.zeros(())
+        for mine, other in zip(copy[name], target[name], strict=True):
+            moved = torch.empty_like(mine)
+            moved[order] = mine
+            summed = summed + torch.einsum("hif,hjf->hij", moved, other)
+        return summed
+
+    solve = signed_permutation if symmetry.turns else procrustes
+    matrices = {name: torch.stack([solve(each) for each in product(name)]) for name in ("free", "values")}
+    angles = plane_angles(product("turned").sum(0) + shared[0] @ shared[1].T, symmetry.planes)
+    if symmetry.turns:
+        angles = (angles / (torch.pi / 2)).round() * (torch.pi / 2)
+    turned = plane_matrices(angles[None], symmetry.planes)
+    turned = turned.round() if symmetry.turns else turned
+    whole = {
+        "mla-query": side_by_side(matrices["free"], turned.expand(heads, -1, -1)),
+        "mla-key-value": side_by_side(matrices["free"], matrices["values"]),
+        "mla-mixed": matrices["values"],
+    }
+    maps = {axis: AxisMap(whole_heads(order, each.shape[-1]), each) for axis, each in whole.items()}
+    return maps | {"mla-key": AxisMap(torch.arange(turned.shape[-1]), turned)}
 
 
 def _experts(

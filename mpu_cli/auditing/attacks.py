@@ -38,6 +38,7 @@ from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.scheme import Extrapolated, Scheme
 from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.sampling import Maps
 
 FAST = 3  # layers that --fast examines: the first, the middle, the last
 
@@ -133,7 +134,7 @@ class _Attacker:
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
         self.unmoved: dict[str, float] = {}
-        self._residual: dict[tuple[int, int, str], AxisMap] = {}
+        self._known: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
         self._gram = torch.zeros(
             len(copies), len(copies), dtype=torch.float64
@@ -157,31 +158,33 @@ class _Attacker:
                 raise MpuError(f"{model.source}: {name!r} contains NaN or Inf, so it cannot be audited")
         return held
 
-    def _order(self, model: Model, target: Model, symmetries: str | None = None) -> AxisMap:
-        """The map of the model dimension from ``target`` to ``model``."""
+    def _outer(self, model: Model, target: Model, symmetries: str | None = None) -> dict[str, AxisMap]:
+        """The maps from ``target`` to ``model`` of the axes that all layers share."""
         symmetries = symmetries or self._symmetries
         pair = (id(model), id(target), symmetries)
-        if pair not in self._residual:
+        if pair not in self._known:
             outside = [t for t in self._layout.parameters if t.layer is None]
             ours, theirs = self._tensors(model, outside), self._tensors(target, outside)
-            self._residual[pair] = residual_map(self._layout, ours, theirs, symmetries)
-        return self._residual[pair]
+            residual = residual_map(self._layout, ours, theirs, symmetries)
+            self._known[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
+        return self._known[pair]
 
     def _aligned(
-        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], residual: AxisMap,
+        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], outer: Maps,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """A block's ``copy`` in the coordinates of ``towards``; ``residual`` is the map of the model dimension."""
-        [aligned] = self._all_aligned(tensors, [copy], residual, towards, symmetries)
+        """A block's ``copy`` in the coordinates of ``towards``; ``outer`` are the maps of the axes that all layers
+        share."""
+        [aligned] = self._all_aligned(tensors, [copy], outer, towards, symmetries)
         return aligned
 
     def _all_aligned(
-        self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], residual: AxisMap,
+        self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], outer: Maps,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
         """``_aligned`` of several, all with the maps that align the first."""
         symmetries = symmetries or self._symmetries
-        undone = [undo(self._layout, tensors, copy, model_maps(residual)) for copy in copies]
+        undone = [undo(self._layout, tensors, copy, outer) for copy in copies]
         if tensors[0].layer is None:
             return undone
         maps = layer_maps(self._layout, tensors, undone[0], towards, symmetries)
@@ -200,7 +203,7 @@ class _Attacker:
             started = time.perf_counter()
             first = self._copies[0]
             lined = [copies[0]] + [
-                self._aligned(tensors, copy, self._order(model, first), copies[0])
+                self._aligned(tensors, copy, self._outer(model, first), copies[0])
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
             together = self._mean(lined, self._weights_of_copies)
@@ -216,7 +219,7 @@ class _Attacker:
             reference = self._reference
             started = time.perf_counter()
             lined = [
-                self._aligned(tensors, copy, self._order(model, reference), public)
+                self._aligned(tensors, copy, self._outer(model, reference), public)
                 for model, copy in zip(self._copies, copies, strict=True)
             ]
             seconds = time.perf_counter() - started
@@ -224,7 +227,7 @@ class _Attacker:
             if together is not None:
                 started = time.perf_counter()
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
-                before = self._aligned(tensors, together, self._order(first, reference), public)
+                before = self._aligned(tensors, together, self._outer(first, reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
                 seconds += mutual + time.perf_counter() - started
@@ -267,23 +270,29 @@ class _Attacker:
         recovered = self.attacks[attack.name]
         recovered.seconds += seconds
         first = self._copies[0]
-        residual = self._order(first, self._base, "every")
+        outer = self._outer(first, self._base, "every")
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
         if self._reference is not None and whose is self._reference:
             public = self._tensors(whose, tensors)
             for method, made in estimates(estimate, public, truth).items():
                 recovered.task.setdefault(method, {})[block] = _distance(made, truth)
             # Whether the attack got the order of the model dimension right does not affect what the model computes.
-            residual = after_undoing(self._order(first, whose), residual)
-        aligned, beside = self._all_aligned(tensors, [estimate, public], residual, truth, "every")
+            undone = self._outer(first, whose)
+            outer = {
+                axis: after_undoing(undone.get(axis, AxisMap(torch.arange(len(other)))), other)
+                for axis, other in outer.items()
+            }
+        aligned, beside = self._all_aligned(tensors, [estimate, public], outer, truth, "every")
         for method, made in estimates(aligned, beside, truth).items():
             # In the reference's coordinates, leaving it where it is may be nearer than the alignment found.
             unmoved = recovered.task.get(method, {}).get(block, math.inf)
             recovered.function.setdefault(method, {})[block] = min(_distance(made, truth), unmoved)
 
 
-def after_undoing(one: AxisMap, other: AxisMap) -> AxisMap:
-    """one⁻¹ ∘ other, for maps without rotations."""
+def after_undoing(one: AxisMap | None, other: AxisMap) -> AxisMap:
+    """one⁻¹ ∘ other, for maps without rotations; None is the identity."""
+    if one is None:
+        return other
     order = torch.empty_like(other.order)
     order[one.order] = other.order
     signs = torch.ones(len(order))

@@ -153,8 +153,8 @@ class _Sampler:
                 drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
         turned_alike = drawn["turned"].expand(heads, -1, -1)
         matrices = {
-            "mla-query": _side_by_side(drawn["free"], turned_alike),
-            "mla-key-value": _side_by_side(drawn["free"], drawn["values"]),
+            "mla-query": side_by_side(drawn["free"], turned_alike),
+            "mla-key-value": side_by_side(drawn["free"], drawn["values"]),
             "mla-mixed": drawn["values"],
             "mla-key": drawn["turned"],
         }
@@ -211,7 +211,7 @@ def _as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
     return AxisMap(inside[moved], signs=signs)
 
 
-def _side_by_side(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+def side_by_side(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
     """Block-diagonal matrices of ``one``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
     a, b = one.shape[-1], two.shape[-1]
     matrices = torch.zeros(len(one), a + b, a + b, dtype=torch.float64)
