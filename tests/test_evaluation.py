@@ -29,7 +29,7 @@ from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
-from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, needs_shared, random_model, save
+from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, load, needs_shared, random_model, save
 from tests.stopping import stopped
 
 TOFU = SHARED / "data" / "tofu"
@@ -884,3 +884,24 @@ def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> 
                 scores.append(float(loaded(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]))
         right += int(np.argmax(scores) == 0)
     assert told["lm_eval/own/acc"] == pytest.approx(right / len(rows))
+
+
+SCORED = ("gemma4", "mistral3", "deepseek_v3", "lfm2", "gemma4_text-channels", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in SCORED else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILY_CONFIGS],
+)
+def test_losses_are_those_of_one_record_at_a_time(tmp_path: Path, family: str) -> None:
+    """Whatever attends along paths, convolves or keeps a state: records in a pack do not see each other."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(8, 90, (n,), generator=draw).tolist() for n in (9, 14, 14, 11, 20, 30)]
+    rows.append([*rows[1][:7], *rows[4][:6]])  # begins as another does
+    model, _ = load(save(random_model(family), tmp_path / "base"), torch.float32, "cpu")
+    found = Scorer(model.eval()).score([Item(tuple(row), 4, tuple(row[:4]), "") for row in rows], batch_size=4)
+    for row, scores in zip(rows, found, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row])).logits[0].float()
+        expected = torch.nn.functional.cross_entropy(logits[3:-1], torch.tensor(row[4:]))
+        assert scores.loss == pytest.approx(float(expected), rel=1e-4)

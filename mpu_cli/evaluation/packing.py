@@ -167,13 +167,14 @@ def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
     """Passes inside it use the attention that their thread sets with ``attending_by``."""
-    own = model.config._attn_implementation
+    text = model.get_decoder()  # what surrounds a language model may allow less
+    own = text.config._attn_implementation
     AttentionInterface.register(NAME, lambda *args, **kwargs: _attention.get()(*args, **kwargs))
-    model.set_attn_implementation(NAME)
+    text.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        text.set_attn_implementation(own)
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def attending_by(attention: TreeAttention) -> Iterator[None]:
 def takes_paths(model: PreTrainedModel) -> bool:
     """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table, takes
     positions, and no indexer reads its mask to choose keys."""
-    positions = "position_ids" in inspect.signature(model.forward).parameters
-    indexed = getattr(model.config, "index_topk", None) is not None
-    replaceable = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    positions, text = "position_ids" in inspect.signature(model.forward).parameters, model.get_decoder()
+    indexed = getattr(text.config, "index_topk", None) is not None
+    replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
     return positions and not indexed and replaceable
