@@ -214,6 +214,9 @@ FAMILY_CONFIGS = {
     "llava": {"model_type": "llava", "text_config": {"model_type": "qwen2", **_SMALL}, "vision_config": {
         "model_type": "siglip_vision_model", **_TOWER}, "vision_feature_select_strategy": "full",
         "tie_word_embeddings": False, **_IMAGES},
+    "smolvlm": {"model_type": "smolvlm", "text_config": {
+        "model_type": "llama", **_SMALL, "attention_bias": True, "mlp_bias": True}, "vision_config": _TOWER,
+        "image_token_id": 5},
     "muse_glimmer": {"model_type": "muse_glimmer", "text_config": {**_SMALL, **_LINES, "head_dim": 8},
         "vision_config": {**_TOWER, "patch_temporal": 1, "pos_emb_height": 4, "pos_emb_width": 4},
         "out_hidden_size": 64, "projector_hidden_size": 12, "image_token_id": 5, "video_token_id": 6},

@@ -226,6 +226,7 @@ IMAGES = {
     "mistral3": ([5] * 4, {"pixel_values": PICTURE.repeat(1, 1, 2, 2), "image_sizes": torch.tensor([[56, 56]])}),
     "llava": ([5] * 4, {"pixel_values": PICTURE}),
     "llama4": ([5], {"pixel_values": PICTURE}),
+    "smolvlm": ([5], {"pixel_values": PICTURE[None]}),
     "muse_glimmer": ([5], {"pixel_values": PICTURE.view(4, -1), "image_grid_thw": torch.tensor([[1, 2, 2]])}),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),

@@ -153,7 +153,10 @@ def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     filled = _filled(family, config)
     sizes = _sizes(family, filled, where)
     of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
-    expected = _expected(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+    try:
+        expected = _expected(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+    except KeyError as error:
+        raise MpuError(f"{where}: does not say how large {error} is") from error
     if filled["tie_word_embeddings"]:
         expected = {name: tensor for name, tensor in expected.items() if name not in family.heads}
     shapes = {name: _shape(tensor, sizes, of_layers) for name, tensor in expected.items()}

@@ -233,9 +233,24 @@ MUSE_WRAPPER = Wrapper(
     sizes={"projected": "projector_hidden_size"},
 )
 
+
+def shuffled(config: Config, _: int) -> int:
+    """The width of a square of patches, ``scale_factor`` to a side, that are shuffled into one."""
+    return config["vision_config"]["hidden_size"] * config.get("scale_factor", 2) ** 2
+
+
+SMOLVLM = Wrapper(
+    "smolvlm",
+    {"llama": LLAMA},
+    inner="model.text_model.",
+    writes=written("model.connector.modality_projection.proj", "patches"),
+    stays=("model.vision_model.",),
+    sizes={"patches": shuffled},
+)
+
 _ALL = (
     GEMMA3_WRAPPER, GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MISTRAL3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
-    QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER, LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA,
+    QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER, LLAMA4_WRAPPER, MUSE_WRAPPER, LLAVA, SMOLVLM,
 )  # fmt: skip
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
 

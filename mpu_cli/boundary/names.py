@@ -65,7 +65,7 @@ CONFIG = _names(
     rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_dim rotary_emb_base rotary_pct
     route_scale routed_scaling_factor router_aux_loss_coef router_jitter_noise router_scaling_factor
     scale_attention_softmax_in_fp32 scale_attn_by_inverse_layer_idx scale_attn_weights scale_depth scale_emb
-    scale_embedding sep_token_id shared_expert_combination_strategy shared_expert_intermediate_size
+    scale_embedding scale_factor sep_token_id shared_expert_combination_strategy shared_expert_intermediate_size
     shared_intermediate_size sliding_window sliding_window_pattern slow_but_exact softmax_scale
     spatial_merge_size ssm_in_multiplier ssm_multipliers ssm_out_multiplier ssm_state_size standardize
     subsampling_conv_channels summary_activation summary_first_dropout summary_proj_to_labels summary_type

@@ -155,7 +155,7 @@ NAMES = {
     "ernie4_5_moe": "ERNIE 4.5, mixture", "hunyuan_v1_dense": "Hunyuan", "hunyuan_v1_moe": "Hunyuan, mixture",
     "apertus": "Apertus", "minimax_m2": "MiniMax M2", "phimoe": "Phi 3.5, mixture", "dots1": "dots.llm1",
     "afmoe": "Trinity (AFMoE)", "granite_swa": "Granite, windows", "granitemoe_swa": "Granite, windows, mixture",
-    "jais2": "Jais 2",
+    "jais2": "Jais 2", "smolvlm": "SmolVLM",
     "lfm2": "LFM2", "lfm2_moe": "LFM2, mixture", "lfm3": "LFM3", "granitemoehybrid": "Granite 4",
     "qwen3_next": "Qwen 3 Next", "nemotron_h": "Nemotron-H, Nemotron 3", "falcon_h1": "Falcon H1",
     "gemma3n_text": "Gemma 3n", "bamba": "Bamba", "jamba": "Jamba",
