@@ -21,7 +21,20 @@ from safetensors.torch import load_file
 from tests.benchmarks.shapes import make
 from tests.federation import BUNDLE, network, wait_for
 
-TRAINING = ["--algo", "npo", "--lr", "1e-4", "--epochs", "1", "--batch-size", "8", "--optim", "adamw-blockwise", "--device", "cpu"]
+TRAINING = [
+    "--algo",
+    "npo",
+    "--lr",
+    "1e-4",
+    "--epochs",
+    "1",
+    "--batch-size",
+    "8",
+    "--optim",
+    "adamw-blockwise",
+    "--device",
+    "cpu",
+]
 
 
 def mpu(*arguments: object) -> list[str]:
