@@ -298,7 +298,7 @@ GRANITEMOEHYBRID = replace(
         "tie_word_embeddings": False, "attention_bias": False, "num_local_experts": 8, "shared_intermediate_size": 1024,
         **_MAMBA_DEFAULTS,
     },
-    note="inside Mamba layers only the residual stream moves",
+    note="inside Mamba layers, order only",
 )  # fmt: skip
 
 
@@ -326,7 +326,7 @@ BAMBA = replace(
         "partial_rotary_factor": 0.5, **_MAMBA_DEFAULTS,
     },
     unless={},
-    note="inside Mamba layers only the residual stream moves",
+    note="inside Mamba layers, order only",
 )  # fmt: skip
 
 has_attention = every("attn_layer_period", "attn_layer_offset")
@@ -393,7 +393,7 @@ FALCON_H1 = replace(
         "projectors_bias": False, "mamba_rms_norm": False, "mamba_d_ssm": 1024, **_MAMBA_DEFAULTS,
     },
     unless=LLAMA.unless,
-    note="inside Mamba parts only the residual stream moves",
+    note="inside Mamba, order only",
 )  # fmt: skip
 
 _NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -478,7 +478,7 @@ NEMOTRON_H = replace(
         "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
     },
     unless={},
-    note="inside Mamba layers only the residual stream moves",
+    note="inside Mamba layers, order only",
 )  # fmt: skip
 
 ALL = (

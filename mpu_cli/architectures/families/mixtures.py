@@ -391,21 +391,21 @@ SOLAR_OPEN = replace(
     unless={"partial_rotary_factor": 1.0},
 )  # fmt: skip
 
-_sparse_unless_listed = sparse_by_type(lambda *_: True)
+is_listed_or_sparse = sparse_by_type(lambda *_: True)
 
 MELLUM = replace(
     QWEN3_MOE,
     model_types=("mellum",),
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(_sparse_unless_listed)),
-        replace(ROUTER, when=_sparse_unless_listed), *experts(_sparse_unless_listed),
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_sparse)),
+        replace(ROUTER, when=is_listed_or_sparse), *experts(is_listed_or_sparse),
     ),
-    experts=_sparse_unless_listed,
+    experts=is_listed_or_sparse,
     dead=("mtp.*",),
     defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 128},
 )  # fmt: skip
 
-_has_experts = sparse_by_type(after_dense)
+is_listed_or_after_dense = sparse_by_type(after_dense)
 
 EXAONE_MOE = replace(
     EXAONE4,
@@ -415,25 +415,25 @@ EXAONE_MOE = replace(
         "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negated(_has_experts)),
-        replace(ROUTER, when=_has_experts),
-        Tensor("mlp.e_score_correction_bias", ("expert",), _has_experts, "split", trained=False),
-        Tensor("mlp.gate.e_score_correction_bias", ("expert",), _has_experts, "fused", trained=False),
-        *experts(_has_experts),
-        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=_has_experts),
+        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_after_dense)),
+        replace(ROUTER, when=is_listed_or_after_dense),
+        Tensor("mlp.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "split", trained=False),
+        Tensor("mlp.gate.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "fused", trained=False),
+        *experts(is_listed_or_after_dense),
+        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=is_listed_or_after_dense),
     ),
     rotary=where_rope(layer_type_is("sliding_attention")),
-    experts=_has_experts,
+    experts=is_listed_or_after_dense,
     groups="n_group",
     stacks=(*stacks(), Stack("mlp.gate.e_score_correction_bias", ("mlp.e_score_correction_bias",))),
     dead=("mtp.*",),
     defaults={**EXAONE4.defaults, "num_shared_experts": 1, "first_k_dense_replace": 1},
 )  # fmt: skip
 
-_after_first = sparse_by_type(lambda _, layer: layer > 0)
+is_listed_or_after_first = sparse_by_type(lambda _, layer: layer > 0)
 
 _HY_PARTS = renamed_parts(
-    _after_first,
+    is_listed_or_after_first,
     {
         "mlp.router.gate.": "mlp.gate.", "mlp.expert_bias": "mlp.e_score_correction_bias",
         "mlp.shared_mlp.": "mlp.shared_experts.",
@@ -450,10 +450,10 @@ HY_V3 = replace(
         "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(_after_first)), *_HY_PARTS,
-        *experts(_after_first),
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_after_first)), *_HY_PARTS,
+        *experts(is_listed_or_after_first),
     ),
-    experts=_after_first,
+    experts=is_listed_or_after_first,
     stacks=(*stacks(), *renamed_stacks(_HY_PARTS)),
     dead=("model.layers.80.*",),
     defaults={
@@ -478,7 +478,7 @@ def gates_elements(config: Config, _: int) -> bool:
 
 
 _LAGUNA_PARTS = renamed_parts(
-    _after_first,
+    is_listed_or_after_first,
     {
         "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
         "mlp.shared_expert.": "mlp.shared_experts.",
@@ -497,11 +497,11 @@ LAGUNA = replace(
         *INPUT_NORMS, *attention(), *SHARED_NORM,
         *linear("self_attn.g_proj", "head", "model", when=negated(gates_elements)),
         *linear("self_attn.g_proj", "|mixed|", "model", when=gates_elements),
-        *gated_ffn(when=negated(_after_first)), replace(ROUTER, when=_after_first), *_LAGUNA_PARTS,
-        *experts(_after_first),
+        *gated_ffn(when=negated(is_listed_or_after_first)), replace(ROUTER, when=is_listed_or_after_first), *_LAGUNA_PARTS,
+        *experts(is_listed_or_after_first),
     ),
     rotary=rotary_of_layer_type,
-    experts=_after_first,
+    experts=is_listed_or_after_first,
     stacks=(*stacks(), *renamed_stacks(_LAGUNA_PARTS)),
     defaults={
         "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
@@ -520,7 +520,7 @@ def ropes_or_dense(config: Config, layer: int) -> bool:
         sliding = (layer + 1) % prefix != 0
     else:
         sliding = (layer - first + 1) % int(config["sliding_window_pattern"]) != 0
-    return sliding or (prefix == 1 and not _has_experts(config, layer))
+    return sliding or (prefix == 1 and not is_listed_or_after_dense(config, layer))
 
 
 COHERE2_MOE = replace(
@@ -532,12 +532,12 @@ COHERE2_MOE = replace(
         "shared_ffn": lambda config, _: config["intermediate_size"] * int(config["num_shared_experts"]) or None,
     },
     layer_tensors=(
-        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negated(_has_experts)),
-        replace(ROUTER, when=_has_experts), *experts(_has_experts),
-        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=both(_has_experts, "num_shared_experts")),
+        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negated(is_listed_or_after_dense)),
+        replace(ROUTER, when=is_listed_or_after_dense), *experts(is_listed_or_after_dense),
+        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=both(is_listed_or_after_dense, "num_shared_experts")),
     ),
     rotary=where_rope(ropes_or_dense),
-    experts=_has_experts,
+    experts=is_listed_or_after_dense,
     stacks=stacks(),
     defaults={
         "tie_word_embeddings": True, "attention_bias": False, "head_dim": 128, "num_shared_experts": 0,
