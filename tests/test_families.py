@@ -431,6 +431,18 @@ class TestCheckFamily:
         assert "'llava' around 'opt'" in mpu("check-family", around, check=False).err
 
 
+def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_path: Path) -> None:
+    """As in Qwen 3 VL's mixtures on the Hub: to write them by their shape would reshape them."""
+    base = make("qwen3_vl_moe", tmp_path / "base")
+    held = load_file(base / "model.safetensors")
+    stacks = {name: held[name].transpose(1, 2).contiguous() for name in held if ".experts." in name}
+    save_file(held | stacks, base / "model.safetensors", {"format": "pt"})
+    refused = mpu("publish", base, check=False, cwd=tmp_path)
+    assert refused.status == 1
+    assert "has shape" in refused.err
+    assert "save it again" in refused.err
+
+
 def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None:
     """A prediction head that the model does not use would travel as it is."""
     base = make("glm4_moe", tmp_path / "base")

@@ -197,8 +197,10 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     for name, layout in expected.items():
         shape = _shape(layout, sizes, of_layers)
         if tensors[name].shape != shape:
+            swapped = sorted(tensors[name].shape) == sorted(shape)
             raise MpuError(
-                f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}"
+                f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}",
+                "load the model with transformers and save it again, which arranges its tensors" if swapped else None,
             )
         if tensors[name].dtype not in FLOATS:
             raise MpuError(

@@ -213,7 +213,12 @@ QWEN3_VL = replace(
         ),
     ),
 )
-QWEN3_VL_MOE = replace(QWEN3_VL, model_type="qwen3_vl_moe", texts={"qwen3_vl_moe_text": QWEN3_MOE})
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    model_type="qwen3_vl_moe",
+    texts={"qwen3_vl_moe_text": QWEN3_MOE},
+    note=f"{QWEN3_VL.note}; as transformers saves it, not with the Hub's transposed stacks",
+)
 LLAMA4_WRAPPER = Wrapper(
     "llama4",
     {"llama4_text": LLAMA4},
