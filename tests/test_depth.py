@@ -28,7 +28,7 @@ TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_s
 # What a layer of theirs computes follows from its number, or from a config of a form of its own.
 REFUSED = {
     "gemma4", "gemma4_text-channels", "gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed", "ernie4_5_moe-biases",
-    "nemotron_h", "nemotron_h-latent", "gemma3n_text", "deepseek_v2", "deepseek_v3", "minicpm3",
+    "nemotron_h", "nemotron_h-latent", "gemma3n_text", "deepseek_v2", "deepseek_v3", "mistral3-mistral4", "minicpm3",
 }  # fmt: skip
 
 

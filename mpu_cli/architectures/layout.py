@@ -374,7 +374,7 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     if family is None and (reason := REFUSED.get(str(model_type))):
         raise MpuError(f"{where}: architecture {model_type!r} is not supported: {reason}")
     if family is None:
-        inside = f" around {text_type!r}" if model_type in supported() else ""
+        inside = f" around {text_type!r}" if str(model_type) in supported() else ""
         raise MpuError(
             f"{where}: architecture {model_type!r}{inside} is not supported (supported: {', '.join(supported())}), and "
             "mpu does not guess: a transform that does not fit would change what the model computes"
