@@ -139,6 +139,10 @@ def shares() -> str:
 
 
 NAMES = {
+    "gemma4_text": "Gemma 4", "gemma4": "Gemma 4, images, sounds", "gemma4_unified_text": "Gemma 4, unified",
+    "gemma4_unified": "Gemma 4, unified, images, sounds", "mistral3": "Mistral Small 3, Ministral 3, images",
+    "qwen2_vl": "Qwen 2 VL", "qwen2_5_vl": "Qwen 2.5 VL", "qwen3_vl": "Qwen 3 VL", "qwen3_vl_moe": "Qwen 3 VL, mixture",
+    "llama4": "Llama 4, images", "muse_glimmer": "Muse Glimmer", "llava": "LLaVA",
     "llama": "Llama 2, 3, …", "llama4_text": "Llama 4", "mistral": "Mistral, Ministral", "qwen2": "Qwen 2, 2.5",
     "qwen3": "Qwen 3", "qwen3_5_text": "Qwen 3.5", "qwen3_5_moe_text": "Qwen 3.5, mixture",
     "qwen3_5": "Qwen 3.5, images", "qwen3_5_moe": "Qwen 3.5, mixture, images",
