@@ -108,9 +108,9 @@ def _in_place(family: Family) -> list[str]:
     return sorted(t.name for t in tensors if not any(name in moved for axis in t.axes for name in names_of(axis)))
 
 
-def shares() -> str:
-    """For each ``model_type``, with the sizes that transformers assumes: how many weights there are, and which share
-    of them no symmetry moves; and the share of what surrounds the language model, which stays as it is."""
+def shares() -> Iterator[str]:
+    """Lines of a table: for each ``model_type``, with the sizes that transformers assumes, how many weights there are,
+    which share of them no symmetry moves, and which is around the language model and stays as it is."""
     from transformers import CONFIG_MAPPING
 
     from mpu_cli.architectures.layout import described, layout_of
@@ -118,24 +118,21 @@ def shares() -> str:
     from mpu_cli.models.loading import described_size
     from mpu_cli.server.families import unmoved
 
-    lines = [
-        "| `model_type` | weights, in billions | no symmetry moves | around the language model |",
-        "|---|---|---|---|",
-    ]
+    yield "| `model_type` | billions of weights | nothing moves | around the language model |"
+    yield "|---|---|---|---|"
     for model_type in supported():
         config = CONFIG_MAPPING[model_type]()
         try:
             tensors = described(config.to_dict())
             names = unmoved(layout_of(tensors, config.to_dict(), model_type), EVERY)
         except MpuError:
-            lines.append(f"| `{model_type}` | | | transformers' own sizes do not make a model |")
+            yield f"| `{model_type}` | | | transformers' own sizes do not make a model |"
             continue
         inside = sum(info.elements for info in tensors.values())
         whole = described_size(config) if model_type in WRAPPERS else inside
         still = sum(tensors[name].elements for name in names)
         around = f"{1 - inside / whole:.1%}" if whole > inside else ""
-        lines.append(f"| `{model_type}` | {whole / 1e9:.2f} | {still / whole:.2%} | {around} |")
-    return "\n".join(lines) + "\n"
+        yield f"| `{model_type}` | {whole / 1e9:.2f} | {still / whole:.3%} | {around} |"
 
 
 NAMES = {
@@ -275,7 +272,7 @@ def _roff(text: str) -> str:
     return rf"\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
-PAGES = {"commands": reference, "families": families_page, "metrics": metrics_page, "shares": shares}
+PAGES = {"commands": reference, "families": families_page, "metrics": metrics_page}
 
 if __name__ == "__main__":
     import sys
@@ -285,5 +282,8 @@ if __name__ == "__main__":
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in manual().items():
             (folder / name).write_text(text, encoding="utf-8")
+    elif sys.argv[1:2] == ["shares"]:
+        for line in shares():
+            print(line, flush=True)
     else:
         print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "commands"](), end="")
