@@ -651,9 +651,11 @@ def test_a_spool_is_for_a_group_at_any_umask(mpu: Callable, place: Path) -> None
 def test_the_page_as_it_stands(place: Path) -> None:
     """docs/two_organisations.md on one machine, by its script: the model is that of aggregate by hand."""
     pytest.importorskip("flwr")
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the environment that runs the tests
     told = subprocess.run(
         ["bash", BUNDLE / "rehearse.sh", place / "base", place / "a/forget.jsonl", place / "a/retain.jsonl", "played"],
-        cwd=place, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=place, capture_output=True, text=True, check=False,
+        env={**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     assert "byte for byte" in told.stdout
