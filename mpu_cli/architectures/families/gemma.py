@@ -68,21 +68,25 @@ def kv_heads(config: Config, layer: int) -> int | None:
     return fewer(config, layer) if own else config["num_key_value_heads"]
 
 
+def own_keys(config: Config) -> int:
+    """How many layers, the first, have keys and values of their own: the last ones may read others'."""
+    return int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
+
+
+def makes_keys(config: Config, layer: int) -> bool:
+    """Whether a layer has keys and values of its own."""
+    return layer < own_keys(config)
+
+
 def last_of_kind(full: Rule) -> Rule:
     """The layer whose keys and values a layer reads: of the last that make some, the one of its kind. None: its own."""
 
     def rule(config: Config, layer: int) -> int | None:
-        first = int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
-        if layer < first:
+        if makes_keys(config, layer):
             return None
-        return [i for i in range(first) if full(config, i) == full(config, layer)][-1]
+        return [i for i in range(own_keys(config)) if full(config, i) == full(config, layer)][-1]
 
     return rule
-
-
-def makes_keys(config: Config, layer: int) -> bool:
-    """Whether a layer has keys and values of its own: the last ones may read others'."""
-    return layer < int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
 
 
 makes_values = both(makes_keys, negated(has_one_projection))

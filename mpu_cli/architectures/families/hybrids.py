@@ -23,6 +23,7 @@ from mpu_cli.architectures.families.parts import (
 )
 from mpu_cli.architectures.families.rules import (
     OLDER,
+    after_num_dense,
     both,
     entry,
     every,
@@ -190,23 +191,19 @@ LFM2 = replace(
 )  # fmt: skip
 
 
-def after_dense_layers(config: Config, layer: int) -> bool:
-    return layer >= int(config["num_dense_layers"])
-
-
 LFM2_MOE = replace(
     LFM2,
     model_types=("lfm2_moe",),
     sizes={**_CONVOLUTION, **EXPERTS},
     layer_tensors=(
         *(tensor for tensor in LFM2.layer_tensors if not tensor.name.startswith("feed_forward.")),
-        *numbered_ffn(negated(after_dense_layers)),
-        Tensor("feed_forward.gate.weight", ("expert", "model"), after_dense_layers),
-        Tensor("feed_forward.expert_bias", ("expert",), both(after_dense_layers, "use_expert_bias"),
+        *numbered_ffn(negated(after_num_dense)),
+        Tensor("feed_forward.gate.weight", ("expert", "model"), after_num_dense),
+        Tensor("feed_forward.expert_bias", ("expert",), both(after_num_dense, "use_expert_bias"),
                trained=False),
-        *experts(after_dense_layers, ("w1", "w3", "w2"), "feed_forward", "feed_forward"),
+        *experts(after_num_dense, ("w1", "w3", "w2"), "feed_forward", "feed_forward"),
     ),
-    experts=after_dense_layers,
+    experts=after_num_dense,
     stacks=stacks(("w1", "w3", "w2"), "feed_forward", "feed_forward"),
     defaults={
         "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_bias": False, "conv_L_cache": 3,

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from mpu_cli.architectures.families.llama import LLAMA
 from mpu_cli.architectures.families.mixtures import GLM4_MOE
-from mpu_cli.architectures.families.parts import INPUT_NORMS, ROUTER, experts, gated_ffn, linear, stacks
-from mpu_cli.architectures.families.rules import after_dense, entry, negated, sparse_by_type
+from mpu_cli.architectures.families.parts import INPUT_NORMS, gated_ffn, linear, sparse_ffn, stacks
+from mpu_cli.architectures.families.rules import (
+    after_dense,
+    entry,
+    is_listed_or_after_dense,
+    is_listed_or_after_first,
+    negated,
+)
 from mpu_cli.architectures.family import Config, Rule, Sizes, Tensor
-
-# Latent attention (MLA): queries, and keys with values, come out of latents, and all heads share the part of their keys
-# that RoPE turns.
 
 
 def size_of_heads(*names: str) -> Rule:
@@ -91,21 +94,6 @@ _MLA_MIXTURE: Sizes = {
     "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config.get("n_shared_experts") or 1),
 }  # fmt: skip
 
-_CORRECTION = Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False)
-
-
-def sparse_ffn(
-    when: Rule, correction: tuple[Tensor, ...] = (_CORRECTION,), bias: str | bool = False
-) -> tuple[Tensor, ...]:
-    """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
-    return (
-        *gated_ffn(bias, when=negated(when)),
-        *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
-        *experts(when),
-        *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),
-    )
-
-
 DEEPSEEK_V3 = replace(
     YOUTU,
     model_types=("deepseek_v3",),
@@ -127,11 +115,6 @@ DEEPSEEK_V2 = replace(
     dead=(),
     latent="neighbours",
     defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "n_shared_experts": 2},
-)
-
-is_listed_or_after_first, is_listed_or_after_dense = (
-    sparse_by_type(lambda _, layer: layer > 0),
-    sparse_by_type(after_dense),
 )
 
 GLM4_MOE_LITE = replace(
@@ -182,6 +165,7 @@ GLM_MOE_DSA = replace(
     dead=(*GLM4_MOE.dead, "*layers.78.*"),
     defaults={**DEEPSEEK_V3.defaults, "n_group": 1},
 )
+
 # Files hold stacks, as memory does.
 MISTRAL4 = replace(
     DEEPSEEK_V3,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from mpu_cli.architectures.families.layernorm import COHERE2
 from mpu_cli.architectures.families.llama import ERNIE4_5, EXAONE4, HUNYUAN, LLAMA, MISTRAL, QWEN3
 from mpu_cli.architectures.families.parts import (
+    CORRECTION,
     EXPERTS,
     INPUT_NORMS,
     NORM_AFTER_ROPE,
@@ -24,11 +25,15 @@ from mpu_cli.architectures.families.parts import (
     renamed_parts,
     renamed_stacks,
     rms_norm,
+    sparse_ffn,
     stacks,
 )
 from mpu_cli.architectures.families.rules import (
     after_dense,
+    after_num_dense,
     both,
+    is_listed_or_after_dense,
+    is_listed_or_after_first,
     is_sparse,
     layer_type_is,
     listed,
@@ -192,10 +197,6 @@ ERNIE4_5_MOE = replace(
 )  # fmt: skip
 
 
-def after_first_dense(config: Config, layer: int) -> bool:
-    return layer >= int(config["num_dense_layers"])
-
-
 AFMOE = replace(
     QWEN3_MOE,
     model_types=("afmoe",),
@@ -206,13 +207,13 @@ AFMOE = replace(
     layer_tensors=(
         *INPUT_NORMS, *rms_norm("pre_mlp_layernorm"), *rms_norm("post_mlp_layernorm"), *attention(), *SHARED_NORM,
         Tensor("self_attn.gate_proj.weight", ("|mixed|", "model")),
-        *gated_ffn(when=negated(after_first_dense)),
-        Tensor("mlp.router.gate.weight", ("expert", "model"), after_first_dense),
-        Tensor("mlp.expert_bias", ("expert",), after_first_dense, trained=False),
-        *experts(after_first_dense), *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_first_dense),
+        *gated_ffn(when=negated(after_num_dense)),
+        Tensor("mlp.router.gate.weight", ("expert", "model"), after_num_dense),
+        Tensor("mlp.expert_bias", ("expert",), after_num_dense, trained=False),
+        *experts(after_num_dense), *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_num_dense),
     ),
     rotary=where_rope(layer_type_is("sliding_attention", "global_attn_every_n_layers")),
-    experts=after_first_dense,
+    experts=after_num_dense,
     defaults={
         "tie_word_embeddings": False, "attention_bias": False, "head_dim": 128, "moe_intermediate_size": 1408,
         "num_dense_layers": 1, "num_shared_experts": 2,
@@ -266,14 +267,6 @@ GRANITEMOE_SWA = replace(
     stacks=(),
 )  # fmt: skip
 
-_AFTER_DENSE = (
-    *gated_ffn(when=negated(after_dense)),
-    replace(ROUTER, when=after_dense),
-    Tensor("mlp.gate.e_score_correction_bias", ("expert",), after_dense, trained=False),
-    *experts(after_dense),
-    *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_dense),
-)  # fmt: skip
-
 GLM4_MOE = replace(
     LLAMA,
     model_types=("glm4_moe",),
@@ -286,7 +279,7 @@ GLM4_MOE = replace(
         *INPUT_NORMS, *attention("attention_bias", False),
         Tensor("self_attn.q_norm.weight", ("|head|",), "use_qk_norm"),
         Tensor("self_attn.k_norm.weight", ("|head|",), "use_qk_norm"),
-        *_AFTER_DENSE,
+        *sparse_ffn(after_dense),
     ),
     rotary=share_of_head("partial_rotary_factor"),
     qk_norm=lambda config, _: "shared" if config.get("use_qk_norm") else None,
@@ -304,7 +297,7 @@ GLM4_MOE = replace(
 DOTS1 = replace(
     GLM4_MOE,
     model_types=("dots1",),
-    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *_AFTER_DENSE),
+    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *sparse_ffn(after_dense)),
     rotary=None,
     qk_norm="shared",
     defaults={
@@ -380,7 +373,7 @@ SOLAR_OPEN = replace(
     sizes={size: source for size, source in GLM4_MOE.sizes.items() if size != "ffn"},
     layer_tensors=(
         *INPUT_NORMS, *attention("attention_bias", False), ROUTER,
-        Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False),
+        CORRECTION,
         *experts(), *gated_ffn(name="mlp.shared_experts", prefix="s-"),
     ),
     rotary=None,
@@ -405,8 +398,6 @@ MELLUM = replace(
     defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 128},
 )  # fmt: skip
 
-is_listed_or_after_dense = sparse_by_type(after_dense)
-
 EXAONE_MOE = replace(
     EXAONE4,
     model_types=("exaone_moe",),
@@ -429,8 +420,6 @@ EXAONE_MOE = replace(
     dead=("mtp.*",),
     defaults={**EXAONE4.defaults, "num_shared_experts": 1, "first_k_dense_replace": 1},
 )  # fmt: skip
-
-is_listed_or_after_first = sparse_by_type(lambda _, layer: layer > 0)
 
 _HY_PARTS = renamed_parts(
     is_listed_or_after_first,
@@ -483,7 +472,7 @@ _LAGUNA_PARTS = renamed_parts(
         "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
         "mlp.shared_expert.": "mlp.shared_experts.",
     },
-    Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False),
+    CORRECTION,
     *gated_ffn(name="mlp.shared_experts", prefix="s-"),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.architectures.families.rules import both
+from mpu_cli.architectures.families.rules import both, negated
 from mpu_cli.architectures.family import Axis, Rule, Sizes, Stack, Tensor
 
 
@@ -98,6 +98,20 @@ SANDWICH = (
 EXPERTS: Sizes = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size"}
 
 ROUTER = Tensor("mlp.gate.weight", ("expert", "model"))
+
+CORRECTION = Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False)
+
+
+def sparse_ffn(
+    when: Rule, correction: tuple[Tensor, ...] = (CORRECTION,), bias: str | bool = False
+) -> tuple[Tensor, ...]:
+    """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
+    return (
+        *gated_ffn(bias, when=negated(when)),
+        *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
+        *experts(when),
+        *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),
+    )
 
 
 def granite_experts(when: str | None = None) -> tuple[Tensor, ...]:

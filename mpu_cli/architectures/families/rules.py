@@ -112,6 +112,15 @@ def after_dense(config: Config, layer: int) -> bool:
     return layer >= int(config.get("first_k_dense_replace") or 0)
 
 
+def after_num_dense(config: Config, layer: int) -> bool:
+    """The same, where the number of dense layers has another name."""
+    return layer >= int(config["num_dense_layers"])
+
+
+is_listed_or_after_dense = sparse_by_type(after_dense)
+is_listed_or_after_first = sparse_by_type(lambda _, layer: layer > 0)
+
+
 def every(period: str, offset: str) -> Rule:
     """Whether a layer is the one at ``offset`` in its period."""
     return lambda config, layer: layer % int(config[period]) == config[offset]
