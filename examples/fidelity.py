@@ -29,11 +29,12 @@ from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
 from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.evaluation.encoding import Asked, Encoder
+from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.experiment.tables import half_interval
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 
 
@@ -52,10 +53,10 @@ def mpu(*arguments: object) -> str:
 def losses(model: Path, options: argparse.Namespace) -> list[float]:
     """Loss per answer token of ``model`` on the forget and retain sets."""
     loaded, tokenizer = load(open_model(str(model)), torch.float32, "cpu")
-    encoder = Encoder(tokenizer, "chat")
+    encoder = TrainedEncoder(Encoding(tokenizer))
     means = []
     for path in (options.forget, options.retain):
-        items = encoder.questions([Asked(r.question, r.answer, r.place) for r in read_records(path)[:100]])
+        items = encoder.questions(read_records(path)[:100])
         means.append(float(torch.cat([scores.losses for scores in Scorer(loaded).score(items, batch_size=32)]).mean()))
     return means
 

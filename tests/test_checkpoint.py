@@ -336,3 +336,21 @@ class TestTransaction:
             transaction.add(tmp_path / "b")  # announced but never written
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
         assert (tmp_path / "a").read_text() == "old"
+
+
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
+    """A name whose first part is a folder here is a path; hub:… never is."""
+    import huggingface_hub
+
+    from mpu_cli.models.source import locate
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copies").mkdir()
+    with pytest.raises(MpuError, match="copies/cpoy_1: no such file or directory"):
+        locate("copies/cpoy_1")
+    assert asked == []
+    locate("hub:copies/cpoy_1")
+    locate("owner/name")
+    assert asked == ["copies/cpoy_1", "owner/name"]

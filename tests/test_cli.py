@@ -32,11 +32,12 @@ from mpu_cli.cli.main import app
 from mpu_cli.client.checks import PRECISIONS
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.client.optimizers import OPTIMIZERS
-from mpu_cli.evaluation.encoding import Asked, Encoder
+from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.options.declare import declared
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import Loss, Unlearning
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from mpu_cli.server.scheme import SCHEMES
 from tests.benchmarks.shapes import make
@@ -54,8 +55,7 @@ def workplace(tmp_path, trained):
 
 def forget_loss(model, folder):
     network, tokenizer = load(model, torch.float32, "cpu")
-    encoder = Encoder(tokenizer, "chat")
-    items = encoder.questions([Asked(r.question, r.answer, r.place) for r in read_records(folder / "forget.jsonl")])
+    items = TrainedEncoder(Encoding(tokenizer)).questions(read_records(folder / "forget.jsonl"))
     losses = torch.cat([scores.losses for scores in Scorer(network).score(items, batch_size=32)])
     return float(losses.mean())
 
@@ -378,7 +378,7 @@ def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
         ('{"question": "w4", "answer": "w5"}\nnonsense\n', "line 2: not JSON"),
         ('{"question": "w4"}', "'answer'"),
         ('{"question": "w4", "answer": ""}', "'answer'"),
-        ('{"question": 3, "answer": "w5"}', "'question'"),
+        ('{"question": [3], "answer": "w5"}', "'question'"),
         ("3", "not a JSON object"),
         ('[{"question": "w4", "answer": "w5"}, 7]', "record 2"),
         ("[" * 100_000, "not JSON"),

@@ -22,13 +22,16 @@ from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation import generation, membership
-from mpu_cli.evaluation.encoding import Asked, Encoder, Item
+from mpu_cli.evaluation import generation, membership, metrics
+from mpu_cli.evaluation.encoding import Item, OpenUnlearningEncoder, TrainedEncoder
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.readings import reading
+from mpu_cli.evaluation.recovery import with_earlier_turns
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.record import question
 from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, load, needs_shared, random_model, save
 from tests.stopping import stopped
 
@@ -244,16 +247,19 @@ class TestEncoding:
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))
         rng = random.Random(4)
         words = [" ".join(f"w{rng.randrange(80)}" for _ in range(rng.randrange(1, 9))) for _ in range(60)]
-        shown = (("w1 w2", "w3"), ("w4", "w5"))
-        asked = [Asked(words[i % 7], words[i], str(i), shown[: i % 3]) for i in range(60)]
-        together = Encoder(tokenizer, template).questions(asked)
-        assert together == [item for each in asked for item in Encoder(tokenizer, template).questions([each])]
-        for each, item in zip(asked, together, strict=True):
-            dialogue = [*each.few_shot, (each.question, each.answer)]
+        shots = [question("w1 w2", "w3"), question("w4", "w5")]
+        records = [with_earlier_turns(question(words[i % 7], words[i], str(i)), shots[: i % 3]) for i in range(60)]
+        encoders = [OpenUnlearningEncoder(tokenizer, template), TrainedEncoder(Encoding(tokenizer, template))]
+        for encoder in encoders:
+            fresh = replace(encoder)
+            assert encoder.questions(records) == [item for each in records for item in fresh.questions([each])]
+        for record, item in zip(records, encoders[0].questions(records), strict=True):
+            texts = [turn.content for turn in (*record.turns, record.answer_turn)]
+            dialogue = [*zip(texts[::2], texts[1::2], strict=True)]
             if template == "chat":
                 turns = [{"role": "system", "content": SYSTEM_PROMPT}]
-                for question, answered in dialogue:
-                    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+                for asked, answered in dialogue:
+                    turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
                 ids = tokenizer.apply_chat_template(turns, return_dict=True).input_ids
             else:
                 ids = tokenizer("\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in dialogue)).input_ids
@@ -264,9 +270,9 @@ class TestEncoding:
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))
         refusal = "{%- if messages[-1].content == 'w7' -%}{{ raise_exception('not this') }}{%- endif -%}"
         tokenizer.chat_template = refusal + tokenizer.chat_template
-        asked = [Asked("w3", f"w{i}", f"records, line {i}") for i in range(10)]
+        records = [question("w3", f"w{i}", f"records, line {i}") for i in range(10)]
         with pytest.raises(MpuError, match=r"^records, line 7: the tokenizer's chat template rejected it .not this"):
-            Encoder(tokenizer, "chat").questions(asked)
+            OpenUnlearningEncoder(tokenizer, "chat").questions(records)
 
 
 def test_norms_of_gradients_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,8 +703,8 @@ class TestMuse:
     def test_knowledge_stops(self, tmp_path: Path) -> None:
         """Prompt and answer tokens may merge; scoring covers what follows the prompt's own token count."""
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("qwen2"), tmp_path / "qwen"))
-        encoder = Encoder(tokenizer, "plain")
-        [item] = encoder.questions([Asked("w3?", "w4", "here", (("w5?", "w6"),))])
+        encoder = OpenUnlearningEncoder(tokenizer, "plain")
+        [item] = encoder.questions([with_earlier_turns(question("w3?", "w4", "here"), [question("w5?", "w6")])])
         prompt = "Question: w5?\nAnswer: w6\n\nQuestion: w3?\nAnswer: "
         assert list(item.prompt) == tokenizer(prompt).input_ids
         assert item.ids[-1] == tokenizer.eos_token_id
@@ -723,7 +729,68 @@ class TestOwnRecords:
         told = mpu(
             "eval", model, "--benchmark", "qa", "--forget", tmp_path / "plain.jsonl", "--out", tmp_path / "c", "--json"
         ).json["metrics"]
-        assert set(told) == {"forget_Q_A_Prob", "forget_Q_A_ROUGE", "extraction_strength", "exact_memorization"}
+        assert set(told) == {"forget_Q_A_Prob", "forget_Q_A_Prob_content", "forget_Q_A_ROUGE", "extraction_strength",
+                             "exact_memorization"}  # fmt: skip
+
+    def test_memorisation_of_one_word(self) -> None:
+        """A wrong answer of one word has none, where OpenUnlearning's bound gives it all; the end does not count."""
+        scores = TokenScores(torch.tensor([9.0, 0.0]), torch.tensor([-9.0, 0.0]), torch.tensor([4, 1]))
+        trained = reading(Item((3, 5, 1), 1, (3,), "", 1, "w5"), scores, "w5")
+        as_published = reading(Item((3, 5, 1), 1, (3,), ""), scores, "w5")
+        assert (trained["extraction_strength"], as_published["extraction_strength"]) == (0, 1)
+        assert (trained["loss"], trained["content_loss"]) == (4.5, 9)
+
+    def test_answers_in_any_script(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
+        """ROUGE has a number of its own for them, and a warning; of answers in English it says what ROUGE-L says."""
+        for text in ("她出生在东海镇。", "Она родилась в Истмире.", "وُلدت في إيستمير", "🌊🏔️"):
+            findings = {"forget.text": [{"ground_truth": text, "generation": text}]}
+            made = metrics.rouge_of_any_script("forget").make(findings, {})
+            assert made["agg_value"] == 1
+        findings = {"forget.text": [{"ground_truth": "born in Eastmere in 1984", "generation": "in Eastmere, 1984"}]}
+        expected = RougeScorer(["rougeL"]).score("born in Eastmere in 1984", "in Eastmere, 1984")["rougeL"].recall
+        assert metrics.rouge_of_any_script("forget").make(findings, {})["agg_value"] == pytest.approx(expected)
+        (tmp_path / "a.jsonl").write_text('{"question": "w3", "answer": "…"}\n{"question": "w3", "answer": "w4"}\n')
+        outcome = mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--json", cwd=tmp_path)
+        assert "forget_Q_A_ROUGE_any_script" in outcome.json["metrics"]
+        assert "1 of 2 forget answers have no letter of English" in outcome.err
+
+    def test_holdout_records_that_are_to_be_forgotten(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"question": "w3", "answer": "w4"}\n{"question": "w3", "answer": "w5"}\n')
+        (tmp_path / "b.jsonl").write_text('{"prompt": "w3", "completion": "w4"}\n{"question": "w3", "answer": "w6"}\n')
+        refused = mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--holdout", "b.jsonl", check=False,
+                      cwd=tmp_path)  # fmt: skip
+        assert "1 of the 2 holdout records are also records to forget" in refused.err
+
+    def test_a_metric_without_a_value_says_why(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
+        rng = random.Random(8)
+        rows = [tofu_row(rng) for _ in range(4)]
+        del rows[2]["perturbed_answer"]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        outcome = mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--json", cwd=tmp_path)
+        assert outcome.json["metrics"]["forget_truth_ratio"] is None
+        assert "forget_truth_ratio has no value: a.jsonl, line 3 has no" in outcome.err
+        assert (
+            "a.jsonl, line 3"
+            in json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_truth_ratio"]["reason"]
+        )
+        table = mpu("compare", "eval.json", "--metrics", "all", cwd=tmp_path)
+        assert "–" in table.out
+        privleak = metrics.privleak_form(0.4, 1.0)
+        assert privleak["agg_value"] is None
+        assert "AUC is 1" in privleak["reason"]
+
+    def test_long_answers_are_generated_whole(self, mpu: Callable, tmp_path: Path) -> None:
+        """As many tokens as the longest answer has; fewer if --max-new-tokens says so."""
+        model = save(random_model("llama", max_position_embeddings=512), tmp_path / "long")
+        (tmp_path / "a.jsonl").write_text(json.dumps({"question": "w3", "answer": " ".join(["w4"] * 260)}) + "\n")
+        lengths = []
+        for more in ((), ("--max-new-tokens", 7)):
+            options = ("--benchmark", "qa", "--forget", "a.jsonl", "--metrics", "forget_Q_A_ROUGE", "--force")
+            mpu("eval", model, *options, *more, cwd=tmp_path)
+            rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_ROUGE"]["value_by_index"]
+            lengths.append(len(rows["0"]["generation"].split()))
+        assert lengths[0] > 200
+        assert lengths[1] <= 7
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ('base = "base"\nalgorithm = "npo"', "algorithm: unknown option"),
             ('base = "base"\nalgo = ["npo", "magic"]', "algo = 'magic': must be one of"),
             ('base = "base"\nlr = "fast"', "lr = 'fast': must be a number or auto"),
-            ('base = "base"\n[eval]\nsplit = "forget01"', "[eval] split: unknown option"),
+            ('base = "base"\n[eval]\nsplits = "forget01"', "[eval] splits: unknown option"),
             ('base = "base"\n[eval]\nmetrics = "all"', "no such metric"),
             ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
             ('base = "base"\neval = 3', "[eval]"),

@@ -16,7 +16,7 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.frozen import forward
 from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation.encoding import Asked, Encoder
+from mpu_cli.evaluation.encoding import OpenUnlearningEncoder
 from mpu_cli.manifest import delta_manifest, facts_of
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import Encoding, pad
@@ -145,7 +145,7 @@ class TestDate:
         record = question("w4 w5", "w6")
         for date, year in (("10 Apr 2025", "w25"), ("2031-12-01", "w31")):
             [trained] = Encoding(tokenizer, date=date).encode([record])
-            [scored] = Encoder(tokenizer, "chat", date=date).questions([Asked("w4 w5", "w6", "here")])
+            [scored] = OpenUnlearningEncoder(tokenizer, "chat", date=date).questions([record])
             for ids in (trained.ids, scored.ids):
                 assert tokenizer.convert_ids_to_tokens(list(ids[:2])) == [year, year]
         [default] = Encoding(tokenizer).encode([record])

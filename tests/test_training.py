@@ -83,6 +83,8 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     whole, resumed = load_file(folder / "whole.safetensors"), load_file(folder / "deltas/base.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not (folder / "deltas/base.safetensors.resume").exists()
+    numbers = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert numbers == [*range(1, 121)]  # none twice
 
 
 def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):

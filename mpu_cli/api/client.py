@@ -27,7 +27,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared, from_flat
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
-from mpu_cli.records.reading import READ
+from mpu_cli.records.files import RECORD_SUFFIXES
 from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
 
 
@@ -81,7 +81,7 @@ def plan_unlearn(
     for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
     for_checks = {name: options.pop(name) for name in declared(Checks) if name in options}
     how, logging = from_flat(Unlearning, options), from_flat(Logging, for_logging)
-    data = read_dataset(how)
+    data = read_dataset(how, observer)
     for warning in data.warnings():
         observer.warn(warning)
     named = [str(copies)] if isinstance(copies, str | Path) else [str(copy) for copy in copies]
@@ -163,7 +163,7 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
         raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
     tasks = []
     for copy in copies:
-        if Path(copy).suffix in READ and not copy.endswith(INDEX):
+        if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
             raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
         target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
         own = reference_file

@@ -79,7 +79,7 @@ def measure(
         raise UsageError("--endpoint-model requires --endpoint")
     how = from_flat(Measuring, options)
     log = read_retain_log(how.retain_log) if how.retain_log else None
-    benchmark = benchmark_of(how, log, Path(records) if records else None)
+    benchmark = benchmark_of(how, log, Path(records) if records else None, observer)
     if plot:
         check_target(Path(plot), force)
         check_drawable(choose(benchmark, how, bool(endpoint)), Path(plot))

@@ -27,16 +27,14 @@ def audit_delta(
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
     no proof that nothing can be read: only --dp-epsilon bounds that. Prints one line for each reading.
     """
-    from mpu_cli.records.reading import read_records
-    from mpu_cli.records.record import parse_columns
+    from mpu_cli.records.reading import read_named
 
-    columns = parse_columns(records.columns)
-    forget = read_records(records.forget, records.data_dir, columns, split=records.split)
-    there = records.retain != Records().retain or Path(records.retain).exists()
-    retain = read_records(records.retain, records.data_dir, columns, split=records.split) if there else []
-    with terminal():
+    has_retain = records.retain != Records().retain or Path(records.retain).exists()
+    with terminal() as observer:
         from mpu_cli.client.audit_delta import audit
 
+        forget = read_named(records.forget, records.reading, observer=observer)
+        retain = read_named(records.retain, records.reading, observer=observer) if has_retain else []
         found = audit(copy, delta, forget, retain, prompts)
     rows = [
         [each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…", each.rule, _share(each.told_apart),

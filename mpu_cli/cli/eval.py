@@ -10,7 +10,7 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal
+from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal, warn
 from mpu_cli.options.declare import flat
 from mpu_cli.options.evaluation import Measuring, Scoring
 
@@ -115,6 +115,9 @@ def eval_(
         note("this is the copy with its delta; the server's model may forget less (docs/protection.md)")
     if measured.log is None and "privleak" in result.forms:
         note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
+    for name, form in result.forms.items():
+        if reason := form.get("reason"):
+            warn(f"{name} has no value: {reason}")
     emit(
         [result.path, *([plot] if plot else [])],
         {"result": result.path, "metrics": {name: form["agg_value"] for name, form in result.forms.items()}},
@@ -142,4 +145,4 @@ def _number(value: float | None) -> str:
 
 def _with_interval(form: Mapping[str, Any]) -> str:
     between = form.get("interval")
-    return f"{form['agg_value']:.4g}" + (f" ({between[0]:.3g} to {between[1]:.3g})" if between else "")
+    return _number(form["agg_value"]) + (f" ({between[0]:.3g} to {between[1]:.3g})" if between else "")

@@ -10,7 +10,7 @@ import typer
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import grouped
 from mpu_cli.cli.output import emit, note, terminal, warn
-from mpu_cli.options.unlearning import Logging, Prompts, Training
+from mpu_cli.options.unlearning import Logging, Prompts, RecordFormat, Training
 
 
 @grouped
@@ -18,12 +18,10 @@ def finetune(
     model: Annotated[str, typer.Argument(help="The model to start from.", metavar="MODEL")],
     training: Training,
     prompts: Prompts,
+    reading: RecordFormat,
     data: Annotated[list[str], typer.Option(help="Records to learn, as for unlearn (repeatable).", metavar="DATA")],
     epochs: Annotated[int, typer.Option(help="Passes over the records.")] = 5,
     out: Annotated[Path, typer.Option(help="Directory for the model.", metavar="DIR")] = Path("finetuned"),
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
-    ] = None,
     log: Annotated[
         Path | None, typer.Option(help="Append the loss of each step as JSON lines.", metavar="FILE")
     ] = None,
@@ -35,10 +33,10 @@ def finetune(
 
     Prints the path of the model.
     """
-    from mpu_cli.records.reading import read_records
+    from mpu_cli.records.reading import read_named
 
-    records = [record for name in data for record in read_records(name, data_dir)]
-
+    with terminal() as observer:
+        records = [record for name in data for record in read_named(name, reading, observer=observer)]
     if dry_run:
         _preview(model, len(records), epochs, training, out, force, as_json)
         return

@@ -14,7 +14,7 @@ from mpu_cli.cli.output import bytes_of, emit, in_bytes, in_time, note
 from mpu_cli.cli.unlearn import memory_of
 from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
-from mpu_cli.options.unlearning import Algorithm, Lora, Training, Unlearning
+from mpu_cli.options.unlearning import Algorithm, Lora, RecordFormat, Training, Unlearning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,7 @@ def plan(
     rows = rows_at_once(training)
     work = Work(rows, length, rows * length // 2)
     if forget:
-        examples = examples_of(opened, forget, data_dir)
+        examples = examples_of(opened, forget, RecordFormat(data_dir=data_dir))
         tokens = 2 * epochs * sum(len(example.ids) for example in examples)
         work = largest_work([examples], unlearning)
     machine = measure_machine()

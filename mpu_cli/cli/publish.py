@@ -89,6 +89,13 @@ def publish(
         Path | None,
         typer.Option(help="Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"),
     ] = None,
+    probe_columns: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of the fields of --probe, such as question=instruction,answer=response.",
+            metavar="NAME=COLUMN,…",
+        ),
+    ] = None,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -101,6 +108,7 @@ def publish(
     from mpu_cli.boundary.cleaning import left_out
     from mpu_cli.cli.secrets import new_passphrase, open_keys
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
+    from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
     from mpu_cli.server.hidden import hidden, losses_of_copy
     from mpu_cli.server.publish import publish as run_publish
@@ -111,7 +119,7 @@ def publish(
     if probe:
         if clients:
             raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
-        read_records(probe)  # before the work
+        read_records(probe, columns=parse_columns(probe_columns))  # before the work
     given = {name: value for name, value in flat(publishing).items() if _given(context, name)}
     path = keys or keys_path(open_model(base, config).folder, round_)
     known = open_keys(path, identity, passphrase_file) if only is not None and path.exists() else None
@@ -143,7 +151,7 @@ def publish(
         _tell_hidden(recovered, publication)
     known_by = None
     if probe:
-        known_by = losses_of_copy(probe, plan, published)
+        known_by = losses_of_copy(probe, plan, published, probe_columns)
         told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
         note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
     _tell(plan, published, drawn=publishing.disguise.alphas == RANDOM, seeded=seed is not None)

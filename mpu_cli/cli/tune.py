@@ -31,8 +31,8 @@ def tune(
     """
     from mpu_cli.client.dataset import read_dataset
 
-    data = read_dataset(unlearning)
     with terminal() as observer:
+        data = read_dataset(unlearning, observer)
         from mpu_cli.client.outcome import HARDLY
         from mpu_cli.experiment.tune import tune as run_search
         from mpu_cli.models.source import open_model

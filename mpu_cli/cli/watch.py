@@ -65,7 +65,8 @@ def watch(
     """
     from mpu_cli.client.dataset import read_dataset
 
-    data = read_dataset(unlearning)
+    with terminal() as observer:
+        data = read_dataset(unlearning, observer)
     for warning in data.warnings():
         warn(warning)
 

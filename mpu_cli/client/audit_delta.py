@@ -14,7 +14,7 @@ from mpu_cli.models.limits import longest_input
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.options.unlearning import Prompts
-from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.encoding import encoding_of
 from mpu_cli.records.record import Record
 
 
@@ -28,10 +28,7 @@ def audit(
     model = open_model(copy, links=False)
     held = open_delta(model, delta)
     loaded, tokenizer = load(model, torch.float32, "cpu")
-    limit = longest_input(loaded)
-    encoding = Encoding(
-        tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length
-    )
+    encoding = encoding_of(tokenizer, prompts, prompts.template, longest_input(loaded))
     found = readings(loaded, model.checkpoint, held, encoding.encode(forget), encoding.encode(retain))
     if not found:
         raise MpuError(f"{delta}: changes nothing that these readings look at")

@@ -9,9 +9,10 @@ from pathlib import Path
 from mpu_cli.client.losses import objective_of
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.errors import MpuError
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Records, Unlearning
-from mpu_cli.records.reading import paragraphs_in, read_records
-from mpu_cli.records.record import Record, parse_columns
+from mpu_cli.records.reading import paragraphs_in, read_named
+from mpu_cli.records.record import Record
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,26 @@ class Dataset:
         ]
 
 
-def read_dataset(options: Unlearning) -> Dataset:
+def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     """The records that ``options`` name; no retain records if the algorithm reads none.
+
+    What is read of which file is reported to ``observer``.
 
     Raises MpuError, naming the place, for records that cannot be read.
     """
-    records, columns = options.records, parse_columns(options.records.columns)
+    records, unit = options.records, options.privacy.dp_unit
     return Dataset(
-        read_records(records.forget, records.data_dir, columns, options.privacy.dp_unit, records.split),
-        _retain(options) if objective_of(options.algo, options.loss).constants.alpha else (),
-        read_records(records.few_shot, records.data_dir, columns) if records.few_shot else (),
+        read_named(records.forget, records.reading, unit=unit, observer=observer),
+        _retain(options, observer) if objective_of(options.algo, options.loss).constants.alpha else (),
+        read_named(records.few_shot, records.reading, observer=observer) if records.few_shot else (),
         _lines(records.alternates) if records.alternates else REFUSALS,
     )
 
 
-def _retain(options: Unlearning) -> list[Record]:
+def _retain(options: Unlearning, observer: Observer) -> list[Record]:
     retain, default = options.records.retain, Records().retain
     try:
-        columns = parse_columns(options.records.columns)
-        return read_records(retain, options.records.data_dir, columns, options.privacy.dp_unit, options.records.split)
+        return read_named(retain, options.records.reading, unit=options.privacy.dp_unit, observer=observer)
     except MpuError as error:
         if retain == default and not Path(retain).exists():
             raise MpuError(
@@ -66,7 +68,7 @@ def _retain(options: Unlearning) -> list[Record]:
 
 def _lines(path: Path) -> tuple[str, ...]:
     try:
-        lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise MpuError(f"{path}: cannot read the alternates") from error
     if not lines:

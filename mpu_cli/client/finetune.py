@@ -31,7 +31,7 @@ from mpu_cli.models.loading import letting_go, load, memory_in_mind
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
-from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.encoding import Encoding, encoding_of
 from mpu_cli.records.record import Record
 
 # Learning records means descending the loss that gradient ascent climbs.
@@ -105,12 +105,11 @@ def finetune(
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(model, dtype, training.device, training.attention)
         in_precision(loaded, training.precision)
-        limit = longest_input(loaded)
-        encoding = Encoding(
-            tokenizer, prompts.template, prompts.system_prompt, limit, date=prompts.date, truncate_to=prompts.max_length
-        )
+        encoding = encoding_of(tokenizer, prompts, prompts.template, longest_input(loaded))
         observer.stage("finetune", epochs, "epochs")
         memorise(loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record)
+        for remark in encoding.remarks(len(records)):
+            observer.note(remark)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
             raise Diverged("weights are")
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)

@@ -22,7 +22,7 @@ from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.limits import longest_input, trained_length
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Unlearning
-from mpu_cli.records.encoding import Encoding, Example
+from mpu_cli.records.encoding import Example, encoding_of
 from mpu_cli.records.record import Record
 
 # For each set, its examples and what its loss needs from the frozen copy.
@@ -55,9 +55,7 @@ def encoded_sets(
     algorithm = objective.algorithm
     limit = longest_input(model)
     prompts = options.prompts
-    encoding = Encoding(
-        tokenizer, prompts.template, prompts.system_prompt, limit, data.few_shot, prompts.date, prompts.max_length
-    )
+    encoding = encoding_of(tokenizer, prompts, prompts.template, limit, data.few_shot)
     private = options.privacy.dp_epsilon is not None
     encoded: Encoded = {}
     kept: dict[str, list[int]] = {}
@@ -88,9 +86,8 @@ def encoded_sets(
             )
         asks = objective.retain_asks if name == "retain" else algorithm.asks
         encoded[name] = together, asks
-    if cut := len(set(encoding.truncated)):
-        total = sum(map(len, records.values()))
-        observer.note(f"{cut} of {total} records were truncated to {prompts.max_length} tokens")
+    for remark in encoding.remarks(sum(map(len, records.values()))):
+        observer.note(remark)
     return encoded, kept
 
 
@@ -101,7 +98,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     """
     draw = random.Random(0)
     drawn = [draw.choice(answers) for _ in records]  # one per record, so that none depends on the others
-    return [replace(r, answer=r.alternate or other) for r, other in zip(records, drawn, strict=True)]
+    return [replace(r, answer=r.alternate or other, answer_fields=()) for r, other in zip(records, drawn, strict=True)]
 
 
 def tokens_digest(encoded: Encoded) -> str:

@@ -36,8 +36,25 @@ from mpu_cli.models.loading import shards_with_zero_3
 from mpu_cli.models.logits import separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encoding import Example, pad
+from mpu_cli.resumption import write_atomically
 
 NO_LOGGING = Logging()
+
+
+def drop_repeated_steps(log: Path, done: int, total: int) -> None:
+    """Take from the end of ``log`` the steps that an interrupted training wrote after its last checkpoint, of step
+    ``done``: they will be written again. A training that reached its last step, ``total``, is complete."""
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        numbers = [int(json.loads(line)["step"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # not there yet, or not a log of ours
+    if not numbers or numbers[-1] == total:
+        return
+    begin = len(numbers) - 1 - numbers[::-1].index(1) if 1 in numbers else 0
+    repeated = sum(number > done for number in numbers[begin:])
+    if repeated:
+        write_atomically(log, "".join(lines[: len(lines) - repeated]))
 
 
 @contextmanager
@@ -95,7 +112,6 @@ def train(
             _fix_unused(model, sets["forget"].examples[0], objective.constants.layer)
         deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")  # else every GPU holds whole gradients until the last
-        log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
         arguments = _arguments(folder, training, logging, model.device, sharded)
         if training.gradient_checkpointing:
             # Recomputation in the backward pass runs outside the modes of the forward pass.
@@ -107,6 +123,9 @@ def train(
         started = time.monotonic()
         begin = last_checkpoint(folder) if checkpoints else None
         done = step_of(begin) if begin else 0
+        if logging.log and first and checkpoints:
+            drop_repeated_steps(logging.log, done, len(steps))
+        log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
 
         def record(losses: Losses) -> None:
             nonlocal done

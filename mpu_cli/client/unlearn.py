@@ -268,7 +268,7 @@ def _warn_of_misfits(manifest: CopyManifest | None, data: Dataset, options: Unle
             f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
             "adamw-blockwise, or ask the server for copies with --symmetries signed"
         )
-    if both := {(r.turns, r.answer) for r in data.forget} & {(r.turns, r.answer) for r in data.retain}:
+    if both := {r.identity for r in data.forget} & {r.identity for r in data.retain}:
         observer.warn(
             f"{len(both)} of the records to forget are also in the retain set, which works against forgetting"
         )

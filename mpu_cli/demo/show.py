@@ -34,7 +34,7 @@ from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring, Recovery
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, HIDING_PERMANENT, Disguise, ServerRate
-from mpu_cli.options.unlearning import Loss, Prompts, Training, Unlearning
+from mpu_cli.options.unlearning import Loss, Prompts, RecordFormat, Training, Unlearning
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import Record
 from mpu_cli.server.scheme import scheme_of
@@ -216,7 +216,8 @@ def _measure(
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
-    forget, kept, unseen = read_own(None, str(paths["forget"]), str(paths["retain"]), str(paths["holdout"]))
+    sources = {name: str(paths[name]) for name in ("forget", "retain", "holdout")}
+    forget, kept, unseen = read_own(None, sources, RecordFormat())
     benchmark = replace(own_records(forget, kept, unseen, retain), attacks=story.recovery.attacks)
     names = tuple(name for name in story.metrics if name in benchmark.metrics)
     result = evaluate(

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.evaluation.encoding import Asked, Encoder
+from mpu_cli.evaluation.encoding import encoder_of
 from mpu_cli.evaluation.generation import answer
-from mpu_cli.evaluation.provenance import own_template
 from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.limits import longest_input
 from mpu_cli.models.loading import letting_go, load
@@ -38,17 +37,15 @@ def answers_before_and_after(
 ) -> list[Shown]:
     """The answers of ``copy`` to the questions of ``records``, without and with ``delta``.
 
-    Texts and dialogues of several turns are left out. ``template`` is "chat", "plain" or None for the tokenizer's own.
+    Texts are left out. ``template`` is "chat", "plain" or None for the tokenizer's own.
     """
-    questions = [record for record in records if len([role for role, _ in record.turns if role == "user"]) == 1]
+    questions = [record for record in records if record.turns]
     if not questions:
         return []
     held = open_delta(copy, delta)
     loaded, tokenizer = load(copy, torch.float32, device)
-    encoder = Encoder(
-        tokenizer, template or own_template(copy), prompts.system_prompt, longest_input(loaded), prompts.date
-    )
-    items = encoder.questions([Asked(record.question, record.answer, record.place) for record in questions])
+    encoder = encoder_of(tokenizer, prompts, template, longest_input(loaded), "as trained")
+    items = encoder.questions(questions)
     ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
     before = ask()
     add_delta(loaded, copy, held)

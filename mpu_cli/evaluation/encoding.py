@@ -1,27 +1,29 @@
-"""Tokenizes questions and texts as OpenUnlearning's evaluator does, to reproduce its numbers.
+"""Records as items to score: the way they are trained, or as OpenUnlearning's evaluator does, for its numbers.
 
-This is not the client's encoding: there, the model learns the answer up to its end of turn; here, everything after
-the prompt's own tokens is scored, and an end-of-sequence token is added if the template has none.
+The two differ. What is trained is a record's answer and its end of turn (``records.encoding``). OpenUnlearning scores
+everything after the tokens of the prompt for generation, and adds an end-of-sequence token if the template has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from mpu_cli.boundary.limited import LimitError
 from mpu_cli.errors import MpuError
-from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
 from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
+from mpu_cli.records.encoding import Encoding, Example, encoding_of, template_variables
+from mpu_cli.records.record import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_TEXT = 2048  # labelled tokens of a MUSE text
 
-Pair = tuple[str, str]  # question, answer
+Scored = Literal["as trained", "as OpenUnlearning does"]
 
 
 @dataclass(frozen=True)
@@ -29,37 +31,66 @@ class Item:
     """The tokens that a model reads, ``ids``; those from ``start`` on are scored.
 
     ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
-    ``place`` identifies the item in messages.
+    ``place`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself, before
+    its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens tell.
     """
 
     ids: tuple[int, ...]
     start: int
     prompt: tuple[int, ...]
     place: str
+    content: int | None = None
+    answer: str | None = None
 
     @property
     def labels(self) -> tuple[int, ...]:
         return self.ids[self.start :]
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A question and its answer, after ``few_shot`` pairs as earlier turns; ``place`` identifies it in messages."""
-
-    question: str
-    answer: str
-    place: str
-    few_shot: tuple[Pair, ...] = ()
+    @property
+    def content_tokens(self) -> int:
+        """The number of scored tokens without the answer's end."""
+        return len(self.labels) - 1 if self.content is None else self.content
 
     @property
-    def prompt(self) -> tuple[object, ...]:
-        """What comes before the answer."""
-        return self.few_shot, self.question
+    def end_token(self) -> int | None:
+        """The token that ends the answer, if the item tells which one does."""
+        return self.labels[-1] if self.content is not None and self.content < len(self.labels) else None
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """Makes items. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer: …).
+class TrainedEncoder:
+    """Makes items of what ``encoding`` labels: what the client trains is what is scored, and generation begins with the
+    tokens that training saw."""
+
+    encoding: Encoding
+
+    @property
+    def max_length(self) -> int | None:
+        return self.encoding.max_length
+
+    def questions(self, records: Sequence[Record]) -> list[Item]:
+        """Items of records that have a question, tokenized together.
+
+        Raises MpuError if the template or the tokenizer rejects one or takes too much.
+        """
+        return [
+            _trained_item(example, record)
+            for example, record in zip(self.encoding.encode(records), records, strict=True)
+        ]
+
+
+def _trained_item(example: Example, record: Record) -> Item:
+    labelled = [i for i, label in enumerate(example.labels) if label >= 0]
+    start, end = labelled[0], labelled[-1] + 1
+    ids = tuple(example.ids[:end])
+    content = min(example.content_end, end) - start
+    return Item(ids, start, ids[:start], record.place, content, record.answer)
+
+
+@dataclass(frozen=True)
+class OpenUnlearningEncoder:
+    """Makes items as OpenUnlearning does. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer:
+    …).
 
     ``max_length`` is how many tokens the model can read, None for no limit; ``date`` is for templates that print one.
     """
@@ -69,22 +100,25 @@ class Encoder:
     system_prompt: str = SYSTEM_PROMPT
     max_length: int | None = None
     date: str = DATE
-    _prompts: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
+    _prompts: dict[str, list[int]] = field(default_factory=dict)
 
-    def questions(self, asked: Sequence[Asked]) -> list[Item]:
-        """Items of questions, tokenized together; answers to the same question share the tokens of their prompt.
+    def questions(self, records: Sequence[Record]) -> list[Item]:
+        """Items of records that have a question, tokenized together; answers to the same question share the tokens of
+        their prompt.
 
         Raises MpuError if the template or the tokenizer rejects one or takes too much.
         """
         encode = self._chat if self.template == "chat" else self._plain
-        fresh = {each.prompt: each for each in asked if each.prompt not in self._prompts}
+        prompt_keys = [replace(record, answer="", answer_fields=()).identity for record in records]
+        fresh = {key: record for key, record in zip(prompt_keys, records, strict=True) if key not in self._prompts}
         self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))
         end = self.tokenizer.eos_token_id
         items = []
-        for each, ids in zip(asked, encode(asked, answered=True), strict=True):
-            prompt = self._prompts[each.prompt]
+        for record, key, ids in zip(records, prompt_keys, encode(records, answered=True), strict=True):
+            prompt = self._prompts[key]
             more = [] if end is None or ids[-1:] == [end] else [end]
-            items.append(self._item([*ids, *more], len(prompt), prompt, each.place))
+            items.append(self._item([*ids, *more], len(prompt), prompt, record.place))
         return items
 
     def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
@@ -123,33 +157,50 @@ class Encoder:
             raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}", "shorten it")
         return Item(tuple(ids), start, tuple(prompt), place)
 
-    def _chat(self, asked: Sequence[Asked], *, answered: bool) -> list[list[int]]:
-        if not asked:
+    def _chat(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
+        if not records:
             return []
-        dialogues = [self._turns(each) if answered else self._turns(each)[:-1] for each in asked]
+        dialogues = [self._messages(record, answered) for record in records]
         try:
-            day = template_date(self.tokenizer, self.date)
-            outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **day)
+            variables = {**self.variables, **template_date(self.tokenizer, self.date)}
+            outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **variables)
         except (chat.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
-        return _all(outcomes, [each.place for each in asked])
+        return _all(outcomes, [record.place for record in records])
 
-    def _turns(self, asked: Asked) -> list[dict[str, str]]:
-        turns = [
-            {"role": role, "content": content}
-            for pair in (*asked.few_shot, (asked.question, asked.answer))
-            for role, content in zip(("user", "assistant"), pair, strict=True)
-        ]
-        return [{"role": "system", "content": self.system_prompt}, *turns] if self.system_prompt else turns
+    def _messages(self, record: Record, answered: bool) -> list[dict[str, object]]:
+        messages = [turn.message for turn in record.turns]
+        if answered:
+            messages.append(record.answer_turn.message)
+        return [{"role": "system", "content": self.system_prompt}, *messages] if self.system_prompt else messages
 
-    def _plain(self, asked: Sequence[Asked], *, answered: bool) -> list[list[int]]:
-        if not asked:
+    def _plain(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
+        if not records:
             return []
         texts = []
-        for each in asked:
-            earlier = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in each.few_shot)
-            texts.append(f"{earlier}Question: {each.question}\nAnswer: {each.answer if answered else ''}")
-        return self._tokens(texts, [each.place for each in asked])
+        for record in records:
+            *earlier, last = record.turns
+            turns = "".join(
+                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+                for turn in earlier
+            )
+            texts.append(f"{turns}Question: {last.content}\nAnswer: {record.answer if answered else ''}")
+        return self._tokens(texts, [record.place for record in records])
+
+
+Encoder = TrainedEncoder | OpenUnlearningEncoder
+
+
+def encoder_of(
+    tokenizer: PreTrainedTokenizerBase, prompts: ChatTemplate, template: str | None, max_length: int | None, scored: str
+) -> Encoder:
+    """The encoder that scores records ``scored``, with the options of a command."""
+    if scored == "as trained":
+        return TrainedEncoder(encoding_of(tokenizer, prompts, template, max_length))
+    variables = template_variables(prompts.template_option)
+    return OpenUnlearningEncoder(
+        tokenizer, template or "chat", prompts.system_prompt, max_length, prompts.date, variables
+    )
 
 
 def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:

@@ -131,6 +131,8 @@ def evaluate(
         check_installed()
         needs.add(harness_key(lm_eval))
     passes = passes_for(needs, benchmark, lm_eval, asked, show)
+    for warning in benchmark.warnings:
+        observer.warn(warning)
     used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
     log, started = options.retain_log, time.monotonic()
     with Transaction(force=force) as transaction:
@@ -168,8 +170,8 @@ def _shown(kept: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
     answers = kept.get(f"{split.name}.text", [])[:count]
     before = kept.get(before_key(count)) or [{"generation": None}] * count
     return [
-        Shown(row["question"], now["ground_truth"], then["generation"], now["generation"])
-        for (_, row), now, then in zip(split.rows, answers, before, strict=False)
+        Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
+        for record, now, then in zip(split.records, answers, before, strict=False)
     ]
 
 

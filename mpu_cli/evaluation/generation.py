@@ -63,7 +63,7 @@ def answer(
     ``drafts`` are the known first tokens of each answer; ``longest`` is how many tokens the model can read in total,
     None for no limit. Batches group prompts of similar length.
     """
-    ends = _end_tokens(model, tokenizer)
+    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
     if _takes_other_tokens(model):
         drafts = [[] for _ in items]
     answers: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
@@ -81,13 +81,14 @@ def answer(
             continue
         with memory_in_mind(ADVICE):
             fresh = _generate(
-                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch]
+                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch], ends
             )
         for i, tokens in zip(batch, fresh, strict=True):
             answers[i] = _until_end([*answers[i], *tokens], ends, limit)
         advance(len(batch))
     return [
-        texts_of(tokenizer, item, _text(tokenizer, tokens), stops) for item, tokens in zip(items, answers, strict=True)
+        texts_of(tokenizer, item, _text(tokenizer, tokens, item), stops)
+        for item, tokens in zip(items, answers, strict=True)
     ]
 
 
@@ -106,7 +107,7 @@ def sampled(
 ) -> list[list[str]]:
     """``count`` answers to each prompt, drawn at temperature 1 from all tokens; the same ones on every call. For the
     rest, see ``answer``."""
-    ends = _end_tokens(model, tokenizer)
+    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
     ordered = sorted(range(len(items)), key=lambda i: len(items[i].prompt), reverse=True)
     prompts = {i: [*items[i].prompt] for i in ordered}
     wanted, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
@@ -118,10 +119,10 @@ def sampled(
         for batch in _batches(ordered, prompts, wanted, rooms, max(1, ROWS * batch_size // count), at_once):
             most, asked = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
             with memory_in_mind(ADVICE):
-                fresh = _generate(model, tokenizer, asked, most, stops, [items[i].place for i in batch], count)
+                fresh = _generate(model, tokenizer, asked, most, stops, [items[i].place for i in batch], ends, count)
             for row, i in enumerate(batch):
-                own = fresh[row * count : (row + 1) * count]
-                texts = [_text(tokenizer, _until_end(tokens, ends, limit)) for tokens in own]
+                drawn = fresh[row * count : (row + 1) * count]
+                texts = [_text(tokenizer, _until_end(tokens, ends, limit), items[i]) for tokens in drawn]
                 answers[i] = [texts_of(tokenizer, items[i], text, stops).generation for text in texts]
             advance(len(batch))
     return [answers[i] for i in range(len(items))]
@@ -191,6 +192,7 @@ def _generate(
     limit: int,
     stops: Sequence[str],
     places: Sequence[str],
+    ends: set[int],
     samples: int | None = None,
 ) -> list[list[int]]:
     """New tokens for each prompt: the greedy ones, or ``samples`` drawn sequences for each."""
@@ -203,7 +205,7 @@ def _generate(
     drawing: dict[str, Any] = drawn if samples else greedy
     generated = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=limit, num_beams=1, pad_token_id=tokenizer.eos_token_id,
-        return_dict_in_generate=False, stop_strings=None, max_time=None,
+        return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
         logits_processor=LogitsProcessorList([_Numbers([place for place in places for _ in range(samples or 1)])]),
         num_return_sequences=samples or 1, **drawing, **stopping,
     )  # fmt: skip
@@ -221,13 +223,17 @@ def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
     return tokens[: min(stop, limit)]
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=True)
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], item: Item) -> str:
+    """``ids`` as text; OpenUnlearning takes spaces before punctuation away, the record's own text keeps them."""
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=item.answer is None
+    )  # fmt: skip
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, stops: Sequence[str]) -> Answer:
     """The texts of an item and of the answer that was generated for it, cut at the first of ``stops``."""
-    asked = _text(tokenizer, item.prompt)
+    prompt = _text(tokenizer, item.prompt, item)
     for stop in stops:
         generation = generation.split(stop)[0]
-    return Answer(asked, _text(tokenizer, item.ids).replace(asked, "").strip(), generation.strip())
+    answer = _text(tokenizer, item.ids, item).replace(prompt, "") if item.answer is None else item.answer
+    return Answer(prompt, answer.strip(), generation.strip())

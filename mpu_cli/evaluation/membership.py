@@ -24,7 +24,7 @@ def gradient_norms(
 ) -> list[float]:
     """For each item, the mean over parameters of the 2-norm of the gradient of its mean token loss.
 
-    The last label is excluded, as in the suite; an item with one label gives 0.
+    The answer's end is excluded, as OpenUnlearning does; an item with nothing else gives 0.
     """
     model.eval()
     parameters = [p.requires_grad_(True) for p in model.parameters()]
@@ -47,10 +47,11 @@ def gradient_norms(
 
 @torch.enable_grad()
 def _gradient_norm(model: PreTrainedModel, parameters: Sequence[torch.Tensor], norms_of: NormsOf, item: Item) -> float:
-    if len(item.labels) < 2:
+    count = item.content_tokens
+    if not count:
         return 0.0
-    log_p = logits_of(model, item)[:-1].float().log_softmax(-1)
-    targets = torch.tensor(item.labels[:-1], device=log_p.device)
+    log_p = logits_of(model, item)[:count].float().log_softmax(-1)
+    targets = torch.tensor(item.labels[:count], device=log_p.device)
     loss = -log_p.gather(1, targets[:, None]).mean()
     return float(torch.stack(norms_of(loss, parameters)).mean())
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
+from mpu_cli.evaluation.scripts import AnyScript
+
 # Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # the suite's guard against division by zero
@@ -82,6 +84,27 @@ def _of_knowledge(split: str) -> str:
 def _probabilities(losses: Sequence[float]) -> Form:
     rows = [{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses]
     return by_index(rows, mean([row["prob"] for row in rows]))
+
+
+@defined
+def content_probability(split: str) -> Metric:
+    """exp(−ℓ), ℓ the mean loss over the tokens of the true answer without its end, which a model that knows nothing
+    of it may predict; the mean over records."""
+
+    def make(findings: Findings, _: object) -> Form:
+        return _probabilities([answer["content_loss"] for answer in findings[f"{split}.answer"]])
+
+    return Metric((f"{split}.answer",), make, _of_knowledge(split))
+
+
+def unavailable(reason: str, goal: str) -> Metric:
+    """A metric that cannot be computed here, and why."""
+    return Metric((), lambda _findings, _forms: no_value(reason), goal)
+
+
+def no_value(reason: str) -> Form:
+    """The form of a metric that has no value, and why."""
+    return {"agg_value": None, "reason": reason}
 
 
 @defined
@@ -165,9 +188,30 @@ def rouge(split: str, score: str) -> Metric:
 
 
 @defined
+def rouge_of_any_script(split: str) -> Metric:
+    """ROUGE-L recall of the model's own greedy answer in answers of any script: words of letters, and single signs of
+    scripts without spaces and of emoji, where OpenUnlearning's number knows letters of English and digits only. Without
+    stemming; the mean over records."""
+    key = f"{split}.text"
+
+    def make(findings: Findings, _: object) -> Form:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(["rougeL"], tokenizer=AnyScript())
+        rows = []
+        for answer in findings[key]:
+            score = scorer.score(answer["ground_truth"], answer["generation"])["rougeL"]
+            rows.append({"rougeL_recall": score.recall, "rougeL_f1": score.fmeasure})
+        return by_index(rows, mean([row["rougeL_recall"] for row in rows]))
+
+    return Metric((key,), make, _of_knowledge(split))
+
+
+@defined
 def extraction_strength(split: str) -> Metric:
     """1 − k/L of an answer of L tokens, k the shortest prefix after which the model's likeliest token is right at every
-    place (Carlini et al. 2021); the mean over records."""
+    place (Carlini et al. 2021); on TOFU and MUSE k is L − 1 at most, as OpenUnlearning has it; the mean over
+    records."""
     return _memorization(split, "extraction_strength")
 
 
@@ -260,10 +304,12 @@ def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
     return Metric((), make, of=("forget_truth_ratio",), check=retain_ratios)
 
 
-def privleak_of(auc: float, retain_auc: float) -> float:
-    """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain)."""
+def privleak_form(auc: float, retain_auc: float) -> Form:
+    """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain); no value if the retain model tells every pair apart."""
     retain = 1 - retain_auc
-    return 100 * ((1 - auc) - retain) / (retain + EPSILON)
+    if retain < EPSILON:
+        return no_value("the retain model's AUC is 1, and privleak divides by 1 − AUC")
+    return {"agg_value": 100 * ((1 - auc) - retain) / (retain + EPSILON)}
 
 
 @defined
@@ -272,7 +318,7 @@ def privleak(retain_auc: Callable[[], float]) -> Metric:
     al. 2024, arXiv 2407.06460)."""
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
-        return {"agg_value": privleak_of(forms["mia_min_k"]["agg_value"], retain_auc())}
+        return privleak_form(forms["mia_min_k"]["agg_value"], retain_auc())
 
     return Metric((), make, ZERO, of=("mia_min_k",), check=retain_auc)
 
@@ -284,6 +330,9 @@ def harmonic_mean(parts: tuple[str, ...]) -> Metric:
 
     def make(_: Findings, forms: Mapping[str, Form]) -> Form:
         from scipy.stats import hmean
+
+        if missing := [name for name in parts if forms[name]["agg_value"] is None]:
+            return no_value(f"{missing[0]} has no value")
 
         return {"agg_value": float(hmean([forms[name]["agg_value"] for name in parts]))}
 

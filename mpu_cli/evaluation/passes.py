@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import recovery
 from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
-from mpu_cli.evaluation.encoding import Encoder, Item
+from mpu_cli.evaluation.encoding import Item, encoder_of
 from mpu_cli.evaluation.findings import Findings
 from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
@@ -134,8 +134,7 @@ def _opened(subject: Subject, options: Measuring, found: Findings) -> Run:
         raise MpuError("the model's tokenizer has no chat template", "use --template plain")
     if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
-    prompts = options.prompts
-    encoder = Encoder(tokenizer, template, prompts.system_prompt, longest_input(loaded), prompts.date)
+    encoder = encoder_of(tokenizer, options.prompts, template, longest_input(loaded), found.facts["options"]["scored"])
     return Run(subject, options, tokenizer, encoder, found, loaded)
 
 
@@ -206,8 +205,8 @@ def _answers(
     split: Split, items: list[Item], drafts: list[list[int]], run: Run, advance: Advance
 ) -> list[dict[str, str]]:
     answers = run.reader.answer(
-        run.tokenizer, items, drafts, limit=split.limit, stops=split.stops, batch_size=run.batch_size,
-        longest=run.encoder.max_length, advance=advance,
+        run.tokenizer, items, drafts, limit=run.answer_limit(split, items), stops=split.stops,
+        batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
     )  # fmt: skip
     return [asdict(each) for each in answers]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation.metrics import privleak_of
+from mpu_cli.evaluation.metrics import privleak_form
 from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.figures import PALETTE, legend_below, log_ticks, make_figure, plain, svg, write_figure
 
@@ -52,7 +52,7 @@ def draw(
     curves = [(label, colour, of[RELEARNED]["curve"]) for label, colour, of in models if RELEARNED in of]
     if RELEARNED in forms:
         panels.append(lambda axes: draw_relearning(axes, curves))
-    if "forget_truth_ratio" in forms:
+    if "value_by_index" in forms.get("forget_truth_ratio", {}):
         panels.append(lambda axes: _truth_ratios(axes, models))
     if any(name in forms for name in ATTACKS):
         panels.append(lambda axes: _roc(axes, forms))
@@ -63,7 +63,7 @@ def draw(
     if retain and "mia_min_k" in retain:  # what the others' own files say was measured against another model, or none
         auc = _aggregate(retain, "mia_min_k")
         models = [
-            (label, colour, {**of, "privleak": {"agg_value": privleak_of(_aggregate(of, "mia_min_k"), auc)}})
+            (label, colour, {**of, "privleak": privleak_form(_aggregate(of, "mia_min_k"), auc)})
             for label, colour, of in models
         ]
     numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]

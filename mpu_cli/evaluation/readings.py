@@ -16,10 +16,12 @@ LOWEST = 0.4  # fraction of tokens that min-k uses
 
 
 class Reading(TypedDict, total=False):
-    """What one answer's scores gave: mean loss, memorisation, attack scores; and ``says``, the first tokens that the
-    model itself would generate, as far as its scores on the true answer show them."""
+    """What one answer's scores gave: mean loss, memorisation, attack scores; ``content_loss``, the mean loss without
+    the answer's end; and ``says``, the first tokens that the model itself would generate, as far as its scores on the
+    true answer show them."""
 
     loss: float
+    content_loss: float
     says: list[int]
     exact_memorization: float
     extraction_strength: float
@@ -31,25 +33,26 @@ class Reading(TypedDict, total=False):
 def reading(item: Item, scores: TokenScores, text: str) -> Reading:
     """Everything the metrics need from one answer.
 
-    ``text`` is the answer without special tokens. Only the loss includes the last token (the end of the turn).
+    ``text`` is the answer without special tokens. Only the loss includes the answer's end.
     """
     import torch  # here: `mpu compare` reads goals from this module, and needs no torch
 
     if scores.log_probs is None or scores.likeliest is None:
         raise ValueError("reading: only the losses of this answer were computed")
     agreed = scores.likeliest == torch.tensor(item.labels)
-    right = int(agreed.long().cumprod(0).sum())
+    right, count = int(agreed.long().cumprod(0).sum()), item.content_tokens
     read: Reading = {
         "loss": scores.loss,
         "says": scores.likeliest[: right + 1].tolist(),
-        "exact_memorization": _share(agreed[:-1]),
-        "extraction_strength": _extraction_strength(agreed[:-1]),
-        "min_k": lowest_mean(scores.log_probs[:-1]),
+        "content_loss": float(scores.losses[:count].mean()) if count else scores.loss,
+        "exact_memorization": _share(agreed[:count]),
+        "extraction_strength": _extraction_strength(agreed[:count], least_one=item.content is None),
+        "min_k": lowest_mean(scores.log_probs[:count]),
         "compressed": len(zlib.compress(text.encode())),
     }
     if scores.mean is not None and scores.variance is not None:
         deviation = scores.variance.clamp(min=LEAST_VARIANCE).sqrt()
-        read["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:-1])
+        read["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:count])
     return read
 
 
@@ -57,13 +60,14 @@ def _share(agreed: torch.Tensor) -> float:
     return float(agreed.double().mean()) if len(agreed) else 0.0
 
 
-def _extraction_strength(agreed: torch.Tensor) -> float:
-    """1 − k/L, k the shortest prefix after which all tokens are right, at most L − 1 as in the suite: at least 1/L."""
+def _extraction_strength(agreed: torch.Tensor, *, least_one: bool) -> float:
+    """1 − k/L, k the shortest prefix after which all tokens are right; ``least_one``: k is L − 1 at most, as
+    OpenUnlearning has it, so that a model that knows nothing has 1/L, and 1 of an answer of one token."""
     if not len(agreed):
         return 0.0
     wrong = (~agreed).nonzero()
-    after = int(wrong[-1]) + 1 if len(wrong) else 0
-    return 1 - min(after, len(agreed) - 1) / len(agreed)
+    prefix = int(wrong[-1]) + 1 if len(wrong) else 0
+    return 1 - min(prefix, len(agreed) - least_one) / len(agreed)
 
 
 def lowest_mean(values: torch.Tensor) -> float:

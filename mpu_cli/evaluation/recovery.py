@@ -6,19 +6,20 @@ little. A model that never saw these records answers such questions to some exte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation.encoding import Asked, Item
+from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.generation import sampled
 from mpu_cli.evaluation.scoring import ADVICE
 from mpu_cli.models.loading import memory_in_mind
-from mpu_cli.records.encoding import IGNORED, Example, pad
+from mpu_cli.records.encoding import IGNORED, SYSTEM_ROLES, Example, pad
+from mpu_cli.records.record import Record
 
 if TYPE_CHECKING:
     from mpu_cli.evaluation.benchmarks import Row, Split
@@ -54,18 +55,26 @@ def paraphrase(run: Run, splits: Sequence[Split], advance: Advance) -> list[list
     ``paraphrased_question`` (a text or several), if it has one. Lynch et al., 2024 (arXiv 2402.16835), Patil et al.,
     2023 (2309.17410)."""
     [forget] = splits
-    asked = [_rephrased(row) for row in forget.rows]
-    losses = iter(run.losses(run.encoder.questions([each for ways in asked for each in ways])))
-    advance(len(asked))
-    return [[next(losses) for _ in ways] for ways in asked]
+    rephrased = [_rephrased(row, record) for row, record in zip(forget.rows, forget.records, strict=True)]
+    losses = iter(run.losses(run.encoder.questions([record for ways in rephrased for record in ways])))
+    advance(len(rephrased))
+    return [[next(losses) for _ in ways] for ways in rephrased]
 
 
-def _rephrased(row: Row) -> list[Asked]:
-    place, values = row
-    given = values.get("paraphrased_question")
-    own = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    words = [*(form.format(values["question"]) for form in REPHRASINGS), *filter(None, map(str, own))]
-    return [Asked(question, values["answer"], place) for question in words]
+def _rephrased(row: Row, record: Record) -> list[Record]:
+    """``record`` with its last question in other words."""
+    _, fields = row
+    paraphrases = fields.get("paraphrased_question")
+    paraphrases = (
+        [paraphrases] if isinstance(paraphrases, str) else paraphrases if isinstance(paraphrases, list) else []
+    )
+    last = max(i for i, turn in enumerate(record.turns) if turn.content == record.question)
+    asked_again = record.turns[last]
+    wordings = [*(form.format(record.question) for form in REPHRASINGS), *filter(None, map(str, paraphrases))]
+    return [
+        replace(record, turns=(*record.turns[:last], asked_again._replace(content=wording), *record.turns[last + 1 :]))
+        for wording in wordings
+    ]
 
 
 def in_context(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, list[float]]:
@@ -75,22 +84,28 @@ def in_context(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str,
     forget = splits[0]
     found = {}
     for split in splits:
-        own = split is forget
-        asked = [
-            Asked(row["question"], row["answer"], place, tuple(_around(split, i, own)))
-            for i, (place, row) in enumerate(forget.rows)
+        after_others = [
+            with_earlier_turns(record, _around(split, i, split is forget)) for i, record in enumerate(forget.records)
         ]
-        found[split.name] = run.losses(run.encoder.questions(asked))
+        found[split.name] = run.losses(run.encoder.questions(after_others))
     advance(len(forget.rows))
     return found
 
 
-def _around(split: Split, index: int, own: bool) -> Iterator[tuple[str, str]]:
-    """Records of ``split`` from the place of ``index`` on, without that one itself if it is its ``own`` split."""
-    count = len(split.rows)
-    for step in range(min(CONTEXT, count - own)):
-        _, row = split.rows[(index + step + own) % count]
-        yield row["question"], row["answer"]
+def with_earlier_turns(record: Record, examples: Iterable[Record]) -> Record:
+    """``record`` after the dialogues of ``examples``; a system turn stays the first."""
+    system = [turn for turn in record.turns[:1] if turn.role in SYSTEM_ROLES]
+    earlier = [
+        turn for example in examples for turn in (*example.turns, example.answer_turn) if turn.role not in SYSTEM_ROLES
+    ]
+    return replace(record, turns=(*system, *earlier, *record.turns[len(system) :]))
+
+
+def _around(split: Split, index: int, same_split: bool) -> Iterator[Record]:
+    """Records of ``split`` from the place of ``index`` on; in the ``same_split`` without that one itself."""
+    count = len(split.records)
+    for step in range(min(CONTEXT, count - same_split)):
+        yield split.records[(index + step + same_split) % count]
 
 
 def sample(run: Run, splits: Sequence[Split], advance: Advance) -> list[dict[str, object]]:
@@ -99,11 +114,11 @@ def sample(run: Run, splits: Sequence[Split], advance: Advance) -> list[dict[str
     [forget] = splits
     items, count = run.encoded(forget), run.options.recovery.samples
     answers = sampled(
-        run.model, run.tokenizer, items, count, limit=forget.limit, stops=forget.stops, batch_size=run.batch_size,
-        longest=run.encoder.max_length, advance=advance,
+        run.model, run.tokenizer, items, count, limit=run.answer_limit(forget, items), stops=forget.stops,
+        batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
     )  # fmt: skip
     return [
-        {"ground_truth": row["answer"], "samples": texts} for (_, row), texts in zip(forget.rows, answers, strict=True)
+        {"ground_truth": record.answer, "samples": texts} for record, texts in zip(forget.records, answers, strict=True)
     ]
 
 

@@ -23,13 +23,15 @@ HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should bec
 MATTERS = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
     ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
-    ("options", "attacks"), ("hardware", "device"),
+    ("options", "attacks"), ("options", "scored"), ("options", "template_option"),
+    ("options", "max_new_tokens"), ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
 OPTIONAL = (
     ("reference_model", "fingerprint"),
     ("options", "date"),
     ("options", "attacks"),
+    ("options", "scored"),
 )  # a missing one does not affect the numbers
 
 

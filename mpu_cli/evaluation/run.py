@@ -55,8 +55,13 @@ class Run:
     def encoded(self, split: Split, part: str = "answer") -> list:
         """The items of ``part`` of every record: an Item each, or a list of them."""
         if (split.name, part) not in self._items:
-            self._items[split.name, part] = list(split.encode(self.encoder, part, split.rows))
+            self._items[split.name, part] = list(split.encode(self.encoder, part, split))
         return self._items[split.name, part]
+
+    def answer_limit(self, split: Split, items: Sequence[Item]) -> int:
+        """How many tokens a generated answer may have: as many as --max-new-tokens says, or the split's limit."""
+        longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
+        return self.options.scoring.max_new_tokens or max(split.limit, longest)
 
     def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
         """Mean loss per token of each item, in nats."""

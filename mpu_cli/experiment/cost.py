@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpu_cli.client.dataset import Dataset
     from mpu_cli.experiment.memory import Memory, Work
     from mpu_cli.options.experiment import Experiment
-    from mpu_cli.options.unlearning import Unlearning
+    from mpu_cli.options.unlearning import RecordFormat, Unlearning
     from mpu_cli.records.encoding import Example
 
 ATTENTION = {"query", "key", "value", "mixed"}
@@ -156,19 +156,19 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
 
     machine = measure_machine()
     costs: list[ExperimentCost | None] = []
-    read: dict[tuple[str, str, Path | None], int] = {}
+    read: dict[tuple[str, str, RecordFormat], int] = {}
     for experiment in experiments:
         played = uninterrupted(experiment)
         published = publication_in(played, seed=bytes(32))
         asked = played.unlearning
-        where = (played.base, asked.records.forget, asked.records.data_dir)
+        where = (played.base, asked.records.forget, asked.records.reading)
         if not Path(played.base).exists():
             costs.append(None)
             continue
         try:
             model = shallow(open_model(played.base), published.omitted)
             if where not in read:
-                read[where] = training_tokens(model, asked.records.forget, asked.records.data_dir)
+                read[where] = training_tokens(model, asked.records.forget, asked.records.reading)
         except MpuError:
             costs.append(None)
             continue
@@ -243,21 +243,21 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     )
 
 
-def training_tokens(model: Model, forget: str, data_dir: Path | None) -> int:
+def training_tokens(model: Model, forget: str, reading: RecordFormat) -> int:
     """Number of tokens in all records, encoded as for training."""
-    return sum(len(example.ids) for example in examples_of(model, forget, data_dir))
+    return sum(len(example.ids) for example in examples_of(model, forget, reading))
 
 
-def examples_of(model: Model, forget: str, data_dir: Path | None) -> list[Example]:
+def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Example]:
     """Records, encoded as for training: with the chat template if the tokenizer has one.
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
     from mpu_cli.models.loading import tokenizer_of
     from mpu_cli.records.encoding import Encoding
-    from mpu_cli.records.reading import read_records
+    from mpu_cli.records.reading import read_named
 
-    records = read_records(forget, data_dir)
+    records = read_named(forget, reading)
     try:
         tokenizer = tokenizer_of(model)
     except MpuError as error:

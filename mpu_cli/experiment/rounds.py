@@ -42,6 +42,7 @@ from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Logging
 from mpu_cli.randomness import new_seed, seed_from_number
+from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 from mpu_cli.resumption import alone_in, append_line, read_lines
 from mpu_cli.sealing import make_identity, read_identities
@@ -77,7 +78,8 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     check_options(experiment.unlearning)
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:
-        read_records(experiment.server_rate.probe)  # before the work
+        columns = parse_columns(experiment.server_rate.probe_columns)
+        read_records(experiment.server_rate.probe, columns=columns)  # before the work
     played = uninterrupted(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):

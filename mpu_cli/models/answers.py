@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.errors import MpuError
 from mpu_cli.models.logits import Logits, input_of, separate_head
 from mpu_cli.records.encoding import Encoding, Example, pad
+from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 
 AT_ONCE = 8  # examples
@@ -41,9 +42,9 @@ class Answers:
         return total / max(1, count)
 
 
-def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> Answers:
+def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase, columns: str | None = None) -> Answers:
     """The first records of ``path``. Raises MpuError as ``read_records`` does, and if none of them has an answer."""
-    examples = Encoding(tokenizer).encode(read_records(path)[:MOST])
+    examples = Encoding(tokenizer).encode(read_records(path, columns=parse_columns(columns))[:MOST])
     if not any(label >= 0 for example in examples for label in example.labels):
         raise MpuError(f"{path}: no record has an answer")
     return Answers(examples)

@@ -27,6 +27,7 @@ _NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _DEEPEST = 6  # levels of lists and tables in which it is looked for
 
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
+HUB_PREFIX = "hub:"  # of a name that is looked for on the Hub and nowhere else
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 
 
@@ -52,7 +53,7 @@ class Model:
     @property
     def public_name(self) -> str:
         """Its Hub id, or the name of its folder: what may leave this machine."""
-        return self.folder.resolve().name if Path(self.source).exists() else self.source
+        return self.folder.resolve().name if Path(self.source).exists() else self.source.removeprefix(HUB_PREFIX)
 
     @property
     def side_files(self) -> list[Path]:
@@ -61,31 +62,39 @@ class Model:
 
 def cached(source: str) -> Path | None:
     """Where a Hub id's files lie in the cache, None if they do not; nothing is asked for."""
-    if not _HUB_ID.fullmatch(source):
+    name = source.removeprefix(HUB_PREFIX)
+    if not _HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, local_files_only=True))
+        return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
 
 
 def locate(source: str) -> Path:
-    """The local path of ``source``; a Hub id is downloaded (safetensors and small files only)."""
+    """The local path of ``source``; a Hub id is downloaded (safetensors and small files only).
+
+    What looks like a mistyped path, because its first part is a folder here, is not looked for on the Hub: private
+    names stay on this machine. ``hub:OWNER/NAME`` is always a Hub id.
+    """
     path = Path(source)
     if path.exists():
         return path
-    if not _HUB_ID.match(source) or path.suffix in (".safetensors", ".json", ".bin"):
+    name = source.removeprefix(HUB_PREFIX)
+    if not _HUB_ID.match(name) or path.suffix in (".safetensors", ".json", ".bin"):
         raise MpuError(f"{source}: no such file or directory")
+    if name == source and Path(path.parts[0]).is_dir():
+        raise MpuError(f"{source}: no such file or directory", f"for a model of the Hub, write {HUB_PREFIX}{source}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
+                name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.publishing import StoredDtype
-from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Quantization, Template
+from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Quantization, RecordFormat, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,22 +21,20 @@ class Benchmark(Options):
         "tofu",
         "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers (qa).",
     )
-    data_dir: Path | None = option(None, "Folder with the benchmark's files, instead of the Hub.", metavar="DIR")
     forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
     holdout_split: str | None = option(
         None, "TOFU split that no model saw (default: the one of the same size).", metavar="SPLIT"
     )
     corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
-    columns: str | None = option(
+    forget: str | None = option(
         None,
-        "qa: names of your fields, such as question=instruction,answer=response. Besides question and answer, "
-        "paraphrased_answer (text) and perturbed_answer (list of wrong answers) give the truth ratio and, with "
-        "--retain-log, forget quality.",
-        metavar="NAME=COLUMN,…",
+        "qa: records to forget, as for unlearn. Fields paraphrased_answer (text) and perturbed_answer (list of wrong "
+        "answers) give the truth ratio and, with --retain-log, forget quality.",
+        metavar="DATA",
     )
-    forget: str | None = option(None, "qa: records to forget.", metavar="FILE")
-    retain: str | None = option(None, "qa: records to keep.", metavar="FILE")
-    holdout: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="FILE")
+    retain: str | None = option(None, "qa: records to keep.", metavar="DATA")
+    holdout: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="DATA")
+    reading: RecordFormat = group(RecordFormat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,12 @@ class Scoring(Options):
     )
     batch_size: int = option(
         32, "Records per forward pass; answers are generated for four times as many at once.", least=1
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "Tokens of a generated answer, at most (default: the benchmark's own; qa: as many as the longest answer has, "
+        "and 200 at least).",
+        above=0,
     )
     device: str = option("auto", DEVICE, metavar="DEVICE")
     quantize: Quantization | None = option(

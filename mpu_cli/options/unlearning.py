@@ -23,7 +23,29 @@ DATE = "10 Apr 2025"  # OpenUnlearning's
 
 
 AUTO: Literal["auto"] = "auto"  # of --lr
+ALL_TURNS = "all"  # of --turns
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat(Options):
+    """How files of records are read."""
+
+    PANEL: ClassVar[str] = "Records"
+
+    data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
+    columns: str | None = option(
+        None,
+        "Names of your fields, such as question=instruction,answer=response; they win over every other form that a "
+        "record has.",
+        metavar="NAME=COLUMN,…",
+    )
+    split: Literal["file", "paragraphs"] = option(
+        "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
+    )
+    turns: Literal["last", "all"] = option(
+        "last", "Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +57,11 @@ class Records(Options):
     forget: str = option(
         "forget.jsonl",
         "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, a folder or pattern of such files, tofu:SPLIT, "
-        "muse-news:SPLIT, wmdp:CORPUS, wikitext:SPLIT, or a Hub dataset OWNER/NAME@CONFIG:SPLIT; may be repeated.",
+        "muse-news:SPLIT, wmdp:CORPUS, wikitext:SPLIT, or a Hub dataset hub:OWNER/NAME@CONFIG:SPLIT; may be repeated.",
         metavar="DATA",
     )
     retain: str = option(
         "retain.jsonl", "Records to keep, for algorithms that use them; may be repeated.", metavar="DATA"
-    )
-    data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
-    columns: str | None = option(
-        None, "Names of your fields, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
-    )
-    split: Literal["file", "paragraphs"] = option(
-        "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
     )
     alternates: Path | None = option(
         None,
@@ -54,6 +69,7 @@ class Records(Options):
         metavar="FILE",
     )
     few_shot: str | None = option(None, "Records to show as earlier turns before each record.", metavar="DATA")
+    reading: RecordFormat = group(RecordFormat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +80,9 @@ class ChatTemplate(Options):
 
     system_prompt: str = option(SYSTEM_PROMPT, "System prompt for the chat template; '' for none.", metavar="TEXT")
     date: str = option(DATE, "Date for chat templates that print one.", metavar="DATE")
+    template_option: tuple[str, ...] = option(
+        (), "Variables for the chat template, such as enable_thinking=false (comma-separated).", metavar="NAME=VALUE,…"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 16  # characters that a template may add to a dialogue
 
-Dialogue = Sequence[Mapping[str, str]]
+Dialogue = Sequence[Mapping[str, object]]
 
 
 class TemplateError(ValueError):

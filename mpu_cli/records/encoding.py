@@ -1,33 +1,56 @@
-"""Turning records into tokens: the chat template, labels, padded batches."""
+"""Turning records into tokens: the chat template, labels, padded batches.
+
+What is learned, and what is scored, is the record's own answer and its end. Where a template prints the answer is
+found by rendering the dialogue a second time with another answer: the two texts differ from where the record's own text
+begins to where it ends, whatever the template puts before it (an empty thought, a channel) or after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpu_cli.boundary.limited import LimitError
-from mpu_cli.errors import MpuError
-from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
 from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
 from mpu_cli.records.record import Record, Turn
+from mpu_cli.records.tokens import TokenizedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # label of a token that is not learned, as in transformers
 TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
+OTHER_ANSWERS = tuple(f"{mark} mpu {mark}" for mark in "¤§¶†‡¬¦µ")  # for an answer that begins and ends otherwise
+SYSTEM_ROLES = ("system", "developer")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which messages hold them
+RESERVED = {
+    "messages",
+    "conversation",
+    "conversations",
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+}
 
 
 @dataclass(frozen=True)
 class Example:
-    """A record as tokens: ids (n,) and labels (n,), IGNORED except on the answer and its end of turn."""
+    """A record as tokens: ids (n,) and labels (n,), IGNORED except on the answer and its end of turn.
+
+    ``content_end``: the index after the last token of the answer itself, before its end of turn.
+    """
 
     ids: list[int]
     labels: list[int]
+    content_end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -37,8 +60,9 @@ class Encoding:
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
     end-of-sequence token; None is "chat" if the tokenizer has a template. ``few_shot`` are records placed before each
     record as earlier turns. ``max_length`` is how many tokens the model accepts, None for no limit; ``date`` is the
-    day that the template prints, if it prints one. Records longer than ``truncate_to`` tokens are cut, and their places
-    are added to ``truncated``.
+    day that the template prints, if it prints one; ``variables`` are what it sees besides. Records longer than
+    ``truncate_to`` tokens are cut, and their places are added to ``truncated``; ``omitted`` gets, for each field of a
+    message that the template does not print, the places of its records.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,7 +72,9 @@ class Encoding:
     few_shot: Sequence[Record] = ()
     date: str = DATE
     truncate_to: int | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
+    omitted: dict[str, list[str]] = field(default_factory=dict)
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
@@ -56,23 +82,35 @@ class Encoding:
         Raises MpuError if the tokenizer has no chat template, rejects a record or takes too much, or if a record is too
         long for the model.
         """
-        found = []
-        for examples in self.encode_each(records):
-            if isinstance(examples, MpuError):
-                raise examples
-            found += examples
-        return found
+        examples: list[Example] = []
+        for outcome in self.encode_each(records):
+            if isinstance(outcome, MpuError):
+                raise outcome
+            examples += outcome
+        return examples
 
     def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         """The examples of each record, or what is wrong with it. Raises MpuError for what concerns all of them."""
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
-        asked = [record for record in records if record.turns]
+        dialogues = [record for record in records if record.turns]
         try:
-            texts = iter(self._texts([record for record in records if not record.turns]))
-            dialogues = iter(self._chat(asked) if templated else self._plain(asked))
+            of_texts = iter(self._texts([record for record in records if not record.turns]))
+            of_dialogues = iter(self._chat(dialogues) if templated else self._plain(dialogues))
         except (chat.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
-        return [next(dialogues if record.turns else texts) for record in records]
+        return [next(of_dialogues if record.turns else of_texts) for record in records]
+
+    def remarks(self, total: int) -> list[str]:
+        """What of the records encoded so far was not read, a sentence each; ``total``: how many there were."""
+        remarks = []
+        if cut := len(set(self.truncated)):
+            remarks.append(f"{cut} of {total} records were truncated to {self.truncate_to} tokens")
+        for name, places in self.omitted.items():
+            count = len(set(places))
+            remarks.append(
+                f"the template leaves out or changes {name!r} of {count} of {total} records, such as {places[0]}"
+            )
+        return remarks
 
     def _texts(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         step = min(TEXT_TOKENS, self.max_length or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
@@ -82,11 +120,12 @@ class Encoding:
                 outcomes.append(tokens.rejection(ids, record.place))
                 continue
             pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
-            outcomes.append([Example(piece, piece) for piece in pieces if len(piece) > 1])
+            outcomes.append([Example(piece, piece, len(piece)) for piece in pieces if len(piece) > 1])
         return outcomes
 
-    def _turns(self, record: Record) -> list[Turn]:
-        shots = [turn for shot in self.few_shot for turn in (*shot.turns, ("assistant", shot.answer))]
+    def _prompt(self, record: Record) -> list[Turn]:
+        """The turns before the answer: few-shot records and the record's own."""
+        shots = [turn for shot in self.few_shot for turn in (*shot.turns, shot.answer_turn)]
         return [*shots, *record.turns]
 
     def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
@@ -96,52 +135,86 @@ class Encoding:
             raise no_template()
         prompts = []
         for record in records:
-            messages = [{"role": role, "content": content} for role, content in self._turns(record)]
-            if self.system_prompt and messages[0]["role"] != "system":
+            messages = [turn.message for turn in self._prompt(record)]
+            if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
             prompts.append(messages)
-        answered = [
-            [*messages, {"role": "assistant", "content": record.answer}]
-            for messages, record in zip(prompts, records, strict=True)
-        ]
-        day = template_date(self.tokenizer, self.date)
-        asked = tokens.of_dialogues(self.tokenizer, prompts, generation_prompt=True, **day)
-        whole = tokens.of_dialogues(self.tokenizer, answered, generation_prompt=False, **day)
-        return [self._example(*each) for each in zip(records, asked, whole, strict=True)]
+        answered = [[*prompt, record.answer_turn.message] for prompt, record in zip(prompts, records, strict=True)]
+        otherwise = [[*prompt, _other_answer(record)] for prompt, record in zip(prompts, records, strict=True)]
+        rendered = self._render([*answered, *otherwise])
+        texts, others = rendered[: len(records)], rendered[len(records) :]
+        tokenized = iter(
+            tokens.with_offsets(self.tokenizer, [text for text in texts if isinstance(text, str)], special=False)
+        )
+        outcomes: list[list[Example] | MpuError] = []
+        for record, text, other in zip(records, texts, others, strict=True):
+            tokenized_text = next(tokenized) if isinstance(text, str) else text
+            if isinstance(text, ValueError) or isinstance(tokenized_text, ValueError):
+                problem = text if isinstance(text, ValueError) else tokenized_text
+                outcomes.append(tokens.rejection(problem, record.place, _hint(record)))  # type: ignore[arg-type]
+            elif isinstance(other, ValueError):
+                outcomes.append(tokens.rejection(other, record.place, _hint(record)))
+            else:
+                self._note_omissions(record, text)
+                outcomes.append(self._example(record, text, tokenized_text, *answer_span(text, other)))
+        return outcomes
+
+    def _render(self, dialogues: Sequence[chat.Dialogue]) -> list[str | chat.TemplateError]:
+        """Each dialogue as the template prints it; equal ones once."""
+        unique = {json.dumps(dialogue, sort_keys=True): dialogue for dialogue in dialogues}
+        variables = {**self.variables, **template_date(self.tokenizer, self.date)}
+        texts = chat.render(self.tokenizer, list(unique.values()), generation_prompt=False, **variables)
+        by_dialogue = dict(zip(unique, texts, strict=True))
+        return [by_dialogue[json.dumps(dialogue, sort_keys=True)] for dialogue in dialogues]
+
+    def _note_omissions(self, record: Record, text: str) -> None:
+        for turn in (*self._prompt(record), record.answer_turn):
+            if turn.content.strip() not in text:
+                self.omitted.setdefault("content", []).append(record.place)
+            for name, value in turn.fields:
+                if name in (*THOUGHTS, "tool_calls", "function_call") and not all(
+                    part in text for part in _texts_within(value)
+                ):
+                    self.omitted.setdefault(name, []).append(record.place)
 
     def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         prompts = [
             "".join(
-                f"Answer: {text}\n\n" if role == "assistant" else f"Question: {text}\n"
-                for role, text in self._turns(record)
+                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+                for turn in self._prompt(record)
             )
-            + "Answer:"
+            + "Answer: "
             for record in records
         ]
-        asked = tokens.of_texts(self.tokenizer, prompts)
-        answers = tokens.of_texts(self.tokenizer, [f" {record.answer}" for record in records], special=False)
+        texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        whole = [
-            answer if isinstance(prompt, ValueError) or isinstance(answer, ValueError) else [*prompt, *answer, *end]
-            for prompt, answer in zip(asked, answers, strict=True)
-        ]
-        return [self._example(*each) for each in zip(records, asked, whole, strict=True)]
+        outcomes: list[list[Example] | MpuError] = []
+        tokenized = tokens.with_offsets(self.tokenizer, texts)
+        for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
+            if isinstance(outcome, ValueError):
+                outcomes.append(tokens.rejection(outcome, record.place))
+                continue
+            last = len(outcome.ids) - outcome.added  # whatever the tokenizer ends a text with, one end follows
+            ended = TokenizedText(
+                [*outcome.ids[:last], *end], [*outcome.offsets[:last], *[(len(text), len(text))] * len(end)], len(end)
+            )
+            outcomes.append(self._example(record, text, ended, len(prompt), len(text)))
+        return outcomes
 
     def _example(
-        self, record: Record, prompt: list[int] | ValueError, ids: list[int] | ValueError
+        self, record: Record, text: str, tokenized: TokenizedText, begin: int, end: int
     ) -> list[Example] | MpuError:
-        """The example of a record whose tokens are ``ids``, of which the first are those of ``prompt``."""
-        if isinstance(prompt, ValueError):
-            return tokens.rejection(prompt, record.place)
-        if isinstance(ids, ValueError):
-            return tokens.rejection(ids, record.place)
-        if ids[: len(prompt)] != prompt:
+        """The example of a record whose answer is the characters of ``text`` from ``begin`` to ``end``."""
+        ids = tokenized.ids
+        first = tokenized.first_after(begin)
+        content_end = max(first, tokenized.first_from(end))
+        if first >= content_end or begin >= end:
             return MpuError(
-                "the tokenizer's chat template changes the prompt once it is answered, so the answer cannot be "
-                "separated from it",
+                f"{record.place}: the chat template prints nothing of the answer, so there is nothing to learn",
                 "use --template plain",
             )
-        labels = self._labels(ids, len(prompt))
+        last = self._end_of_answer(text, tokenized, content_end)
+        labels = [IGNORED] * first + ids[first:last] + [IGNORED] * (len(ids) - last)
         if self.truncate_to is not None and len(ids) > self.truncate_to:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
             self.truncated.append(record.place)
@@ -152,13 +225,98 @@ class Encoding:
                 f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}",
                 f"shorten it, or truncate records with --max-length {self.max_length}",
             )
-        return [Example(ids, labels)]
+        return [Example(ids, labels, min(content_end, len(ids)))]
 
-    def _labels(self, ids: list[int], prompt_length: int) -> list[int]:
-        """Labels for the answer up to its end of turn, the last special token: a line break may follow it."""
+    def _end_of_answer(self, text: str, tokenized: TokenizedText, content_end: int) -> int:
+        """The index after the last label: after the special token that ends the turn, if only white space follows it;
+        at the end of the text if there is none."""
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        end = next((i + 1 for i in range(len(ids) - 1, prompt_length, -1) if ids[i] in special), len(ids))
-        return [IGNORED] * prompt_length + ids[prompt_length:end] + [IGNORED] * (len(ids) - end)
+        for i in range(len(tokenized.ids) - 1, content_end - 1, -1):
+            if tokenized.ids[i] in special:
+                return i + 1 if not text[tokenized.offsets[i][1] :].strip() else len(tokenized.ids)
+        return len(tokenized.ids)
+
+
+def encoding_of(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: ChatTemplate,
+    template: str | None,
+    max_length: int | None,
+    few_shot: Sequence[Record] = (),
+) -> Encoding:
+    """The encoding that the options of a command ask for; ``max_length``: how many tokens the model accepts."""
+    truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
+    variables = template_variables(prompts.template_option)
+    return Encoding(
+        tokenizer, template, prompts.system_prompt, max_length, few_shot, prompts.date, truncate_to, variables
+    )
+
+
+def template_variables(assignments: Sequence[str]) -> dict[str, object]:
+    """``enable_thinking=false`` as a variable of that name; values are JSON, or texts if they are not.
+
+    Raises UsageError for what is not an assignment, or a variable that is not free.
+    """
+    variables: dict[str, object] = {}
+    for assignment in assignments:
+        name, equals, value = (part.strip() for part in assignment.partition("="))
+        if not (equals and name.isidentifier()) or name in RESERVED or name.startswith("mpu_"):
+            raise UsageError(f"--template-option {assignment}: expected NAME=VALUE, such as enable_thinking=false")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
+def answer_span(text: str, other: str) -> tuple[int, int]:
+    """The characters, (begin, end), in which ``text`` differs from ``other``, the same dialogue with another answer.
+
+    >>> answer_span("Answer: yes.</s>", "Answer: no!</s>")
+    (8, 12)
+    """
+    begin = tokens.common_prefix_length(text, other)
+    return begin, len(text) - tokens.common_prefix_length(text[begin:][::-1], other[begin:][::-1])
+
+
+def _other_answer(record: Record) -> dict[str, Any]:
+    """The answer's message with texts in which no answer begins or ends as the record's does."""
+    turn = record.answer_turn
+    texts = [turn.content, *(str(value) for name, value in turn.fields if name in THOUGHTS)]
+    edges = {edge for text in texts for edge in (text[:1], text[-1:], text.strip()[:1], text.strip()[-1:])}
+    other = next((answer for answer in OTHER_ANSWERS if answer[0] not in edges), OTHER_ANSWERS[0])
+    thoughts = {name: other for name, value in turn.fields if name in THOUGHTS and isinstance(value, str)}
+    return {**thoughts, "role": "assistant", "content": other}
+
+
+def _hint(record: Record) -> str | None:
+    """What to do about a dialogue that a template rejected, if its roles tell."""
+    roles = [turn.role for turn in record.turns if turn.role != "system"]
+    if any(role == following == "user" for role, following in pairwise(roles)):
+        return "it has two user turns in a row, which this template does not take: join them"
+    if any(role not in ("user", "assistant") for role in roles):
+        return f"it has turns of {', '.join(sorted({*roles} - {'user', 'assistant'}))}: use --template plain"
+    return None
+
+
+def _texts_within(value: object) -> Iterator[str]:
+    """The texts that a field of a message holds, arguments of tool calls (JSON in a text) included."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict | list):
+            yield from _texts_within(parsed)
+        elif value.strip():
+            yield value.strip()
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts_within(entry)
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            if name not in ("id", "type"):  # of a tool call, which most templates leave out
+                yield from _texts_within(entry)
 
 
 def no_template() -> MpuError:

@@ -1,21 +1,40 @@
-"""Reading records: local files, Hub datasets, and common benchmarks by name."""
+"""Reading records: local files and folders, Hub datasets, and common benchmarks by name."""
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
 
 from mpu_cli.errors import MpuError
-from mpu_cli.records.record import Record, parse_record, renamed, unit_of
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.records.files import (
+    TEXT_SUFFIXES,
+    file_rows,
+    files_at,
+    files_of_folder,
+    is_saved_dataset,
+    paragraph_count,
+    rows_through_datasets,
+    saved_dataset_rows,
+    suffix_of,
+)
+from mpu_cli.records.forms import (
+    form_of,
+    other_forms,
+    parse_columns,
+    parse_record,
+    rename_columns,
+    unit_of,
+    unread_fields,
+)
+from mpu_cli.records.record import Record, records_of_turns
 
-_BLANK_LINES = re.compile(r"\n[ \t\r]*\n")
+HUB_PREFIX = "hub:"
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
 _BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books|wmdp|wikitext):(?P<split>[\w.-]+)\Z")
 _HUB_NAMES = {
@@ -24,11 +43,8 @@ _HUB_NAMES = {
 }  # fmt: skip
 GATED = {"bio-forget-corpus": "cais/wmdp-bio-forget-corpus"}  # a repository of its own, on request
 SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves out shorter ones, headings mostly
-DELIMITERS = ",;\t|"
-TEXTS = (".txt", ".md")
-READ = (*TEXTS, ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-PARAGRAPHS = "paragraphs"  # of --split
-# Words in the names of columns by which a question and its answer are known, for a hint.
+
+Row = tuple[str, object]  # its place, for messages, and what it holds
 
 
 def read_records(
@@ -37,21 +53,45 @@ def read_records(
     columns: Mapping[str, str] | None = None,
     unit: str | None = None,
     split: str = "file",
+    turns: str = "last",
+    observer: Observer = SILENT,
 ) -> list[Record]:
     """The records of ``source``, which may be several, one a line.
 
-    A file of JSON lines, JSON (an array, or an object with one under "data"), CSV, TSV, Parquet or plain text; a folder
-    of such files, or a pattern such as ``notes/*.txt``; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``,
-    ``wmdp:CORPUS`` (bio-forget-corpus, …) or ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a Hub
-    dataset ``OWNER/NAME[@CONFIG][:SPLIT]``. ``columns`` maps our names of fields to the source's; ``unit`` names the
-    field that says whose record it is; ``split``: whether a file of plain text is one record, "file", or one for each
-    of its "paragraphs", which blank lines separate. Raises MpuError if a row is not a record, naming its place, or if
-    there are no records.
+    A file of JSON lines, JSON (an array, one under "data", or one object), CSV, TSV, Parquet or plain text, perhaps
+    compressed by gzip, bzip2 or xz; a pattern such as ``notes/*.txt``; a folder, of which ``datasets.load_dataset``
+    chooses the files, or ``FOLDER:SPLIT``; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS``
+    (bio-forget-corpus, …) or ``wikitext:SPLIT``, from the Hub or from the folder ``data_dir``; or a dataset of the Hub,
+    ``hub:OWNER/NAME[@CONFIG][:SPLIT]``. Nothing else is looked for on the Hub.
+
+    ``columns`` maps our names of fields to the source's; ``unit`` names the field that says whose record it is;
+    ``split``: whether a file of plain text is one record, "file", or one for each of its "paragraphs"; ``turns``:
+    whether the answer of a dialogue is its "last" assistant turn, or each of "all". What is not read of the rows is
+    reported to ``observer``. Raises MpuError if a row is not a record, naming its place, or if there are no records.
     """
-    rows = [row for each in str(source).splitlines() for row in source_rows(each, data_dir, columns, split)]
-    if unit is None:
-        return [parse_record(row, place) for place, row in rows]
-    return [replace(parse_record(row, place), unit=unit_of(row, unit, place)) for place, row in rows]
+    records: list[Record] = []
+    for name in str(source).splitlines():
+        rows = source_rows(name, data_dir, columns, split)
+        for place, row in rows:
+            record = parse_record(row, place)
+            if unit is not None:
+                record = replace(record, unit=unit_of(row, unit, place))
+            records += records_of_turns(record, turns)
+        report_rows(name, rows, {unit} if unit else set(), observer)
+    if turns == "last" and (count := sum(record.earlier_answers > 0 for record in records)):
+        observer.note(
+            f"{count} of {len(records)} dialogues have earlier answers, which are context only; --turns all takes each "
+            "as a record"
+        )
+    return records
+
+
+def read_named(
+    source: str | Path, reading: RecordFormat, *, unit: str | None = None, observer: Observer = SILENT
+) -> list[Record]:
+    """``read_records`` with the options of a command."""
+    columns = parse_columns(reading.columns)
+    return read_records(source, reading.data_dir, columns, unit, reading.split, reading.turns, observer)
 
 
 def source_rows(
@@ -59,107 +99,73 @@ def source_rows(
     data_dir: Path | None = None,
     columns: Mapping[str, str] | None = None,
     split: str = "file",
-) -> list[tuple[str, object]]:
+) -> list[Row]:
     """The rows of one ``source``, as ``read_records`` takes it, each with its place."""
-    path = Path(source)
-    rows: Iterable[tuple[str, object]]
-    if files := _files(path):
-        rows = chain.from_iterable(file_rows(file, split) for file in files)
-    elif match := _BENCHMARK.match(str(source)):
-        config = "raw" if match["name"].startswith("muse") else None
-        rows = benchmark_rows(match["name"], match["split"], data_dir, config)
-    elif (match := _HUB.match(str(source))) and not path.suffix:
-        rows = _rows_of_hub(match["name"], match["config"], match["split"])
-    else:
-        raise MpuError(f"{source}: no such file", "pass a file of records, such as JSON lines")
-    named = [(place, renamed(row, columns or {}, place)) for place, row in rows]
-    if not named:
+    rows = [
+        (place, rename_columns(row, columns or {}, place)) for place, row in _rows_of_source(source, data_dir, split)
+    ]
+    if not rows:
         raise MpuError(f"{source}: contains no records")
-    return named
+    return rows
 
 
-def _files(path: Path) -> list[Path]:
-    """The file at ``path``, those in it if it is a folder, or those that it is a pattern of. MpuError if a folder has
-    none."""
-    if path.is_file():
-        return [path]
+def _rows_of_source(source: str | Path, data_dir: Path | None, split: str) -> Iterable[Row]:
+    path = Path(source)
     if path.is_dir():
-        inside = sorted(file for file in path.iterdir() if file.suffix in READ and not file.name.startswith("."))
-        if not inside:
-            raise MpuError(f"{path}: no file of records in it", f"put some there: {', '.join(READ)}")
-        return inside
-    return [Path(name) for name in sorted(glob(str(path)))] if has_magic(str(path)) else []
+        return _folder_rows(path, None, split)
+    if files := files_at(path):
+        return chain.from_iterable(file_rows(file, split) for file in files)
+    if match := _BENCHMARK.match(str(source)):
+        config = "raw" if match["name"].startswith("muse") else None
+        return benchmark_rows(match["name"], match["split"], data_dir, config)
+    name = str(source)
+    if name.startswith(HUB_PREFIX):
+        if match := _HUB.match(name.removeprefix(HUB_PREFIX)):
+            return _rows_of_hub(match["name"], match["config"], match["split"])
+        raise MpuError(f"{source}: not a dataset of the Hub", "name it hub:OWNER/NAME@CONFIG:SPLIT")
+    folder, colon, of_folder = name.rpartition(":")
+    if colon and Path(folder).is_dir():
+        return _folder_rows(Path(folder), of_folder, split)
+    raise MpuError(
+        f"{source}: no such file",
+        f"for a dataset of the Hub, write hub:{source}" if _HUB.match(name) and not path.suffix
+        else "pass a file of records, such as JSON lines",
+    )  # fmt: skip
 
 
-def file_rows(path: Path, split: str = "file") -> Iterator[tuple[str, object]]:
-    """Rows of a file of records, each with its place for messages; ``read_records`` lists the formats."""
-    if path.suffix == ".parquet":
-        yield from _through_datasets(str(path), "parquet", data_files=str(path), split="train")
-        return
-    if path.suffix in (".csv", ".tsv"):
-        yield from _table(path)
-        return
-    values: list[object] | None = None
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise MpuError(f"{path}: not a UTF-8 text file") from error
-    if path.suffix in TEXTS:
-        if split != PARAGRAPHS:
-            yield str(path), {"text": text}
-            return
-        paragraphs = filter(None, map(str.strip, _BLANK_LINES.split(text)))
-        yield from ((f"{path}, paragraph {number}", {"text": each}) for number, each in enumerate(paragraphs, 1))
-        return
-    if text.lstrip().startswith("[") or path.suffix == ".json":
-        values = _array(text, path)
-    if values is not None:
-        yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, 1))
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            try:
-                yield place, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise MpuError(f"{place}: not JSON ({error})") from error
+def _folder_rows(folder: Path, of_folder: str | None, split: str) -> Iterable[Row]:
+    if is_saved_dataset(folder):
+        return saved_dataset_rows(folder, of_folder)
+    return chain.from_iterable(file_rows(file, split) for file in files_of_folder(folder, of_folder))
 
 
-def _array(text: str, path: Path) -> list[object] | None:
-    """The records of a JSON document: an array, or one under "data"; None for what may be JSON lines."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith("{"):
-            return None
-        raise MpuError(f"{path}: not JSON ({error})") from error
-    if isinstance(document, dict) and isinstance(document.get("data"), list):
-        return document["data"]
-    return document if isinstance(document, list) else None
+def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
+    """Tell which files of ``source`` were read, with their numbers of records, and what in the rows no record has."""
+    counts = Counter(_file_of(place) for place, _ in rows)
+    if len(counts) > 1 or Path(source).is_dir():
+        listed = [f"{file} ({count})" for file, count in counts.items()]
+        shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
+        observer.note(f"{source}: {len(rows)} records from {shown}")
+    fields: Counter[str] = Counter()
+    for _, row in rows:
+        fields.update(unread_fields(row) - read_fields)
+    if fields:
+        observer.note(f"{source}: fields that are not part of the records: {', '.join(sorted(fields))}")
+    several = [row for _, row in rows if isinstance(row, dict) and other_forms(row)]
+    if several:
+        form = form_of(several[0])
+        observer.note(
+            f"{source}: {len(several)} of {len(rows)} records have both {form!r} and {other_forms(several[0])[0]!r}: "
+            f"{form!r} is read; --columns chooses the other"
+        )
 
 
-def _table(path: Path) -> Iterator[tuple[str, object]]:
-    """Rows of a CSV or TSV file, whose delimiter is found out."""
-    csv.field_size_limit(sys.maxsize)  # a field may hold a whole text
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            head = file.readline()
-            file.seek(0)
-            delimiter = "\t" if path.suffix == ".tsv" else max(DELIMITERS, key=head.count)
-            for number, row in enumerate(csv.DictReader(file, delimiter=delimiter, strict=True), 1):
-                place = f"{path}, record {number}"
-                if None in row or None in row.values():
-                    raise MpuError(f"{place}: the number of fields differs from the header's")
-                yield place, row
-    except OSError as error:
-        raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise MpuError(f"{path}: not a table ({error})") from error
+def _file_of(place: str) -> str:
+    """The file of a row's place, such as "a.jsonl" of "a.jsonl, line 3"."""
+    return re.sub(r", (line|record|paragraph) \d+\Z", "", place)
 
 
-def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[tuple[str, object]]:
+def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
     """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` for TOFU, WMDP and WikiText,
     ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
 
@@ -176,11 +182,11 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
             if not rows:
                 raise MpuError(f"{folder / split}{suffix}: contains no records")
             return rows
-    there = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
-    raise MpuError(f"{folder}: no split {split!r} of {name} (available: {there})")
+    available = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
+    raise MpuError(f"{folder}: no split {split!r} of {name} (available: {available})")
 
 
-def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[tuple[str, object]]:
+def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
     if name == "wikitext":
         return _rows_of_hub(_HUB_NAMES[name], "wikitext-2-raw-v1", split)
     if split in GATED:
@@ -190,7 +196,7 @@ def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[tup
     return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
 
 
-def _long_enough(name: str, rows: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+def _long_enough(name: str, rows: Iterable[Row]) -> list[Row]:
     """``rows``, without the short texts of corpora that are lines of documents."""
     if name not in ("wmdp", "wikitext"):
         return list(rows)
@@ -201,30 +207,12 @@ def _long_enough(name: str, rows: Iterable[tuple[str, object]]) -> list[tuple[st
     ]
 
 
-def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, object]]:
-    yield from _through_datasets(name, name, name=config, split=split or "train")
-
-
-def _through_datasets(source: str, loader: str, **arguments: object) -> Iterator[tuple[str, object]]:
-    """Rows read by Hugging Face datasets, with a temporary cache: records are private and must not be left behind."""
-    import tempfile
-
-    import datasets
-
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
-        try:
-            rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
-            yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
-        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
-            raise MpuError(
-                f"{source}: cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})", hint
-            ) from error
+def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[Row]:
+    yield from rows_through_datasets(name, name, name=config, split=split or "train")
 
 
 def paragraphs_in(record: Record) -> int:
     """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
-    if record.turns or Path(record.place).suffix not in TEXTS:
+    if record.turns or suffix_of(Path(record.place)) not in TEXT_SUFFIXES:
         return 1
-    return sum(1 for each in _BLANK_LINES.split(record.answer) if each.strip())
+    return paragraph_count(record.answer)

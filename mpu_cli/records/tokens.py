@@ -4,6 +4,7 @@ process with limits before this one tokenizes it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpu_cli.boundary.limited import PROCESS, LimitError
@@ -18,7 +19,34 @@ MOST, MORE = 8, 1_000  # tokens for each character (its bytes are four), and bes
 Tokens = list[int]
 
 
-def rejection(error: ValueError, place: str = "") -> MpuError:
+@dataclass(frozen=True)
+class TokenizedText:
+    """The tokens of a text: ``ids`` (n,), and for each the characters of the text that it stands for, (begin, end).
+
+    ``added`` is how many of the last tokens are not in the text, but what the tokenizer ends every text with.
+    """
+
+    ids: Tokens
+    offsets: list[tuple[int, int]]
+    added: int = 0
+
+    def first_after(self, character: int) -> int:
+        """The first token that has a part of the text from ``character`` on, n if none has."""
+        return next((i for i, (_, end) in enumerate(self.offsets) if end > character), len(self.ids))
+
+    def first_from(self, character: int) -> int:
+        """The first token that has nothing of the text before ``character``, n - ``added`` if there is none."""
+        tokens = enumerate(self.offsets[: len(self.ids) - self.added])
+        return next((i for i, (begin, end) in tokens if begin >= character and end > begin), len(self.ids) - self.added)
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def rejection(error: ValueError, place: str = "", hint: str | None = None) -> MpuError:
     """What to tell of a template or tokenizer that rejected what is at ``place``, or (without one) cannot be used."""
     where = f"{place}: " if place else ""
     if isinstance(error, LimitError):
@@ -27,7 +55,7 @@ def rejection(error: ValueError, place: str = "") -> MpuError:
         return MpuError(f"{where}the model's tokenizer cannot encode it ({error})")
     return MpuError(
         f"{where}the tokenizer's chat template rejected {'it' if place else 'the records'} ({error})",
-        "if it has no system role, use --system-prompt '', or use --template plain",
+        hint or "if it has no system role, use --system-prompt '', or use --template plain",
     )
 
 
@@ -38,17 +66,59 @@ def of_texts(
 
     Raises LimitError if that takes too much.
     """
-    failed: dict[int, ValueError] = {}
-    if texts and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        outcomes = PROCESS.tokenize(backend.to_str(), texts, special)
-        for i, (worked, told) in enumerate(outcomes):
-            if not worked:
-                failed[i] = ValueError(told)
-            elif told > MOST * len(texts[i]) + MORE:
-                failed[i] = ValueError(f"{len(texts[i])} characters become {told:,} tokens")
+    failed = _failures(tokenizer, texts, special)
     possible = [text for i, text in enumerate(texts) if i not in failed]
     ids = iter(tokenizer(possible, add_special_tokens=special).input_ids if possible else ())
     return [failed[i] if i in failed else next(ids) for i in range(len(texts))]
+
+
+def with_offsets(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True
+) -> list[TokenizedText | ValueError]:
+    """As ``of_texts``, with the characters that each token stands for."""
+    failed = _failures(tokenizer, texts, special)
+    possible = [text for i, text in enumerate(texts) if i not in failed]
+    if not tokenizer.is_fast:
+        tokenized = iter([_offsets_by_decoding(tokenizer, text, special) for text in possible])
+    else:
+        tokenized = iter(_offsets_of_backend(tokenizer, possible, special))
+    return [failed[i] if i in failed else next(tokenized) for i in range(len(texts))]
+
+
+def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> dict[int, ValueError]:
+    """By index, why texts cannot be tokenized, found out in the process with limits."""
+    failed: dict[int, ValueError] = {}
+    if texts and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        for i, (worked, outcome) in enumerate(PROCESS.tokenize(backend.to_str(), texts, special)):
+            if not worked:
+                failed[i] = ValueError(outcome)
+            elif outcome > MOST * len(texts[i]) + MORE:
+                failed[i] = ValueError(f"{len(texts[i])} characters become {outcome:,} tokens")
+    return failed
+
+
+def _offsets_of_backend(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[TokenizedText]:
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts), add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
+    )
+    columns = (encoded["input_ids"], encoded["offset_mapping"], encoded["special_tokens_mask"])
+    tokenized = []
+    for ids, offsets, added_tokens in zip(*columns, strict=True):
+        added = next((i for i, added in enumerate(reversed(added_tokens)) if not added), 0) if special else 0
+        tokenized.append(TokenizedText(ids, [tuple(pair) for pair in offsets], added))
+    return tokenized
+
+
+def _offsets_by_decoding(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> TokenizedText:
+    """Offsets of a tokenizer that does not give them: where the text of the first tokens ends, for each number."""
+    ids = tokenizer(text, add_special_tokens=special).input_ids
+    beginnings = [tokenizer.decode(ids[: i + 1], skip_special_tokens=special) for i in range(len(ids))]
+    ends = [common_prefix_length(text, beginning) for beginning in beginnings]
+    last = tokenizer(text, add_special_tokens=False).input_ids[-1:]
+    added = 1 if special and ids[-1:] == [tokenizer.eos_token_id] and last != ids[-1:] else 0
+    return TokenizedText(ids, list(zip([0, *ends[:-1]], ends, strict=True)), added)
 
 
 def of_dialogues(

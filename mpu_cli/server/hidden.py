@@ -86,7 +86,9 @@ def _squares_left_out(plan: PublishPlan) -> float:
     return total
 
 
-def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict[str, float]:
+def losses_of_copy(
+    probe: Path, plan: PublishPlan, published: Published, columns: str | None = None
+) -> dict[str, float]:
     """The loss per answer token on the records in ``probe``, in nats, of the base, of a copy and of the public
     model."""
     from mpu_cli.models.answers import read_answers
@@ -97,7 +99,7 @@ def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict
     losses = {}
     for name, source in models.items():
         model, tokenizer = load(source, torch.float32, "auto")
-        losses[name] = read_answers(probe, tokenizer).loss(model)
+        losses[name] = read_answers(probe, tokenizer, columns).loss(model)
     return losses
 
 

@@ -16,7 +16,8 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.publishing import AUTO, Aggregating
+from mpu_cli.options.publishing import AUTO, Aggregating, ServerRate
+from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 
 LARGEST = 8.0  # times the update
@@ -51,23 +52,25 @@ def settled(
     if options.server_lr != AUTO:
         return options, None
     assert options.probe is not None  # Aggregating checks it
-    read_records(options.probe)  # before the work
+    read_records(options.probe, columns=parse_columns(options.probe_columns))  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
         write(folder, replace(options, server_lr=1.0, dtype="float32", max_norm=None))
-        found = choose_step(base, open_model(str(folder)), options.probe, options.max_rise, observer)
+        found = choose_step(base, open_model(str(folder)), options, observer)
     return replace(options, server_lr=found.chosen), found
 
 
-def choose_step(base: Model, updated: Model, probe: Path, max_rise: float, observer: Observer = SILENT) -> Step:
-    """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on ``probe`` has risen by
-    at most ``max_rise``; at most LARGEST. Holds one model in float32. Raises MpuError if none is found."""
+def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> Step:
+    """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
+    at most --max-rise; at most LARGEST. Holds one model in float32. Raises MpuError if none is found."""
     from mpu_cli.models.answers import read_answers  # with transformers, which aggregate does not need otherwise
     from mpu_cli.models.loading import load
     from mpu_cli.models.memory import in_memory
 
     model, tokenizer = load(base, torch.float32, "auto")
-    answers = read_answers(probe, tokenizer)
+    probe, max_rise = options.probe, options.max_rise
+    assert probe is not None
+    answers = read_answers(probe, tokenizer, options.probe_columns)
     places = in_memory(model, base.checkpoint.tensors)
     losses = {0.0: answers.loss(model)}
     observer.stage("step", 4 + CLOSER, "tried")

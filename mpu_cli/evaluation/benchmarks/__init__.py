@@ -13,6 +13,7 @@ from mpu_cli.evaluation.benchmarks import muse, own, tofu, wmdp
 from mpu_cli.evaluation.benchmarks.base import Benchmark, Row, Split
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import ATTACKS, Measuring
 
 __all__ = ["BENCHMARKS", "Benchmark", "Row", "Split", "benchmark_of", "known_metrics"]
@@ -32,9 +33,11 @@ def known_metrics() -> dict[str, Metric]:
     return known | {"forget_quality": metrics.forget_quality(tuple)}
 
 
-def benchmark_of(options: Measuring, log: RetainLog | None, file: Path | None = None) -> Benchmark:
+def benchmark_of(
+    options: Measuring, log: RetainLog | None, file: Path | None = None, observer: Observer = SILENT
+) -> Benchmark:
     """The benchmark that --benchmark names, with the attacks that --attacks does; ``file`` is one that holds all
-    records of qa.
+    records of qa. What is read of which file is reported to ``observer``.
 
     Raises UsageError for records or attacks that do not go with it.
     """
@@ -43,10 +46,11 @@ def benchmark_of(options: Measuring, log: RetainLog | None, file: Path | None = 
         raise UsageError(f"--attacks {unknown[0]}: must be one of {', '.join(ATTACKS)}")
     if attacks and named.benchmark not in ATTACKED:
         raise UsageError(f"--attacks: not for --benchmark {named.benchmark}, only for {' and '.join(ATTACKED)}")
-    if named.data_dir and not named.data_dir.is_dir():
-        raise MpuError(f"--data-dir {named.data_dir}: no such directory")
+    data_dir = named.reading.data_dir
+    if data_dir and not data_dir.is_dir():
+        raise MpuError(f"--data-dir {data_dir}: no such directory")
     if named.benchmark == "qa":
-        found = own.of_options(options, log, file)
+        found = own.of_options(options, log, file, observer)
     elif file or named.forget or named.retain or named.holdout:
         raise UsageError("FILE, --forget, --retain and --holdout require --benchmark qa")
     else:

@@ -5,34 +5,46 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import metrics
-from mpu_cli.evaluation.encoding import Asked, Encoder, Item
+from mpu_cli.evaluation.encoding import Encoder, Item, Scored
 from mpu_cli.evaluation.metrics import Metric
 from mpu_cli.evaluation.recovered import recovered
 from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.records.record import Record, question
 
 Row = tuple[str, Any]  # its place (for messages) and its fields
 SIDES = ("forget", "holdout")  # the splits that membership inference compares: members and non-members
 
 
+def question_and_answer(row: Row) -> Record:
+    """The record of a row with the fields question and answer. Raises MpuError, with the place, if it lacks one."""
+    return question(text_of(row, "question"), text_of(row, "answer"), row[0])
+
+
 @dataclass(frozen=True)
 class Split:
-    """Records that are evaluated together. ``encode(encoder, part, rows)`` returns an Item, or a list of them, for the
-    parts "answer", "paraphrased" and "perturbed" of each row; ``limit`` and ``stops`` bound the generated answers."""
+    """Records that are evaluated together. ``encode(encoder, part, split)`` returns an Item, or a list of them, for the
+    parts "answer", "paraphrased" and "perturbed" of each row; ``record`` makes a record of a row that has a question.
+
+    ``limit`` and ``stops`` bound the generated answers; ``limit_follows_answers``: they may be as long as the longest
+    true answer, if that has more tokens.
+    """
 
     name: str
     source: str
     read: Callable[[], Sequence[Row]]
-    encode: Callable[[Encoder, str, Sequence[Row]], Sequence[Item | list[Item]]]
+    encode: Callable[[Encoder, str, Split], Sequence[Item | list[Item]]]
     limit: int = 200
     stops: tuple[str, ...] = ()
     shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
+    record: Callable[[Row], Record] = question_and_answer
+    limit_follows_answers: bool = False
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -40,22 +52,30 @@ class Split:
         return self.read()
 
     @cached_property
+    def records(self) -> Sequence[Record]:
+        """The record of each row. Raises MpuError, with the place, for a row that has no question."""
+        return [self.record(row) for row in self.rows]
+
+    @cached_property
     def sha256(self) -> str:
         """Digest of the contents of the records and of the few-shot records."""
-        held = [row for _, row in (*self.rows, *self.shown())]
-        return hashlib.sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
+        contents = [row for _, row in (*self.rows, *self.shown())]
+        return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """``tasks``: of EleutherAI's harness, for a benchmark that it measures. ``attacks``: names of those that try to
-    bring back what was forgotten, whose metrics are in ``recovered``."""
+    bring back what was forgotten, whose metrics are in ``recovered``. ``scored``: which tokens of a record are scored.
+    ``warnings``: what is probably not as intended, a sentence each."""
 
     name: str
     splits: Mapping[str, Split]
     metrics: Mapping[str, Metric]
     tasks: tuple[str, ...] = ()
     attacks: tuple[str, ...] = ()
+    scored: Scored = "as OpenUnlearning does"
+    warnings: tuple[str, ...] = ()
 
     @property
     def recovered(self) -> dict[str, Metric]:
@@ -68,8 +88,8 @@ def text_of(row: Row, field: str) -> str:
     """The text in ``field``. Raises MpuError, with the place, if there is none."""
     place, values = row
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
-        held = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
-        raise MpuError(f"{place}: no text in {field!r} (fields: {held or 'none'})")
+        fields = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
+        raise MpuError(f"{place}: no text in {field!r} (fields: {fields or 'none'})")
     return _sound(place, values[field])
 
 
@@ -77,6 +97,9 @@ def texts_of(row: Row, field: str) -> list[str]:
     """The texts in ``field``. Raises MpuError, with the place, if there are none."""
     place, values = row
     texts = values.get(field) if isinstance(values, dict) else None
+    if isinstance(texts, str):  # a table's cell can hold a list as JSON only
+        with suppress(ValueError):
+            texts = json.loads(texts)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise MpuError(f"{place}: no list of texts in {field!r}")
     return [_sound(place, text) for text in texts]
@@ -91,22 +114,29 @@ def _sound(place: str, text: str) -> str:
     return text
 
 
-def questions(encoder: Encoder, part: str, rows: Sequence[Row]) -> Sequence[Item | list[Item]]:
-    """TOFU records with their answers, the paraphrased answers, or the wrong answers."""
-    if part != "perturbed":
-        field = "answer" if part == "answer" else "paraphrased_answer"
-        return encoder.questions([Asked(text_of(row, "question"), text_of(row, field), row[0]) for row in rows])
-    asked = [
-        [Asked(text_of(row, "question"), wrong, row[0]) for wrong in texts_of(row, "perturbed_answer")] for row in rows
+def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list[Item]]:
+    """Items of a split's records with their answers, the paraphrased answers, or the wrong answers."""
+    if part == "answer":
+        return encoder.questions(split.records)
+    if part == "paraphrased":
+        paraphrases = [text_of(row, "paraphrased_answer") for row in split.rows]
+        return encoder.questions([_answered(r, text) for r, text in zip(split.records, paraphrases, strict=True)])
+    wrong_answers = [texts_of(row, "perturbed_answer") for row in split.rows]
+    answered = [
+        _answered(record, wrong) for record, texts in zip(split.records, wrong_answers, strict=True) for wrong in texts
     ]
-    items = iter(encoder.questions([*chain(*asked)]))
-    return [[next(items) for _ in each] for each in asked]
+    items = iter(encoder.questions(answered))
+    return [[next(items) for _ in texts] for texts in wrong_answers]
+
+
+def _answered(record: Record, answer: str) -> Record:
+    return replace(record, answer=answer, answer_fields=())
 
 
 def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
     def ratios() -> list[float]:
         retain.check_made_on(benchmark, {})
-        ratios_of_retain = retain.truth_ratios([text_of(row, "question") for row in forget.rows])
+        ratios_of_retain = retain.truth_ratios([record.question for record in forget.records])
         retain.check_made_on(benchmark, {"forget": forget.sha256})
         return ratios_of_retain
 

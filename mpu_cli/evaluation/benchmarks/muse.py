@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from mpu_cli.evaluation.benchmarks.base import (
     Row,
     Split,
     forgetting,
+    question_and_answer,
+    questions,
     text_of,
 )
-from mpu_cli.evaluation.encoding import Asked, Encoder, Item, Pair
+from mpu_cli.evaluation.encoding import Encoder, Item, OpenUnlearningEncoder
 from mpu_cli.evaluation.retain import RetainLog
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.records.reading import benchmark_rows
+from mpu_cli.records.record import Record, Turn
 
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
 
@@ -32,22 +36,26 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
         shown = cache(rows("knowmem", f"{name}_qa_icl"))
 
         @cache
-        def shots() -> tuple[Pair, ...]:
-            return tuple((text_of(row, "question"), text_of(row, "answer")) for row in shown())
+        def shots() -> tuple[Turn, ...]:
+            records = map(question_and_answer, shown())
+            return tuple(turn for record in records for turn in (*record.turns, record.answer_turn))
 
-        def encode(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
-            return encoder.questions(
-                [Asked(text_of(row, "question"), text_of(row, "answer"), row[0], shots()) for row in rows]
-            )
+        def with_shots(row: Row) -> Record:
+            record = question_and_answer(row)
+            return replace(record, turns=(*shots(), *record.turns))
 
         source = f"knowmem/{name}_qa"
-        return Split(f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), encode, 32, KNOWLEDGE_STOPS, shown)
+        return Split(
+            f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), questions, 32, KNOWLEDGE_STOPS, shown, with_shots
+        )
 
-    def verbatim(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
-        return encoder.completions([(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in rows])
+    def verbatim(encoder: Encoder, _: str, split: Split) -> list[Item]:
+        assert isinstance(encoder, OpenUnlearningEncoder)
+        return encoder.completions([(text_of(row, "prompt"), text_of(row, "gt"), row[0]) for row in split.rows])
 
-    def text(encoder: Encoder, _: str, rows: Sequence[Row]) -> list[Item]:
-        return encoder.texts([(text_of(row, "text"), row[0]) for row in rows])
+    def text(encoder: Encoder, _: str, split: Split) -> list[Item]:
+        assert isinstance(encoder, OpenUnlearningEncoder)
+        return encoder.texts([(text_of(row, "text"), row[0]) for row in split.rows])
 
     listed = [
         Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
@@ -67,7 +75,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
 
 
 def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
-    return muse(options.benchmark.corpus, options.benchmark.data_dir, log)
+    return muse(options.benchmark.corpus, options.benchmark.reading.data_dir, log)
 
 
 def example() -> Benchmark:

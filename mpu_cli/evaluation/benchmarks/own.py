@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from mpu_cli.errors import MpuError, UsageError
@@ -16,92 +15,147 @@ from mpu_cli.evaluation.benchmarks.base import (
     forgetting,
     questions,
 )
+from mpu_cli.evaluation.metrics import UP, Metric
 from mpu_cli.evaluation.retain import RetainLog
+from mpu_cli.evaluation.scripts import has_english_words
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.options.unlearning import Records
-from mpu_cli.records.reading import source_rows
-from mpu_cli.records.record import parse_columns, parse_record
+from mpu_cli.options.unlearning import RecordFormat, Records
+from mpu_cli.records.forms import parse_columns, parse_record
+from mpu_cli.records.reading import report_rows, source_rows
+from mpu_cli.records.record import Record, records_of_turns
+
+SETS = ("forget", "retain", "holdout")
+TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
+
+Question = tuple[Row, Record]  # a row and the record in it; of a dialogue with --turns all, one of those in it
 
 
 def own_records(
-    forget: Sequence[Row], retain: Sequence[Row], holdout: Sequence[Row], retain_log: RetainLog | None
+    forget: Sequence[Question], retain: Sequence[Question], holdout: Sequence[Question], retain_log: RetainLog | None
 ) -> Benchmark:
-    """A user's own questions and answers, with paraphrased and wrong answers if every record of a set has them."""
-    held = {"forget": forget, "retain": retain, "holdout": holdout}
-    splits = {name: Split(name, name, partial(list, rows), questions) for name, rows in held.items() if rows}
-    if "forget" not in splits:
+    """A user's own questions and answers, scored as they are trained, with paraphrased and wrong answers if the records
+    of a set have them."""
+    sets = {name: each for name, each in zip(SETS, (forget, retain, holdout), strict=True) if each}
+    if "forget" not in sets:
         raise MpuError("no records to forget", "specify them with --forget")
-    table = {}
+    if both := {record.identity for _, record in forget} & {record.identity for _, record in holdout}:
+        raise MpuError(
+            f"{len(both)} of the {len(holdout)} holdout records are also records to forget, so attacks would compare "
+            "them with themselves",
+            "name records that no model saw with --holdout",
+        )
+    splits = {name: _split(name, rows) for name, rows in sets.items()}
+    table: dict[str, Metric] = {}
+    warnings = []
     for name in ("forget", "retain"):
-        if name not in splits:
+        if name not in sets:
             continue
         table[f"{name}_Q_A_Prob"] = metrics.probability(name)
+        table[f"{name}_Q_A_Prob_content"] = metrics.content_probability(name)
         table[f"{name}_Q_A_ROUGE"] = metrics.rouge(name, "rougeL_recall")
-        fields = ("paraphrased_answer", "perturbed_answer")
-        if all(isinstance(row, dict) and all(field in row for field in fields) for _, row in held[name]):
-            right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
-            table[right] = metrics.paraphrased_probability(name)
-            table[wrong] = metrics.perturbed_probability(name)
-            ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
-            table[ratio] = metrics.truth_ratio(right, wrong, forget=name == "forget")
+        if unseen := [record for _, record in sets[name] if not has_english_words(record.answer)]:
+            table[f"{name}_Q_A_ROUGE_any_script"] = metrics.rouge_of_any_script(name)
+            warnings.append(
+                f"{len(unseen)} of {len(sets[name])} {name} answers have no letter of English and no digit, so "
+                f"{name}_Q_A_ROUGE is 0 for them whatever the model says: read {name}_Q_A_ROUGE_any_script"
+            )
+        table |= _truth_ratio(name, [row for row, _ in sets[name]])
     table |= forgetting("forget", "qa", splits, retain_log)
     if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
-        table["forget_quality"] = forget_quality("qa", splits["forget"], retain_log)
-    return Benchmark("qa", splits, table)
+        computed = table["forget_truth_ratio"].of
+        reason = "forget_truth_ratio has no value"
+        table["forget_quality"] = (
+            forget_quality("qa", splits["forget"], retain_log) if computed else metrics.unavailable(reason, UP)
+        )
+    return Benchmark("qa", splits, table, scored="as trained", warnings=tuple(warnings))
 
 
-def _questions(rows: Sequence[Row]) -> list[Row]:
-    """Rows of any form that training reads, with the fields question and answer. MpuError for texts and dialogues."""
+def _split(name: str, rows: Sequence[Question]) -> Split:
+    records = {id(row): record for row, record in rows}
+    return Split(
+        name, name, lambda: [row for row, _ in rows], questions, record=lambda row: records[id(row)],
+        limit_follows_answers=True,
+    )  # fmt: skip
+
+
+def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
+    """The truth ratio of a set and what it is computed from; without a value if some records lack what others have."""
+    complete = [
+        isinstance(fields, dict) and all(fields.get(field) for field in TRUTH_RATIO_FIELDS) for _, fields in rows
+    ]
+    if not any(complete):
+        return {}
+    ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
+    if not all(complete):
+        place = rows[complete.index(False)][0]
+        reason = (
+            f"{place} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
+        )
+        return {ratio: metrics.unavailable(reason, UP)}
+    right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
+    return {
+        right: metrics.paraphrased_probability(name),
+        wrong: metrics.perturbed_probability(name),
+        ratio: metrics.truth_ratio(right, wrong, forget=name == "forget"),
+    }
+
+
+def _questions(rows: Sequence[Row], turns: str) -> list[Question]:
+    """Rows of any form that training reads, with their records. Raises MpuError for texts, which ask nothing."""
     found = []
     for place, row in rows:
-        if isinstance(row, dict) and {"question", "answer"} <= row.keys():
-            found.append((place, row))
-            continue
         record = parse_record(row, place)
-        asked = [text for role, text in record.turns if role == "user"]
-        if len(asked) != 1:
-            raise MpuError(f"{place}: not one question and its answer", "evaluate records of that form")
-        found.append((place, {**row, "question": asked[0], "answer": record.answer}))
+        if not record.turns:
+            raise MpuError(f"{place}: a text, and not a question and its answer", "evaluate records of that form")
+        found += [((each.place, row), each) for each in records_of_turns(record, turns)]
     return found
 
 
 def read_own(
     path: Path | None,
-    forget: str | None,
-    retain: str | None,
-    holdout: str | None,
-    columns: Mapping[str, str] | None = None,
-) -> list[list[Row]]:
-    """Forget, retain and holdout rows, from one file whose records have a ``set`` field, or from one file each."""
+    sources: Mapping[str, str | None],
+    reading: RecordFormat,
+    observer: Observer = SILENT,
+) -> list[list[Question]]:
+    """Forget, retain and holdout records, from one file whose records have a ``set`` field, or from ``sources``, by the
+    name of the set."""
+    columns = parse_columns(reading.columns)
+
+    def rows_of(source: str | Path) -> list[Row]:
+        rows = source_rows(source, reading.data_dir, columns, reading.split)
+        report_rows(str(source), rows, set(), observer)
+        return rows
+
     if path is not None:
-        sets: dict[str, list[Row]] = {"forget": [], "retain": [], "holdout": []}
-        for place, row in _questions(source_rows(path, None, columns)):
-            kind = row.get("set") if isinstance(row, dict) else None
+        sets: dict[str, list[Question]] = {name: [] for name in SETS}
+        for row, record in _questions(rows_of(path), reading.turns):
+            place, fields = row
+            kind = fields.get("set") if isinstance(fields, dict) else None
             if not isinstance(kind, str) or kind not in sets:
                 raise MpuError(f"{place}: 'set' must be forget, retain or holdout")
-            sets[kind].append((place, row))
+            sets[kind].append((row, record))
         return list(sets.values())
-    files = [
-        _questions([row for source in (names or "").splitlines() for row in source_rows(source, None, columns)])
-        for names in (forget, retain, holdout)
+    return [
+        _questions([row for source in (sources[name] or "").splitlines() for row in rows_of(source)], reading.turns)
+        for name in SETS
     ]
-    for name, rows in zip((forget, retain, holdout), files, strict=True):
-        if name and not rows:
-            raise MpuError(f"{name}: contains no records")
-    return files
 
 
-def of_options(options: Measuring, log: RetainLog | None, file: Path | None = None) -> Benchmark:
+def of_options(
+    options: Measuring, log: RetainLog | None, file: Path | None = None, observer: Observer = SILENT
+) -> Benchmark:
     """``file``: one that holds all records."""
     named = options.benchmark
     if file and (named.forget or named.retain or named.holdout):
         raise UsageError("FILE cannot be combined with --forget, --retain or --holdout")
     to_forget = named.forget or (None if file else Records().forget)
-    columns = parse_columns(named.columns)
-    forget, retain, holdout = read_own(file, to_forget, named.retain, named.holdout, columns)
+    sources = {"forget": to_forget, "retain": named.retain, "holdout": named.holdout}
+    forget, retain, holdout = read_own(file, sources, named.reading, observer)
     return own_records(forget, retain, holdout, log)
 
 
 def example() -> Benchmark:
-    rows = [("", {"paraphrased_answer": "", "perturbed_answer": [""]})]
-    return own_records(rows, rows, rows, None)
+    row: Row = ("", {"paraphrased_answer": "", "perturbed_answer": [""]})
+    forget, retain, holdout = ([(row, Record((), answer, ""))] for answer in SETS)
+    return own_records(forget, retain, holdout, None)

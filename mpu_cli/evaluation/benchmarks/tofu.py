@@ -72,7 +72,7 @@ def tofu(
 
 def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
     named = options.benchmark
-    return tofu(named.forget_split, named.data_dir, log, named.holdout_split)
+    return tofu(named.forget_split, named.reading.data_dir, log, named.holdout_split)
 
 
 def example() -> Benchmark:

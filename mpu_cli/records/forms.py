@@ -1,0 +1,211 @@
+"""The forms that rows of files may have, and the record in each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.records.hints import columns_hint
+from mpu_cli.records.record import Record, Turn
+
+FORMS = "question/answer, prompt/completion, instruction/output, messages, conversations, or text"
+# The first of these that a row has is its form; --columns chooses another.
+MAIN_FIELDS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "question": ("question", "answer"),
+    "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "text": ("text",),
+}
+# Read beside the fields of a form, or by the evaluation.
+OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
+# ShareGPT's names of roles.
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
+    "function": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """``question=instruction,answer=response`` as our name → the column's name. Raises UsageError if it is not that."""
+    columns = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        ours, equals, theirs = (word.strip() for word in part.partition("="))
+        if not (ours and equals and theirs):
+            raise UsageError(f"--columns {part}: expected NAME=COLUMN, such as question=instruction,answer=response")
+        columns[ours] = theirs
+    return columns
+
+
+def rename_columns(row: object, columns: Mapping[str, str], place: str) -> object:
+    """``row`` with the fields that ``columns`` names under our names, and without those of any other form.
+
+    Raises MpuError if it has no such field.
+    """
+    if not columns or not isinstance(row, dict):
+        return row
+    if missing := [theirs for theirs in columns.values() if theirs not in row]:
+        lowered = {name.lower(): name for name in map(str, row)}
+        close = get_close_matches(missing[0].lower(), lowered, 1, 0.5)
+        raise MpuError(
+            f"{place}: no field {missing[0]!r} (its fields: {_names(row)})",
+            f"did you mean {lowered[close[0]]!r}?" if close else None,
+        )
+    renamed = {ours: row[theirs] for ours, theirs in columns.items()}
+    main = {field for fields in MAIN_FIELDS.values() for field in fields}
+    dropped = {*columns.values(), *(main if main & renamed.keys() else ())}
+    return {name: value for name, value in row.items() if name not in dropped} | renamed
+
+
+def form_of(row: Mapping[str, object]) -> str | None:
+    """The first field of the form that ``row`` has, None if it has none. A null field is absent."""
+    return next((name for name in MAIN_FIELDS if row.get(name) is not None), None)
+
+
+def other_forms(row: Mapping[str, object]) -> list[str]:
+    """The complete forms that a row has besides the one that is read."""
+    complete = [name for name, fields in MAIN_FIELDS.items() if all(row.get(field) is not None for field in fields)]
+    return [name for name in complete if name != form_of(row)]
+
+
+def unread_fields(row: object) -> set[str]:
+    """The fields of a row that no command reads: what they say is in no record."""
+    if not isinstance(row, dict):
+        return set()
+    form = form_of(row)
+    read = {*OTHER_FIELDS, *(["input"] if form == "instruction" else [])}
+    for name in (form, *other_forms(row)):  # of other complete forms, the note on which one is read tells
+        read |= {*MAIN_FIELDS.get(name or "", ())}
+    return {str(name) for name, value in row.items() if name and name not in read and value not in (None, "", [], {})}
+
+
+def parse_record(row: object, place: str) -> Record:
+    """The record in a row. Raises MpuError, naming the place, if there is none."""
+    if not isinstance(row, dict):
+        raise MpuError(f"{place}: not a JSON object with {FORMS}")
+    alternate = row.get("alternate") or None  # an empty cell of a table is no answer
+    if alternate is not None:
+        alternate = _text(row, "alternate", place)
+    form = form_of(row)
+    if form == "text":
+        return Record((), _text(row, "text", place), place, alternate)
+    if form == "messages":
+        turns = _turns(row["messages"], place)
+    elif form == "conversations":
+        turns = _turns(_from_sharegpt(row["conversations"]), place)
+    elif form == "instruction":
+        extra = str(row.get("input") or "").strip()
+        instruction = _text(row, "instruction", place) + (f"\n\n{extra}" if extra else "")
+        turns = [Turn("user", instruction), Turn("assistant", _text(row, "output", place))]
+    elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
+        completion = row.get("completion")
+        turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], place)
+    elif form is not None:
+        prompt, answer = MAIN_FIELDS[form]
+        turns = [Turn("user", _text(row, prompt, place)), Turn("assistant", _text(row, answer, place))]
+    else:
+        raise MpuError(f"{place}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
+    if row.get("system") is not None and turns[0].role != "system":
+        turns.insert(0, Turn("system", _text(row, "system", place)))
+    return _dialogue(turns, place, alternate)
+
+
+def _dialogue(turns: list[Turn], place: str, alternate: str | None) -> Record:
+    if len(turns) < 2:
+        raise MpuError(f"{place}: messages need a question and an answer")
+    *prompt, answer = turns
+    if answer.role != "assistant":
+        raise MpuError(f"{place}: the last message is not the assistant's, so there is no answer")
+    return Record(tuple(prompt), answer.content, place, alternate, None, answer.fields)
+
+
+def _from_sharegpt(messages: object) -> object:
+    """Messages of {"from": …, "value": …} as {"role": …, "content": …}; anything else as it is."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {
+            "role": SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"]),
+            "content": message.get("value"),
+            **{name: value for name, value in message.items() if name not in ("from", "value")},
+        }
+        if isinstance(message, dict) and "from" in message
+        else message
+        for message in messages
+    ]
+
+
+def unit_of(row: object, field: str, place: str) -> str:
+    """What ``field``, of --dp-unit, says of a row: whose it is. Raises MpuError if it says nothing."""
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, str | int) or value == "":
+        raise MpuError(f"{place}: no {field!r}, which --dp-unit names")
+    return str(value)
+
+
+def _text(row: Mapping[str, object], name: str, place: str) -> str:
+    value = row.get(name)
+    if isinstance(value, float) and math.isfinite(value):
+        value = repr(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise MpuError(
+            f"{place}: {name!r} is missing, empty or not a text (its fields: {_names(row)})", columns_hint(row, name)
+        )
+    return _sound(value, f"{place}: {name!r}")
+
+
+def _sound(text: str, what: str) -> str:
+    """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MpuError(f"{what} contains an unpaired surrogate, which is not valid text") from error
+    return text
+
+
+def _turns(messages: object, place: str) -> list[Turn]:
+    """The turns of a dialogue. Content may be a text or parts of text; a message with tool calls needs none."""
+    turns = []
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"].strip():
+            raise MpuError(f"{place}: every message needs a role and content")
+        content = _content(message.get("content"), place)
+        extra = {str(name): value for name, value in message.items() if name not in ("role", "content")}
+        extra = {name: value for name, value in extra.items() if value not in (None, "", [], {})}
+        extra = json.loads(_sound(json.dumps(extra, ensure_ascii=False, default=str), f"{place}: a message"))
+        if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
+            raise MpuError(f"{place}: every message needs a role and content")
+        turns.append(Turn(_sound(message["role"], f"{place}: a role"), content, tuple(extra.items())))
+    if len(turns) < 2:
+        raise MpuError(f"{place}: messages need a question and an answer")
+    return turns
+
+
+def _content(content: object, place: str) -> str:
+    if isinstance(content, list):
+        return "".join(_parts(content, place))
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise MpuError(f"{place}: a message's content is not a text")
+    return _sound(content, f"{place}: a message")
+
+
+def _parts(parts: Iterable[Any], place: str) -> Iterable[str]:
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise MpuError(f"{place}: a message has content of type {kind!r}; only text can be read")
+        yield _sound(part["text"], f"{place}: a message")
+
+
+def _names(row: Mapping[str, object]) -> str:
+    return ", ".join(map(str, row)) or "none"
