@@ -16,6 +16,7 @@ class MpuError(Exception):
     exit_status = 1
 
     def __init__(self, problem: str, hint: str | None = None):
+        problem = " ".join(line.strip() for line in problem.splitlines() if line.strip())  # of libraries, too
         if len(problem) > LONGEST:  # names in a hostile file can be of any length
             problem = f"{problem[: LONGEST - 500]} … {problem[-400:]}"
         super().__init__(problem, hint)
@@ -23,6 +24,11 @@ class MpuError(Exception):
 
     def __str__(self) -> str:
         return "; ".join(filter(None, (self.problem, self.hint)))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class UsageError(MpuError):

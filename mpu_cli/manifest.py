@@ -24,7 +24,8 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
 TAGS = {  # of a delta's training, in words
-    "tokens": "records (or template, date, tokenizer)",
+    "records": "records",
+    "tokens": "records (or template, date, tokenizer)",  # of mpu before 0.2
     "options": "options or seed",
     "versions": "library versions",
 }

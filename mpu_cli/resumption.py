@@ -12,13 +12,22 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from mpu_cli.boundary.files import create_private, current_umask, random_name, sync_folder
-from mpu_cli.errors import MpuError
+from mpu_cli.boundary.files import (
+    BLOCK,
+    PRIVATE_FILE,
+    create_private,
+    current_umask,
+    random_name,
+    read_bounded,
+    sync_folder,
+)
+from mpu_cli.errors import MpuError, first_line
 from mpu_cli.observer import Observer
 
 SHOWN = 60  # characters of a difference that are shown
+MAX_LINES_FILE = 1 << 30  # bytes of a file of JSON lines
 
 
 @contextmanager
@@ -78,29 +87,63 @@ def differences(before: Mapping[str, object], now: Mapping[str, object], place: 
             yield place + name + (change if len(change) <= SHOWN else "")
 
 
-def read_lines(path: Path, hint: str) -> list[dict[str, Any]]:
-    """The JSON lines of ``path``, none if there is no file. A last line that was never finished is removed.
+def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, Any]]:
+    """The JSON lines of ``path``, none if there is no file, without a last line that was never finished.
 
-    Raises MpuError with ``hint`` if the file is not JSON lines.
+    Reads only: describing a file must not change it. Without ``links``, ``path`` may not be a link. Raises MpuError
+    with ``hint`` if the file is not JSON lines, each an object.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        write_atomically(path, text)
+    content = read_bounded(path, MAX_LINES_FILE, links=links)
+    finished = content[: content.rfind(b"\n") + 1]
     try:
-        return [json.loads(line) for line in text.splitlines()]
-    except ValueError as error:
-        raise MpuError(f"{path}: damaged ({error})", hint) from error
+        lines = [json.loads(line) for line in finished.decode().split("\n") if line]
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{path}: damaged ({first_line(error)})", hint) from error
+    if not all(isinstance(line, dict) for line in lines):
+        raise MpuError(f"{path}: damaged (a line is not a JSON object)", hint)
+    return lines
 
 
 def append_line(path: Path, values: Mapping[str, object]) -> None:
-    """Add a line of JSON, and have it on the disk."""
+    """Add a line of JSON, in place of one that was never finished, and have it on the disk.
+
+    One process at a time: others that append wait inside ``alone_with``.
+    """
     fresh = not path.exists()
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(values) + "\n")
+    with path.open("ab+") as file:
+        file.truncate(_end_of_lines(file))
+        file.write(json.dumps(values).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     if fresh:
         sync_folder(path.parent)
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Where the last finished line of ``file`` ends, in bytes."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - BLOCK)
+        file.seek(begin)
+        if (newline := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+@contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """Keep other processes from reading and writing ``path`` in the meantime.
+
+    The lock is on a file beside it, which is never replaced or removed: a lock on the file itself would be held on
+    something that nobody else opens any more once the file is replaced.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(path.with_name(f"{path.name}.lock"), flags, PRIVATE_FILE)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

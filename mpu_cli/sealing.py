@@ -17,9 +17,12 @@ import pyrage
 from mpu_cli.boundary.archives import unpack_folder
 from mpu_cli.boundary.files import create_private, open_regular, random_name, sync_folder
 from mpu_cli.checkpoint.header import AGE_HEADER
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
 
 _BUFFER = 1 << 20  # bytes
+MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
+MAX_RECIPIENTS = 64
+_END_OF_HEADER = b"\n--- "
 SECRET_BYTES = 32
 
 
@@ -100,8 +103,10 @@ def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
 
 def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[pyrage.x25519.Recipient]:
     """Public keys from ``age1…`` strings, or from files that contain one. Raises MpuError, naming ``option``, if one is
-    invalid."""
+    invalid, or if there are more than a header may have."""
     recipients = []
+    if len(texts) > MAX_RECIPIENTS:
+        raise MpuError(f"{option}: {len(texts)} recipients, and a file can have {MAX_RECIPIENTS}")
     for text in texts:
         text = text if text.startswith("age1") else _public_key_in(text, option)
         try:
@@ -120,6 +125,15 @@ def _public_key_in(path: str, option: str) -> str:
     if len(public_keys) != 1:
         raise MpuError(f"{path}: contains {len(public_keys)} age public keys, expected one")
     return public_keys[0]
+
+
+def check_header(content: bytes, path: Path) -> None:
+    """Raise MpuError if the header of an age file, which begins with ``content``, is longer than MAX_HEADER.
+
+    rage reads a header in time that grows with the square of its length, and cannot be interrupted.
+    """
+    if _END_OF_HEADER not in content[:MAX_HEADER]:
+        raise MpuError(f"{path}: not an age file, or its header is longer than {MAX_HEADER:,} bytes", "get it again")
 
 
 def is_sealed(path: Path) -> bool:
@@ -156,11 +170,13 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
 
     Raises MpuError if it is sealed for another identity, damaged, or not such an archive (``boundary.archives``).
     """
-    found: list[Path] = []
+    unpacked: list[Path] = []
+    with open_regular(path) as sealed:
+        check_header(sealed.read(MAX_HEADER), path)
 
     def unpack(end: BinaryIO) -> None:
         try:
-            found.append(unpack_folder(end, into))
+            unpacked.append(unpack_folder(end, into))
         finally:
             while end.read(_BUFFER):  # otherwise decryption would fail on a closed pipe and hide its own error
                 pass
@@ -180,11 +196,11 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
         if error.errno is None:  # a decryption error after decryption has started
             raise _damaged(path, error) from error
         raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
-    return found[0]
+    return unpacked[0]
 
 
 def _damaged(path: Path, error: Exception) -> MpuError:
-    return MpuError(f"{path}: damaged or truncated ({error})", "get it again")
+    return MpuError(f"{path}: damaged or truncated ({first_line(error)})", "get it again")
 
 
 @contextmanager

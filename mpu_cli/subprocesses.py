@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 # How lines begin that say why mpu failed, what to do, and what it warns of.
 ERROR, HINT, WARNING = "mpu: error: ", "mpu: hint: ", "warning: "
@@ -36,18 +37,36 @@ class Ended:
         return next(filter(None, reversed(self.stderr.strip().splitlines())), f"exit status {self.status}")
 
 
+def python_command(module: str, function: str, *arguments: str) -> list[str]:
+    """A command that runs ``function`` of ``module``, one of mpu's, in a Python of its own.
+
+    Python puts the current folder on the path that modules are imported from, and that folder may be one in which
+    somebody else leaves files, such as a spool. (Python 3.10 has no option against it.)
+    """
+    program = (
+        f"import sys; sys.path[:] = [*filter(None, sys.path), {str(Path(__file__).parents[1])!r}]; "
+        f"from {module} import {function}; {function}()"
+    )
+    return [sys.executable, "-c", program, *arguments]
+
+
+def safe_environment(**more: str) -> dict[str, str]:
+    """This process's environment for another one, which imports nothing from the current folder (Python 3.11), nor do
+    those that it starts."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **more}
+
+
 def run_mpu(
-    arguments: Sequence[str],
-    *,
-    launcher: Sequence[str] = (sys.executable, "-m"),
-    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str], *, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run ``mpu`` with ``arguments``, started by ``launcher``, until it ends; ``environment`` is added to this one.
+    """Run ``mpu`` with ``arguments`` until it ends; ``environment`` is added to this one.
+
+    ``launcher`` is a command that starts Python modules, such as ``accelerate launch -m``.
 
     Raises OSError if the launcher cannot be started.
     """
+    started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
     done = subprocess.run(
-        [*launcher, "mpu_cli", *arguments], capture_output=True, text=True, check=False,
-        env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+        started_by, capture_output=True, text=True, check=False, env=safe_environment(**(environment or {}))
+    )
     return Ended(done.returncode, done.stdout, done.stderr)

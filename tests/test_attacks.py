@@ -36,7 +36,7 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned, restore
 from mpu_cli.client.copycheck import against_others
 from mpu_cli.client.leakage import moved_rows
-from mpu_cli.client.ledger import Entry
+from mpu_cli.client.ledger import Entry, default_ledger_path
 from mpu_cli.client.private import with_noise
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool
@@ -80,7 +80,7 @@ class TestACopyThatReadsTheClientsDisk:
         index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(private / "model.safetensors"), file)}
         (copy / "other.safetensors.index.json").write_text(json.dumps(index))
         edit(copy / "config.json", transformers_weights="other.safetensors.index.json")
-        unlearned(mpu, place, copy, "attacked")
+        unlearned(mpu, place, copy, "attacked", "--trust-copy")  # it is not the copy of before
         assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
         assert mpu("eval", copy, *measured, "--out", "b.json", cwd=place).json["metrics"] == expected
 
@@ -132,7 +132,7 @@ class TestACopyThatReadsTheClientsDisk:
         edit(copy / "tokenizer_config.json", tokenizer_file=str(place / "secret.json"),
              vocab_file="/etc/passwd", auto_map={"AutoTokenizer": ["evil.py--Evil", None]})  # fmt: skip
         (copy / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
-        unlearned(mpu, place, copy, "attacked")
+        unlearned(mpu, place, copy, "attacked", "--trust-copy")  # it is not the copy of before
         assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
         assert not (place / "ran").exists()
 
@@ -747,6 +747,7 @@ class TestACraftedCopy:
         public = save(random_model("llama", seed=5), place / "public")
         copy = published(mpu, place)
         unlearned(mpu, place, copy, "honest", "--like", public)
+        default_ledger_path().unlink()  # else the ledger tells that this is not the copy of before
         weights = load_file(copy / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)

@@ -193,7 +193,7 @@ class TestUnlearn:
 
     def test_names_are_those_of_the_files(self, mpu, tmp_path):
         base = save(random_model("gpt2"), tmp_path / "base")
-        write_records(tmp_path / "forget.jsonl", 2, 1)
+        write_records(tmp_path / "forget.jsonl", 4, 1)
         held = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
         save_file(held, base / "model.safetensors", {"format": "pt"})
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, "--train-embeddings")

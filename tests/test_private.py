@@ -287,11 +287,10 @@ def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
     assert complaint in outcome.err
 
 
-def test_a_record_must_be_one_example(mpu, tmp_path):
-    """A text in two pieces next to one too short to train on: as many examples as records, but no bound for either."""
+def test_a_record_that_is_not_one_example_is_left_out(mpu, tmp_path):
+    """A text in two pieces, and one too short to train on: to stop would tell the copy's owner that they are there."""
     base = save(random_model("llama"), tmp_path / "base")
-    texts = [" ".join(["w4"] * 200), "w5"]
+    texts = [" ".join(["w4"] * 2100), "w5", *(f"w6 w{i}" for i in range(7, 12))]
     (tmp_path / "forget.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp-epsilon", 4, check=False, cwd=tmp_path)
-    assert outcome.status == 2
-    assert "one example each" in outcome.err
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp-epsilon", 4, cwd=tmp_path)
+    assert "2 of 7 records of the forget set are left out: " in outcome.err

@@ -114,8 +114,8 @@ class TestReferenceFile:
         for wrong, says in (
             (("r1/copy_2", *common), "copy 1 instead of 2"),
             (("r2/copy_1", *common), "run"),
-            (("r1/copy_1", *common, "--forget", "other.jsonl"), "in records, template or date"),
-            (("r1/copy_1", *common, "--template", "chat"), "in records, template or date"),
+            (("r1/copy_1", *common, "--forget", "other.jsonl"), "in records or the options that print them"),
+            (("r1/copy_1", *common, "--template", "chat"), "in records or the options that print them"),
             (("r1/copy_1", *common, "--algo", "undial"), "asks"),
             (("r1/copy_1", *common, "--reference-file", "r1/copy_1/model.safetensors"), "not a reference file"),
         ):
@@ -225,7 +225,7 @@ class TestTags:
         """A different key changes everything in the tag; every round and run has its own key."""
         deltas()
         told = delta_manifest(open_checkpoint(place / "d/1.safetensors").metadata, place).trained
-        assert sorted(told) == ["key", "options", "tokens", "versions"]
+        assert sorted(told) == ["key", "options", "records", "versions"]
         mine, other = bytes.fromhex(default_secret_path().read_text()), bytes(32)
         run_ = facts(place / "r1/copy_1")["run"]
         seen = [

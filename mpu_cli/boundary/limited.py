@@ -17,22 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
+from mpu_cli.subprocesses import python_command, safe_environment
 
 SECONDS = 10.0  # for one request
 SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers take a thousandth of that
 MEMORY = 2 << 30  # bytes of the process; a tokenizer of 262,144 tokens takes a quarter of that
 STARTING = 60.0  # seconds for importing what it needs
 SHOWN = 500  # characters of an error
-
-# Without the current folder, which may be the other party's, on the path that modules are imported from.
-_PROGRAM = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
-    "from mpu_cli.boundary.limited import serve; serve()"
-)
 
 Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was wrong
 
@@ -58,8 +52,8 @@ class Process:
                 "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1",
             }  # fmt: skip
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | quiet,
+                python_command("mpu_cli.boundary.limited", "serve"),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=safe_environment(**quiet),
                 start_new_session=True,  # Ctrl-C is for this process, which then ends it
             )  # fmt: skip
             self._owner, self._tokenizer = os.getpid(), None
@@ -221,4 +215,4 @@ def _outcome(work: Callable[[Any], object], given: object) -> Outcome:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        return False, ((str(error).strip().splitlines() or [type(error).__name__])[0])[:SHOWN]
+        return False, first_line(error)[:SHOWN]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from mpu_cli.manifest import CopyManifest
     from mpu_cli.server.calibration import Calibration
 
-MOST_BESIDE = 100  # files beside a delta that are compared with it
-LONGEST_CARD = 100_000  # characters of a model card that are read
+MAX_SIBLINGS = 100  # files beside a delta that are compared with it
+MAX_CARD = 100_000  # bytes of a model card that are read
 
 
 def inspect(
@@ -35,7 +36,10 @@ def inspect(
     passphrase_file: options.PassphraseFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Describe PATH: its kind, what it belongs to, its tensors. Never shows secrets, even from key files."""
+    """Describe PATH: its kind, what it belongs to, its tensors. Never shows secrets, even from key files.
+
+    Changes nothing. PATH may be a link; links inside a folder are not followed.
+    """
     from mpu_cli.boundary.files import open_regular
     from mpu_cli.sealing import AGE_HEADER
 
@@ -43,6 +47,8 @@ def inspect(
         path = path.parent
     if not path.exists():
         raise MpuError(f"{path}: no such file or directory")
+    if path.is_symlink():
+        path = path.resolve()
     head = b""
     if not path.is_dir():
         with open_regular(path) as file:
@@ -123,7 +129,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, open_checkpoint, read_json_object
     from mpu_cli.manifest import delta_manifest, facts_of, read_copy_manifest
 
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, links=False)
     folder = path if path.is_dir() else path.parent
     format_ = facts_of(checkpoint.metadata).get("format")
     facts: dict[str, object] = {"kind": "model"}
@@ -155,7 +161,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
         facts |= _of_card(folder)
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
-        config = read_json_object(path / ADAPTER_CONFIG)
+        config = read_json_object(path / ADAPTER_CONFIG, links=False)
         facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
     facts |= _contents(checkpoint)
     if tensors:
@@ -170,9 +176,11 @@ def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list
 
     alike: list[str] = []
     unlike: list[str] = []
-    for other in sorted(path.parent.glob("*.safetensors"))[:MOST_BESIDE]:
+    for other in sorted(islice(path.parent.glob("*.safetensors"), MAX_SIBLINGS)):
+        if other.is_symlink():
+            continue
         try:
-            trained = delta_manifest(open_checkpoint(other).metadata, other).trained
+            trained = delta_manifest(open_checkpoint(other, links=False).metadata, other).trained
         except MpuError:
             continue
         if other != path and trained and trained.get("key") == tags.get("key"):
@@ -182,11 +190,12 @@ def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list
 
 def _of_card(folder: Path) -> dict[str, object]:
     """What the model card says of the aggregation: its estimated error, and warnings."""
+    from mpu_cli.boundary.files import read_bounded
     from mpu_cli.server.card import CARD, WARNED
 
     try:
-        lines = (folder / CARD).read_text(encoding="utf-8")[:LONGEST_CARD].splitlines()
-    except (OSError, UnicodeDecodeError):
+        lines = read_bounded(folder / CARD, MAX_CARD, links=False).decode(errors="replace").splitlines()
+    except MpuError:
         return {}
     rows = dict(cells for line in lines if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 2)
     facts = {name: rows[name] for name in ("estimated error of the update", "algorithm") if name in rows}
@@ -209,24 +218,31 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     if not head.lstrip().startswith(b"{"):
         return None
     if path.suffix == ".jsonl":
-        lines = read_lines(path, "remove it")
+        lines = read_lines(path, "remove it", links=False)
         if lines and all("identity" in line or LOSSES_OF in line for line in lines):
             return {"kind": "ledger of your trainings on copies: keep it", **summary(read_ledger(path))}
         steps = Counter(str(line["step"]) for line in lines if "step" in line)
         if all("digest" in line and "metrics" in line for line in lines):
             return {"kind": "results of mpu sweep", "experiments": [str(line.get("name")) for line in lines]}
         return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
-    document: dict[str, Any] = read_json_object(path, LARGEST_RESULT)
+    document: dict[str, Any] = read_json_object(path, LARGEST_RESULT, links=False)
     if document.get("format") == "mpu-eval":
         return {
             "kind": "result of mpu eval",
             "benchmark": document.get("benchmark"),
-            "model": document.get("model", {}).get("source"),
-            "metrics": {name: form.get("agg_value") for name, form in document.get("metrics", {}).items()},
-        }
+            "model": _table(document, "model").get("source"),
+            "metrics": {name: _table(_table(document, "metrics"), name).get("agg_value")
+                        for name in _table(document, "metrics")},
+        }  # fmt: skip
     if {"experiment", "published"} <= document.keys():
-        return {"kind": "facts of mpu run", **{name: document[name] for name in ("mpu", "base", "experiment")}}
+        return {"kind": "facts of mpu run", **{name: document.get(name) for name in ("mpu", "base", "experiment")}}
     return None
+
+
+def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The table under ``name``; an empty one for anything else that a file may have there."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _folder(path: Path) -> dict[str, object] | None:
@@ -239,10 +255,13 @@ def _folder(path: Path) -> dict[str, object] | None:
     if not path.is_dir() or list(path.glob("*.index.json")):
         return None
     if (path / "run.json").is_file():
-        log = read_lines(path / "log.jsonl", "choose another folder")
-        rounds = sorted(int(folder.parent.name.removeprefix("round_")) for folder in path.glob("server/round_*/model"))
+        log = read_lines(path / "log.jsonl", "choose another folder", links=False)
+        numbers = (folder.parent.name.removeprefix("round_") for folder in path.glob("server/round_*/model"))
+        rounds = sorted(int(number) for number in numbers if number.isdecimal())
         return {"kind": "mpu run", "steps done": len(log), "rounds with a model": rounds}
-    if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json")).get("format") == "mpu-sums":
+    if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json", links=False)).get(
+        "format"
+    ) == "mpu-sums":
         parts: Any = facts.get("parts")
         return {
             "kind": "running sum of a round's deltas", "run": facts.get("run"), "round": facts.get("round"),
@@ -256,7 +275,10 @@ def _folder(path: Path) -> dict[str, object] | None:
         }
     if (path / "config.json").exists() or (path / "adapter_config.json").exists():
         return None
-    formats = {file.name: facts_of(open_checkpoint(file).metadata) for file in sorted(path.glob("*.safetensors"))}
+    files = sorted(islice(path.glob("*.safetensors"), MAX_SIBLINGS))
+    formats = {
+        file.name: facts_of(open_checkpoint(file, links=False).metadata) for file in files if not file.is_symlink()
+    }
     if formats and all(facts.get("format") == "mpu-delta" for facts in formats.values()):
         return {"kind": "deltas", **{name: f"copy {facts.get('copy', 'of no run')}" for name, facts in formats.items()}}
     return None if (path / "model.safetensors").exists() else workplace(path)

@@ -41,10 +41,13 @@ def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
     """Print the result of a command: lines (mostly paths) or one JSON document."""
     out = _results or sys.stdout
     if as_json:
-        print(json.dumps(_plain(document), indent=2, ensure_ascii=False), file=out)
+        text = json.dumps(_plain(document), indent=2, ensure_ascii=False)
+        # Names in files of others may hold what a terminal obeys; in JSON it can be written as an escape.
+        print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text), file=out)
     else:
+        on_terminal = out is not None and out.isatty()
         for line in lines:
-            print(line, file=out)
+            print(printable(str(line)) if on_terminal else line, file=out)
     if out is not None:
         out.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,12 @@ def workplace(folder: Path) -> dict[str, Any] | None:
         name = str(path.relative_to(folder))
         try:
             if path.is_file():
-                with open_regular(path) as file:
+                with open_regular(path, links=False) as file:
                     sealed = file.read(len(AGE_HEADER)) == AGE_HEADER
                 if sealed:
                     (keys if path.suffix == ".bin" else others.setdefault("sealed copies", [])).append(name)
                     continue
-            checkpoint = open_checkpoint(path)
+            checkpoint = open_checkpoint(path, links=False)
             kind = facts_of(checkpoint.metadata).get("format")
             if kind == "mpu-delta":
                 if origin := delta_manifest(checkpoint.metadata, path).origin:
@@ -62,11 +63,16 @@ def workplace(folder: Path) -> dict[str, Any] | None:
     return facts | others
 
 
+def _entries(folder: Path) -> list[Path]:
+    """The first entries of a folder that are not links, which could lead anywhere."""
+    return [path for path in islice(folder.iterdir(), MOST) if not path.is_symlink()]
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Entries of ``folder``, and of the folders for rounds and deltas in it."""
-    inner = [path for path in folder.iterdir() if path.is_dir() and path.name.startswith(("round_", "deltas"))]
-    inner += [path for one in inner for path in one.iterdir() if path.is_dir() and path.name.startswith("round_")]
-    entries = [path for one in (folder, *inner) for path in one.iterdir() if path not in inner]
+    inner = [path for path in _entries(folder) if path.is_dir() and path.name.startswith(("round_", "deltas"))]
+    inner += [path for outer in inner for path in _entries(outer) if path.is_dir() and path.name.startswith("round_")]
+    entries = [path for outer in (folder, *inner) for path in _entries(outer) if path not in inner]
     return [
         path for path in entries
         if path.suffix in (".safetensors", ".bin", ".age") or (path.is_dir() and (path / "config.json").exists())

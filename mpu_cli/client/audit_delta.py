@@ -10,7 +10,7 @@ import torch
 from mpu_cli.client.leakage import Reading, readings
 from mpu_cli.errors import MpuError
 from mpu_cli.models.deltas import open_delta
-from mpu_cli.models.limits import longest_input
+from mpu_cli.models.limits import longest_input, vocabulary_size
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.options.unlearning import Prompts
@@ -28,7 +28,9 @@ def audit(
     model = open_model(copy, links=False)
     held = open_delta(model, delta)
     loaded, tokenizer = load(model, torch.float32, "cpu")
-    encoding = encoding_of(tokenizer, prompts, prompts.template, longest_input(loaded))
+    encoding = encoding_of(
+        tokenizer, prompts, prompts.template, longest_input(loaded), vocabulary=vocabulary_size(loaded)
+    )
     found = readings(loaded, model.checkpoint, held, encoding.encode(forget), encoding.encode(retain))
     if not found:
         raise MpuError(f"{delta}: changes nothing that these readings look at")

@@ -11,6 +11,7 @@ These are signs, not a proof: who knows them can stay below them. A bound comes 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ import torch
 from torch.nn.functional import normalize, silu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mpu_cli.architectures.family import FFN_AXES
+from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import clean_config
 from mpu_cli.boundary.limited import LimitError
 from mpu_cli.checkpoint.header import FLOATS
@@ -39,7 +42,8 @@ OFF = -20.0  # input below which a unit is off to the last bit of float32
 TWINS = 0.98  # cosine of two rows; the most in an honest layer was 0.885
 MANY_RARE, MANY = 0.05, 0.01  # shares of a layer's units above which it is odd
 ROWS = 2_048  # compared with all others at once
-FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1")
+FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1",
+              "input_linear")  # fmt: skip
 APART = 0.25  # relative difference of losses between copies of a round that noise explains, and
 NATS = 0.1  # their absolute difference, per answer token
 SPREAD = 4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
@@ -68,11 +72,9 @@ def refuse(signs: Sequence[Sign], source: str, trusted: bool, observer: Observer
         )
 
 
-def against_public(
-    copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, records: Sequence[Example]
-) -> list[Sign]:
+def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, texts: Sequence[str]) -> list[Sign]:
     """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
-    tokenizer, and the norms that no symmetry changes."""
+    tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
     signs = []
     ours, theirs = (
         {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
@@ -90,8 +92,9 @@ def against_public(
         signs.append(Sign(f"its vocabulary is not {public.source}'s"))
     elif other.chat_template != tokenizer.chat_template:
         signs.append(Sign(f"its chat template is not {public.source}'s"))
+    elif parts := _unlike_parts(tokenizer, other):
+        signs.append(Sign(f"its tokenizer is not {public.source}'s: {listed(parts)}"))
     else:
-        texts = tokenizer.batch_decode([example.ids for example in records[:LOOKED_AT]])
         try:
             ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
         except LimitError as error:
@@ -102,6 +105,17 @@ def against_public(
     if odd := [name for name in both if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
         signs.append(Sign(f"rows of another size than in {public.source}: {listed(odd)}"))
     return signs
+
+
+def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
+    """The parts of two tokenizers that differ, such as the normalizer, which the texts at hand need not show."""
+    contents = []
+    for each in (tokenizer, other):
+        backend = getattr(each, "backend_tokenizer", None)
+        parts = json.loads(backend.to_str()) if backend is not None else {"class": type(each).__name__}
+        contents.append({**parts, "special tokens": each.special_tokens_map, "truncation": None, "padding": None})
+    ours, theirs = contents
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def _comparable(outcome: list[int] | ValueError) -> list[int] | None:
@@ -148,7 +162,7 @@ class Units:
 def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
     """How the units of each FFN respond to the client's own records, from one forward pass of each.
 
-    Layers without such linear modules (stacks of experts) are not looked at.
+    Of experts, which see few positions each, only the weights are judged: ``expert_units``.
     """
     modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
@@ -182,6 +196,28 @@ def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
     return Units(name, *(float(suspicious.float().mean()) for suspicious in shares))
 
 
+def expert_units(model: PreTrainedModel) -> list[Units]:
+    """Which units of experts are parallel to each other, from their weights alone: stacks (experts, rows, columns) and
+    experts of their own. How rare units of experts are follows from routing, and has no limits yet."""
+    units = []
+    for name, weight in model.named_parameters():
+        stem, _, kind = name.removesuffix(".weight").rpartition(".")
+        if ".experts" not in f".{stem}." or kind not in FFN_INPUTS:
+            continue
+        rows = dequantized(weight).detach().float().cpu()
+        if rows.ndim < 3:
+            rows = rows[None]
+        twins = [_twins(normalize(expert, dim=1)) for expert in rows]
+        units.append(Units(name, 0.0, 0.0, max(twins, default=0.0)))
+    return units
+
+
+def _twins(rows: torch.Tensor) -> float:
+    """The share of normalized ``rows`` that are parallel to another one."""
+    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
+    return float((nearest > TWINS).float().mean())
+
+
 def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
     """For each of ROWS rows, its largest cosine with another one."""
     cosines = rows[start : start + ROWS] @ rows.T
@@ -190,25 +226,53 @@ def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
     return cosines.amax(1)
 
 
-def traps(model: PreTrainedModel, examples: Sequence[Example], observer: Observer) -> list[Sign]:
-    """Layers with more units than honest ones have that look like traps. Says if there was nothing to judge by."""
-    if len(examples) < FEWEST:
-        observer.note(f"units were not looked at for traps: that takes {FEWEST} records")
-        return []
-    looked_at = ffn_units(model, examples)
-    if not looked_at:
-        observer.note("units were not looked at for traps: no feed-forward layer here, or experts only")
-    odd = [units for units in looked_at if units.odd]
+def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example], records: int) -> list[Sign]:
+    """Layers with more units than honest ones have that look like traps, and layers that cannot be judged.
+
+    ``records`` is how many there are, also those that the copy's tokenizer rejects: their number is no secret, which of
+    them it rejects is.
+    """
+    if records < FEWEST:
+        return [Sign(f"its units cannot be looked at for traps: that takes {FEWEST} records")]
+    try:
+        layout = layout_of(copy.checkpoint.tensors, copy.config, copy.source)
+    except MpuError as error:
+        return [Sign(f"its units cannot be looked at for traps: {error.problem}")]
+    judged = [*ffn_units(model, _spread(examples)), *expert_units(model)]
+    missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
+    signs = []
+    if missing:
+        signs.append(Sign(f"units of layers {listed(map(str, sorted(missing)))} cannot be looked at for traps"))
+    odd = [units for units in judged if units.odd]
     if not odd:
-        return []
+        return signs
     worst = max(odd, key=lambda units: max(units.rare, units.off, units.twins))
     more = f", and in {len(odd) - 1} more layers" if len(odd) > 1 else ""
-    return [
-        Sign(
-            f"units built to record single tokens of your records: {worst.layer} has {worst.rare:.0%} that are almost "
-            f"never active, {worst.off:.0%} that are mostly off, {worst.twins:.0%} that are parallel{more}"
-        )
-    ]
+    what = (
+        f"units built to record single tokens of your records: {worst.layer} has {worst.rare:.0%} that are almost "
+        f"never active, {worst.off:.0%} that are mostly off, {worst.twins:.0%} that are parallel{more}"
+    )
+    return [Sign(what), *signs]
+
+
+def _spread(examples: Sequence[Example]) -> Sequence[Example]:
+    """LOOKED_AT of ``examples``, from all of them: the first ones are only those to forget."""
+    return examples[:: max(1, len(examples) // LOOKED_AT)][:LOOKED_AT]
+
+
+def _layers_with_units(layout: Layout) -> set[int]:
+    """The layers that have an FFN or experts, by what their tensors' axes count."""
+    units = {f"{kind}{axis}" for kind in ("", "s-", "e-") for axis in FFN_AXES}
+    return {
+        tensor.layer
+        for tensor in layout.parameters
+        if tensor.layer is not None and any(units & {*group} for group in tensor.axes)
+    }
+
+
+def _numbers_in(name: str) -> list[int]:
+    """The number of the layer in a module's name, its first number."""
+    return [int(part) for part in name.split(".") if part.isdecimal()][:1]
 
 
 def against_others(this: Entry, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:

@@ -38,6 +38,12 @@ class Dataset:
         ]
 
 
+def texts_of(data: Dataset) -> list[str]:
+    """The texts of all records: turns and answers, as the client has them."""
+    records = (*data.forget, *data.retain, *data.few_shot)
+    return [text for record in records for text in (*(turn.content for turn in record.turns), record.answer) if text]
+
+
 def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     """The records that ``options`` name; no retain records if the algorithm reads none.
 

@@ -26,7 +26,7 @@ from mpu_cli.client.training import NO_LOGGING, seeded, train
 from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
-from mpu_cli.models.limits import longest_input
+from mpu_cli.models.limits import longest_input, vocabulary_size
 from mpu_cli.models.loading import letting_go, load, memory_in_mind
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
@@ -105,7 +105,9 @@ def finetune(
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(model, dtype, training.device, training.attention)
         in_precision(loaded, training.precision)
-        encoding = encoding_of(tokenizer, prompts, prompts.template, longest_input(loaded))
+        encoding = encoding_of(
+            tokenizer, prompts, prompts.template, longest_input(loaded), vocabulary=vocabulary_size(loaded)
+        )
         observer.stage("finetune", epochs, "epochs")
         memorise(loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record)
         for remark in encoding.remarks(len(records)):

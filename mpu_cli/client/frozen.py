@@ -29,6 +29,13 @@ ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
 
 
+# Facts of a reference file that are digests, in words.
+DIGESTS = {
+    "records": "records or the options that print them",
+    "surroundings": "the copy's tokenizer, template or config",
+}
+
+
 @dataclass(frozen=True)
 class Reference:
     """The frozen copy's outputs on one set of examples; ``asks`` is the field of Frozen that it provides.
@@ -177,11 +184,11 @@ def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[s
         raise MpuError(f"{path}: not a reference file for this version of mpu")
     if other := [name for name, value in facts.items() if metadata.get(name) != value]:
         details = ", ".join(
-            f"{name} {metadata.get(name)!r} instead of {facts[name]!r}" for name in other if name != "tokens"
+            f"{name} {metadata.get(name)!r} instead of {facts[name]!r}" for name in other if name not in DIGESTS
         )
         raise MpuError(
             f"{path}: does not match this training in "
-            f"{' and '.join(other).replace('tokens', 'records, template or date')}"
+            f"{' and '.join(DIGESTS.get(name, name) for name in other)}"
             f"{f' ({details})' if details else ''}",
             "use the file that round 1 wrote for this copy",
         )

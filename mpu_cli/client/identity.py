@@ -7,19 +7,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
+from mpu_cli.boundary.files import private_folder, read_bounded
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.client.checkpoints import Checkpoints
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.ledger import Entry, Mechanism
-from mpu_cli.client.sets import contents
+from mpu_cli.client.sets import records_digest
 from mpu_cli.client.tag import training_tag
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.models.source import Model
+from mpu_cli.models.source import LARGEST_TOKENIZER, Model
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.unlearning import Lora, Privacy, Records, Unlearning
@@ -50,14 +51,23 @@ def entry_of(
     mechanism: Mechanism | None,
 ) -> Entry:
     """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
-    small = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in copy.side_files}
-    records = hashlib.sha256(json.dumps(contents(data)).encode()).hexdigest()
-    facts = [weights, copy.config, small, records, deciding(options)]
+    surroundings, records = surroundings_of(copy), records_digest(data)
+    facts = [weights, surroundings, records, deciding(options)]
     of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
     return Entry(
         hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
         options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
+        surroundings=surroundings,
     )  # fmt: skip
+
+
+def surroundings_of(copy: Model) -> str:
+    """SHA-256 of a copy's config, tokenizer and template, which decide how records are read, in hexadecimal."""
+    small = {
+        path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=copy.links)).hexdigest()
+        for path in copy.side_files
+    }
+    return hashlib.sha256(json.dumps([copy.config, small], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_of(copy: Model) -> str:
@@ -70,16 +80,16 @@ def tag_of(
     secret: Callable[[], bytes],
     manifest: CopyManifest,
     options: Unlearning,
-    tokens: str,
+    records: str,
     with_reference_file: bool,
     observer: Observer,
 ) -> dict[str, str] | None:
-    """The tag of this training run: equal for copies of a round that are trained identically. None if the client's
-    secret cannot be read or kept."""
+    """The tag of this training run: equal for copies of a round that are trained identically on ``records``, a digest.
+    None if the client's secret cannot be read or kept."""
     decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
     versions = {name: version(name) for name in ("torch", "transformers")}
     try:
-        facts = {"tokens": tokens, "options": decided, "versions": versions}
+        facts = {"records": records, "options": decided, "versions": versions}
         return training_tag(secret(), manifest.run, manifest.round, facts)
     except OSError as error:
         observer.warn(
@@ -88,20 +98,23 @@ def tag_of(
         return None
 
 
-def check_same_training(
-    folder: Path, copy: Model, weights: str, options: Unlearning, data: Dataset, tokens: str, with_reference_file: bool
-) -> None:
-    """Note what is trained with checkpoints in ``folder``; MpuError if those that are there are of something else."""
+def digest_of_training(copy: Model, weights: str, options: Unlearning, data: Dataset, with_reference_file: bool) -> str:
+    """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
     decided = deciding(options) | {"reference_file": with_reference_file}
     decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    facts = [decided, weights, copy.checkpoint.metadata, contents(data), tokens]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
+    facts = [decided, weights, copy.checkpoint.metadata, records_digest(data), surroundings_of(copy)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_same_training(checkpoints: Checkpoints) -> None:
+    """Note what is trained with ``checkpoints``; MpuError if those that are there are of something else."""
+    folder, digest = private_folder(checkpoints.folder.absolute()), checkpoints.training
     note = folder / "mpu-resume.json"
     if note.exists():
-        if read_json_object(note).get("sha256") != digest:
+        if read_json_object(note, links=False).get("sha256") != digest:
             raise MpuError(
-                f"{folder}: holds checkpoints of a different copy, records or options", "remove it to start over"
+                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
+                "remove it to start over",
             )
         return
     write_atomically(note, json.dumps({"sha256": digest}))

@@ -8,18 +8,16 @@ over what this file holds, and a training is written down before any record meet
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mpu_cli.boundary.files import PRIVATE_FILE, private_folder
+from mpu_cli.boundary.files import PRIVATE_FILE, private_folder, private_umask
 from mpu_cli.errors import MpuError
-from mpu_cli.resumption import append_line, read_lines
+from mpu_cli.resumption import alone_with, append_line, read_lines
 from mpu_cli.sealing import default_identity_path
 
 ACCOUNTANT = "rdp"
@@ -39,7 +37,8 @@ class Mechanism:
 class Entry:
     """One training. ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
     of what was trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records;
-    ``forget`` and ``retain`` are its losses per answer token before."""
+    ``forget`` and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer,
+    template and config, the same for all copies of a round."""
 
     identity: str
     run: str
@@ -52,6 +51,7 @@ class Entry:
     retain: float | None = None
     mechanism: Mechanism | None = None
     data: str = ""
+    surroundings: str = ""
 
 
 def default_ledger_path() -> Path:
@@ -83,9 +83,12 @@ def read_ledger(path: Path) -> list[Entry]:
         values.setdefault("weights", values.pop("copy_id", None))  # its earlier name
         mechanism = values.pop("mechanism", None)
         try:
-            entries.append(Entry(**values, mechanism=Mechanism(**mechanism) if mechanism else None))
+            entry = Entry(**values, mechanism=Mechanism(**mechanism) if mechanism else None)
         except TypeError as error:
             raise MpuError(f"{path}: damaged ({error})", hint) from error
+        if not all(isinstance(text, str) for text in (entry.identity, entry.run, entry.weights)):
+            raise MpuError(f"{path}: damaged (a training has no name)", hint)
+        entries.append(entry)
     return entries
 
 
@@ -95,13 +98,22 @@ def write_losses(path: Path, identity: str, forget: float, retain: float | None)
         append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
-def write_down(path: Path, entry: Entry, *, delta: float, budget: float | None) -> Sequence[Entry]:
+def write_down(
+    path: Path, entry: Entry, *, delta: float, budget: float | None, trusted: bool = True
+) -> Sequence[Entry]:
     """Add a training that is about to begin; returns those before it. One that is resumed is not added again.
 
-    Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``.
+    Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``; and, unless the copy is
+    ``trusted``, if another copy of its round had another tokenizer, template or config.
     """
     with _alone(path):
         before = read_ledger(path)
+        if not trusted and _differs_from_its_round(entry, before):
+            raise MpuError(
+                f"copy {entry.copy} of round {entry.round}: its tokenizer, template or config is not that of another "
+                "copy of the round that you trained on, so the two would show what each makes of your records",
+                "nothing was read; ask its owner, or use --trust-copy if you know why",
+            )
         if entry.mechanism is None and any(each.identity == entry.identity for each in before):
             return [each for each in before if each.identity != entry.identity]
         if budget is not None:
@@ -116,18 +128,23 @@ def write_down(path: Path, entry: Entry, *, delta: float, budget: float | None) 
         return before
 
 
+def _differs_from_its_round(entry: Entry, before: Sequence[Entry]) -> bool:
+    return any(
+        (other.run, other.round) == (entry.run, entry.round) and other.surroundings not in ("", entry.surroundings)
+        for other in before
+        if entry.run
+    )
+
+
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Keep other processes from reading the ledger between this one's reading and writing."""
     if not path.parent.exists():
         private_folder(path.parent)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-    try:
-        os.fchmod(handle, PRIVATE_FILE)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with alone_with(path), private_umask():
+        if path.exists():
+            path.chmod(PRIVATE_FILE)
         yield
-    finally:
-        os.close(handle)
 
 
 def summary(entries: Sequence[Entry]) -> Mapping[str, object]:

@@ -17,9 +17,9 @@ from mpu_cli.client.frozen import Reference, freeze, load_references, save_refer
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.processes import from_first
 from mpu_cli.client.schedule import ExampleSet
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.models.limits import longest_input, trained_length
+from mpu_cli.models.limits import longest_independent_input, longest_input, trained_length, vocabulary_size
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records.encoding import Example, encoding_of
@@ -53,10 +53,12 @@ def encoded_sets(
     because a failure would tell the model's owner that it is there.
     """
     algorithm = objective.algorithm
-    limit = longest_input(model)
-    prompts = options.prompts
-    encoding = encoding_of(tokenizer, prompts, prompts.template, limit, data.few_shot)
     private = options.privacy.dp_epsilon is not None
+    # A longer record would change what the model computes of the others in its batch.
+    limits = [longest_input(model), longest_independent_input(model) if private else None]
+    limit = min((each for each in limits if each is not None), default=None)
+    prompts = options.prompts
+    encoding = encoding_of(tokenizer, prompts, prompts.template, limit, data.few_shot, vocabulary_size(model))
     encoded: Encoded = {}
     kept: dict[str, list[int]] = {}
     records = sets_of(data, objective)
@@ -65,6 +67,10 @@ def encoded_sets(
         kept[name] = []
         problems = []
         for number, examples in enumerate(encoding.encode_each(held)):
+            if private and not isinstance(examples, MpuError) and len(examples) != 1:
+                examples = MpuError(
+                    f"{held[number].place}: {len(examples)} examples, where --dp-epsilon takes one a record"
+                )
             if not isinstance(examples, MpuError):
                 of_each.append(examples)
                 kept[name].append(number)
@@ -74,10 +80,11 @@ def encoded_sets(
                 raise examples
         if problems:
             observer.warn(f"{len(problems)} of {len(held)} records of the {name} set are left out: {problems[0]}")
-        if not (together := [example for own in of_each for example in own]):
+        together = [example for own in of_each for example in own]
+        if not together and not private:
             raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
-        if private and any(len(own) != 1 for own in of_each):
-            raise UsageError("--dp-epsilon protects records that are one example each, but texts are split into pieces")
+        if not together:  # to stop here would tell that each record was rejected: noise alone is trained on
+            together = [Example([0, 0], [0, 0], 2)]
         usual = trained_length(model)
         if usual and (long := sum(len(example.ids) > usual for example in together)):
             observer.warn(
@@ -101,34 +108,37 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     return [replace(r, answer=r.alternate or other, answer_fields=()) for r, other in zip(records, drawn, strict=True)]
 
 
-def tokens_digest(encoded: Encoded) -> str:
-    """SHA-256 of all tokens and labels, which depend on template, date and tokenizer. It stays with the client."""
-    digest = hashlib.sha256()
-    for name, (examples, _) in encoded.items():
-        digest.update(json.dumps([name, [[e.ids, e.labels] for e in examples]]).encode())
-    return digest.hexdigest()
-
-
 def contents(data: Dataset) -> list[dict[str, object]]:
     """The records, wherever they were read from."""
     return [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain, *data.few_shot)]
 
 
+def records_digest(data: Dataset) -> str:
+    """SHA-256 of the records as the client has them, in hexadecimal.
+
+    Not of their tokens: those are what the copy's tokenizer and template make of them, so two copies that treat a word
+    differently would tell its owner, by equal digests, that no record has that word.
+    """
+    return hashlib.sha256(json.dumps([contents(data), list(data.alternates)], default=str).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class KeptReferences:
     """Where the reference model's answers are kept (None: nowhere), whether they are read from there, and whose they
-    are."""
+    are. ``records`` is a digest of the records and of the options that print them, ``surroundings`` of the copy's
+    tokenizer, template and config: together they decide the tokens, and no single record decides whether they match."""
 
     path: Path | None
     read: bool
     manifest: CopyManifest | None
-    tokens: str
+    records: str
+    surroundings: str
 
     def facts(self, asks: Mapping[str, str | None]) -> dict[str, object]:
         """What has to be the same when the file is read again; the copy itself only in round 1."""
         of = self.manifest
         facts: dict[str, object] = {"run": of.run if of else None, "copy": of.copy if of else None}
-        facts |= {"tokens": self.tokens, "asks": dict(asks)}
+        facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(asks)}
         if not self.read or (of and of.round == 1):
             facts["copy_id"] = of.copy_id if of else None
         return facts

@@ -30,6 +30,11 @@ def client_secret(path: Path) -> bytes:
     return own_secret(path, "the client's secret", "remove it to create a new one")
 
 
+def own_client_secret() -> bytes:
+    """The secret in the client's configuration directory."""
+    return client_secret(default_secret_path())
+
+
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:
     """A tag for each of ``facts``, and under "key" one of the key itself: only tags of the same key can be compared."""
     key = HKDF(SHA256(), KEY_BYTES, salt=None, info=f"mpu training tag {json.dumps([run, round_])}".encode()).derive(

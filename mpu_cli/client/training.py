@@ -23,7 +23,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Saving, last_checkpoint, step_of
+from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Checkpoints, Saving, step_of
 from mpu_cli.client.frozen import forward
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.precision import as_wide_as
@@ -89,7 +89,7 @@ def train(
     training: Training,
     *,
     logging: Logging = NO_LOGGING,
-    checkpoints: Path | None = None,
+    checkpoints: Checkpoints | None = None,
     on_step: Callable[[Losses, int], None],
     on_memory: Callable[[int], None] = lambda _: None,
 ) -> torch.nn.Module:
@@ -97,13 +97,15 @@ def train(
 
     The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps;
     ``on_memory``, when memory does not suffice, with how many records go through the model at once from then on. With a
-    folder for ``checkpoints``, keeps some there and resumes from the latest.
+    place for ``checkpoints``, keeps some there and resumes from the latest.
     """
     if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision decides, not the environment
     with ExitStack() as stack:
-        folder = checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
+        folder = (
+            checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
+        )
         first = PartialState().is_main_process
         shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_asks == "hidden"}
         # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
@@ -121,7 +123,7 @@ def train(
         accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)
         started = time.monotonic()
-        begin = last_checkpoint(folder) if checkpoints else None
+        begin = from_first(checkpoints.last) if checkpoints else None
         done = step_of(begin) if begin else 0
         if logging.log and first and checkpoints:
             drop_repeated_steps(logging.log, done, len(steps))
@@ -158,7 +160,7 @@ def train(
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
         if checkpoints:
-            trainer.add_callback(Saving(logging.checkpoint_steps))
+            trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints))
         trainer.train(resume_from_checkpoint=str(begin) if begin else None)
         return trainer.model
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -18,7 +20,7 @@ from mpu_cli.boundary.files import private_umask
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.client.change import change_of, stored_specs, write_changes
-from mpu_cli.client.checkpoints import last_checkpoint, step_of
+from mpu_cli.client.checkpoints import Checkpoints, step_of
 from mpu_cli.client.checks import (
     PRECISIONS,
     ROTATED,
@@ -30,17 +32,26 @@ from mpu_cli.client.checks import (
     epochs_of,
 )
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
-from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.identity import check_same_training, entry_of, tag_of, weights_of
+from mpu_cli.client.dataset import Dataset, texts_of
+from mpu_cli.client.identity import (
+    check_same_training,
+    digest_of_training,
+    entry_of,
+    surroundings_of,
+    tag_of,
+    weights_of,
+)
 from mpu_cli.client.ledger import Entry, composed, read_ledger, write_down, write_losses
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.outcome import Result, measure
 from mpu_cli.client.precision import computing_in, in_precision
 from mpu_cli.client.private import Plan, check_opacus, check_private, plan, train_privately
+from mpu_cli.client.processes import from_first
 from mpu_cli.client.rate import with_epochs, with_rate
 from mpu_cli.client.schedule import schedule
-from mpu_cli.client.sets import KeptReferences, encoded_sets, example_sets, sets_of, tokens_digest
+from mpu_cli.client.sets import KeptReferences, encoded_sets, example_sets, records_digest, sets_of
+from mpu_cli.client.tag import own_client_secret
 from mpu_cli.client.trainer import Losses
 from mpu_cli.client.training import (
     NO_LOGGING,
@@ -54,6 +65,7 @@ from mpu_cli.models.loading import letting_go, load, load_once_per_host, memory_
 from mpu_cli.models.quantized import share_in_4_bits
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Privacy, Unlearning
 from mpu_cli.outputs import name_of_copy
 from mpu_cli.records.encoding import Example
@@ -131,25 +143,38 @@ def unlearn(
         earlier: Sequence[Entry] = ()
         if first and ledger:  # before any record meets the model: what fails on one tells about it, too
             entry = entry_of(copy, weights, manifest, options, data, planned.mechanism if planned else None)
-            entry, earlier = _written_down(ledger, entry, options.privacy, observer)
+            trusted = checks is None or checks.trust_copy
+            entry, earlier = _written_down(ledger, entry, options.privacy, trusted, observer)
         encoded, kept = encoded_sets(model, tokenizer, data, options, objective, observer)
-        tokens = tokens_digest(encoded)
+        records = records_digest(data)
         tag = None
-        if first and secret and manifest:
-            tag = tag_of(secret, manifest, options, tokens, reference_file is not None, observer)
+        if first and secret and manifest and planned is None:  # a tag of records tells more than (ε, δ) allows
+            tag = tag_of(secret, manifest, options, records, reference_file is not None, observer)
         examples = [example for held, _ in encoded.values() for example in held]
-        signs = _signs(copy, model, tokenizer, examples, checks, state, observer)
-        references = KeptReferences(reference_file, read_reference, manifest, tokens)
+        signs = _signs(copy, model, tokenizer, data, examples, checks, state, observer)
+        printed = json.dumps([records, flat(options.prompts)], default=str)
+        references = KeptReferences(
+            reference_file,
+            read_reference,
+            manifest,
+            hashlib.sha256(printed.encode()).hexdigest(),
+            surroundings_of(copy),
+        )
         sets = example_sets(model, encoded, references, options, objective, observer)
         steps = schedule(
             *(len(sets[name].examples) if name in sets else 0 for name in ("forget", "retain")),
             epochs=epochs_of(options), batch_size=options.training.batch_size, seed=options.training.seed,
         )  # fmt: skip
-        training = with_rate(options, weights_trained, len(steps))
-        checkpoints = target.with_name(f"{target.name}.resume") if logging.resume else None
-        if checkpoints and first:
-            check_same_training(checkpoints, copy, weights, options, data, tokens, reference_file is not None)
-        last = last_checkpoint(checkpoints) if checkpoints else None
+        # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
+        training = with_rate(options, weights_trained, planned.mechanism.steps if planned else len(steps))
+        checkpoints = None
+        if logging.resume:
+            folder = target.with_name(f"{target.name}.resume")
+            training_digest = digest_of_training(copy, weights, options, data, reference_file is not None)
+            checkpoints = Checkpoints(folder, (secret or own_client_secret)(), from_first(lambda: training_digest))
+            if first:
+                check_same_training(checkpoints)
+        last = from_first(checkpoints.last) if checkpoints else None
         done = step_of(last) if last else 0
         if last:
             observer.note(f"resuming after step {done} of {len(steps)}")
@@ -186,7 +211,7 @@ def unlearn(
             for _ in change.tensors(trained):  # gathering a shard needs all processes
                 pass
     if checkpoints and first:
-        shutil.rmtree(checkpoints)
+        shutil.rmtree(checkpoints.folder)
     return Result(
         target, progress.losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr), done
     )
@@ -223,16 +248,18 @@ def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objec
 
 
 def _signs(
-    copy: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example],
+    copy: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, examples: Sequence[Example],
     checks: Checks | None, state: PartialState, observer: Observer,
 ) -> list[Sign]:  # fmt: skip
     """Signs in the copy itself that it was built to carry records out, as far as ``checks`` look for them."""
     found: list[Sign] = []
     if checks and state.num_processes == 1:
         observer.stage("check the copy", 1, "done")
-        found += traps(model, examples, observer)
+        found += traps(copy, model, examples, len(data.forget) + len(data.retain))
+    elif checks:
+        found.append(Sign("several processes train it, so its units were not looked at for traps"))
     if checks and checks.like and state.is_main_process:
-        found += against_public(copy, tokenizer, open_model(checks.like), examples)
+        found += against_public(copy, tokenizer, open_model(checks.like), texts_of(data))
     return found
 
 
@@ -275,11 +302,11 @@ def _warn_of_misfits(manifest: CopyManifest | None, data: Dataset, options: Unle
 
 
 def _written_down(
-    ledger: Path, entry: Entry, privacy: Privacy, observer: Observer
+    ledger: Path, entry: Entry, privacy: Privacy, trusted: bool, observer: Observer
 ) -> tuple[Entry | None, Sequence[Entry]]:
     """``entry`` once it is in the ledger, and those before it; None if it cannot be written and no budget needs it."""
     try:
-        return entry, write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget)
+        return entry, write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, trusted=trusted)
     except OSError as error:
         if privacy.dp_epsilon is not None:
             raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error

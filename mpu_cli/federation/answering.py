@@ -7,15 +7,15 @@ the way goes to the observer of the process that started it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from mpu_cli.client.ledger import default_ledger_path
 from mpu_cli.client.outcome import Result
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import unlearn
-from mpu_cli.errors import MpuError, Stopped
+from mpu_cli.errors import MpuError, Stopped, first_line
 from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
 from mpu_cli.models.device import device_of
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import Observer, Within
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
+from mpu_cli.subprocesses import python_command, safe_environment
 
 LOOK = 0.5  # seconds between looks at a process that reports nothing
 ENDING = 10.0  # seconds that a process has to clean up before it is killed
@@ -62,7 +63,7 @@ class Answering:
     def __init__(self, data: Dataset, options: Unlearning, checks: Checks, observer: Observer, seconds: float):
         self._training = data, options, checks
         self._observer, self._seconds = observer, seconds
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def answer(self, task: Task) -> Answered:
@@ -103,20 +104,25 @@ class Answering:
         process, self._process = self._process, None
         if process is None:
             return "stopped"
-        process.join(ENDING)
-        if process.is_alive():
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            code = process.wait(ENDING)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join()
-        code = process.exitcode or 0
+            code = process.wait()
         return signal.strsignal(-code) or "killed" if code < 0 else f"status {code}"
 
     def _started(self) -> Connection:
-        if self._process is None or self._pipe is None or not self._process.is_alive():
-            context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-            self._pipe, other = context.Pipe()
-            self._process = context.Process(target=_serve, args=(other, *self._training), daemon=True)
-            self._process.start()
+        if self._process is None or self._pipe is None or self._process.poll() is not None:
+            # Not multiprocessing's own way: its processes import from the current folder, which may be the spool.
+            self._pipe, other = Pipe()
+            command = python_command("mpu_cli.federation.answering", "serve", str(other.fileno()))
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[other.fileno()], env=safe_environment()
+            )
             other.close()
+            self._pipe.send(self._training)
         return self._pipe
 
 
@@ -139,8 +145,9 @@ class _Reporting(Observer):
         self._pipe.send(("warn", (text,)))
 
 
-def _serve(pipe: Connection, data: Dataset, options: Unlearning, checks: Checks) -> None:
-    """The process: a task at a time until its parent ends."""
+def serve() -> None:
+    """The process: a task at a time until its parent ends. Its argument is the number of the pipe's descriptor."""
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
 
     def stop(number: int, _: object) -> None:
         raise Stopped(number)
@@ -149,6 +156,7 @@ def _serve(pipe: Connection, data: Dataset, options: Unlearning, checks: Checks)
         signal.signal(number, stop)
     os.umask(0o077)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    data, options, checks = pipe.recv()
     if device_of(options.training.device).type == "cpu":  # drivers of accelerators reserve more than there is
         _limit_memory()
     sys.stdout = sys.stderr  # results are the parent's to print
@@ -160,8 +168,7 @@ def _serve(pipe: Connection, data: Dataset, options: Unlearning, checks: Checks)
             except MpuError as error:
                 pipe.send(("failed", (error.problem, error.hint)))
             except Exception as error:  # whatever a hostile copy makes a library raise
-                text = (str(error).strip().splitlines() or [""])[0][:300]
-                pipe.send(("failed", (f"unexpected {type(error).__name__}: {text}", None)))
+                pipe.send(("failed", (f"unexpected {type(error).__name__}: {first_line(error)[:300]}", None)))
     except (EOFError, OSError, Stopped):
         pass
 
@@ -190,8 +197,7 @@ def _answer(task: Task, data: Dataset, options: Unlearning, checks: Checks, obse
 
 
 def _end_with_parent() -> None:
-    parent: Any = multiprocessing.parent_process()
-    parent.join()
+    sys.stdin.buffer.read()  # nothing is written there: it ends when the parent does
     os.kill(os.getpid(), signal.SIGTERM)
 
 

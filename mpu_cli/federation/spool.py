@@ -199,8 +199,9 @@ class Spool:
 
     def fail(self, copy: str) -> None:
         """Leave the mark of a failure, which says nothing else."""
-        if self._folder.kind(_failed(copy)) == "folder":
-            self._folder.remove(_failed(copy))
+        if self._folder.kind(_failed(copy)) == "folder":  # moved, not removed: it may be nested as deep as it likes
+            parent, _, name = _failed(copy).rpartition("/")
+            self._folder.move(_failed(copy), f"{parent}/{random_name(name)}")
         with self._folder.create(_failed(copy)):
             pass
 

@@ -17,7 +17,7 @@ from mpu_cli.boundary.files import private_folder, private_umask
 from mpu_cli.client.checks import check_options
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.outcome import Result
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
 from mpu_cli.federation.answering import Answering, Task
 from mpu_cli.federation.spool import COPY, DELTA, Spool, digest_of_folder, is_name
 from mpu_cli.observer import Observer
@@ -45,6 +45,8 @@ class Watching:
     most: int | None = None
     seconds: float = DAY
     checks: Checks = field(default_factory=Checks)
+    # Copies that failed and could not be marked so: without this they would be trained on again at every look.
+    _unmarked: set[str] = field(default_factory=set)
 
     def watch(self, poll: float, once: bool) -> bool:
         """Work on what arrives, for ever or ``once``. Returns whether every copy that was there has its delta.
@@ -58,9 +60,20 @@ class Watching:
         try:
             with private_umask(), alone_in(self.work, "watch", "--work"):
                 while True:
-                    there = list(self.spool.copies())
-                    self._clear(there)
-                    waiting = [copy for copy in there if self.spool.state(copy) == "waiting"]
+                    try:
+                        arrived = list(self.spool.copies())
+                    except MpuError as error:  # what is in the spool is the other party's, and must not end this
+                        if once:
+                            raise
+                        self.observer.warn(str(error))
+                        time.sleep(poll)
+                        continue
+                    self._clear(arrived)
+                    for copy in sorted(self._unmarked):
+                        self._mark_failed(copy)
+                    waiting = [
+                        copy for copy in arrived if self.spool.state(copy) == "waiting" and copy not in self._unmarked
+                    ]
                     for copy in waiting:
                         self._answer(copy, answering)
                     if once:
@@ -88,11 +101,21 @@ class Watching:
             problem = error.problem if isinstance(error, MpuError) else str(error)
             hint = error.hint if isinstance(error, MpuError) else None
             self.observer.warn(f"{copy}: {problem.removeprefix(f'{copy}: ')}" + (f"; {hint}" if hint else ""))
-            self.spool.fail(copy)
+            self._mark_failed(copy)
             if self._last(copy).get("state") == BEGUN:
                 self._note(copy, FAILED)
         finally:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)
+
+    def _mark_failed(self, copy: str) -> None:
+        """Leave the mark of a failure. What lies in its way is the other party's: it stops neither this nor others."""
+        try:
+            self.spool.fail(copy)
+            self._unmarked.discard(copy)
+        except (MpuError, OSError) as error:
+            if copy not in self._unmarked:
+                self.observer.warn(f"{copy}: cannot be marked as failed ({first_line(error)})")
+            self._unmarked.add(copy)
 
     def _check_allowed(self, copy: str) -> None:
         """Raises MpuError if the copy's round is over."""

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 16  # characters that a template may add to a dialogue
 
+# Arguments of the function that renders, which nothing else may be called like.
+RESERVED = {
+    "messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tools", "documents", "return_assistant_tokens_mask",
+}  # fmt: skip
+
 Dialogue = Sequence[Mapping[str, object]]
 
 
@@ -41,10 +47,9 @@ def render(
     takes too long, needs too much memory or prints too much.
     """
     template = variables.pop("chat_template", None) or template_of(tokenizer)
-    request = {
-        "chat_template": template, "add_generation_prompt": generation_prompt, **tokenizer.special_tokens_map,
-        **variables,
-    }  # fmt: skip
+    # Special tokens may be called anything: also like an argument of the template's, which they would replace.
+    special = {name: text for name, text in tokenizer.special_tokens_map.items() if name not in RESERVED}
+    request = {**special, **variables, "chat_template": template, "add_generation_prompt": generation_prompt}
     turns = [[dict(turn) for turn in dialogue] for dialogue in dialogues]
     room = sum(len(json.dumps(dialogue)) + LONGEST for dialogue in turns)
     outcomes = PROCESS.render(request, turns, 6 * room + 100)

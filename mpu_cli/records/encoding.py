@@ -31,14 +31,6 @@ TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
 OTHER_ANSWERS = tuple(f"{mark} mpu {mark}" for mark in "¤§¶†‡¬¦µ")  # for an answer that begins and ends otherwise
 SYSTEM_ROLES = ("system", "developer")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which messages hold them
-RESERVED = {
-    "messages",
-    "conversation",
-    "conversations",
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-}
 
 
 @dataclass(frozen=True)
@@ -60,9 +52,10 @@ class Encoding:
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
     end-of-sequence token; None is "chat" if the tokenizer has a template. ``few_shot`` are records placed before each
     record as earlier turns. ``max_length`` is how many tokens the model accepts, None for no limit; ``date`` is the
-    day that the template prints, if it prints one; ``variables`` are what it sees besides. Records longer than
-    ``truncate_to`` tokens are cut, and their places are added to ``truncated``; ``omitted`` gets, for each field of a
-    message that the template does not print, the places of its records.
+    day that the template prints, if it prints one; ``variables`` are what it sees besides; ``vocabulary``: how many
+    tokens the model has, None for no check. Records longer than ``truncate_to`` tokens are cut, and their places are
+    added to ``truncated``; ``omitted`` gets, for each field of a message that the template does not print, the places
+    of its records.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,6 +66,7 @@ class Encoding:
     date: str = DATE
     truncate_to: int | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
+    vocabulary: int | None = None
     truncated: list[str] = field(default_factory=list)
     omitted: dict[str, list[str]] = field(default_factory=dict)
 
@@ -98,7 +92,18 @@ class Encoding:
             of_dialogues = iter(self._chat(dialogues) if templated else self._plain(dialogues))
         except (chat.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
-        return [next(of_dialogues if record.turns else of_texts) for record in records]
+        outcomes = [next(of_dialogues if record.turns else of_texts) for record in records]
+        return [self._within_vocabulary(*each) for each in zip(records, outcomes, strict=True)]
+
+    def _within_vocabulary(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
+        if isinstance(outcome, MpuError) or self.vocabulary is None:
+            return outcome
+        largest = max((max(example.ids) for example in outcome), default=0)
+        if largest < self.vocabulary:
+            return outcome
+        return MpuError(
+            f"{record.place}: the tokenizer returned token {largest:,}, but the model has {self.vocabulary:,} tokens"
+        )
 
     def remarks(self, total: int) -> list[str]:
         """What of the records encoded so far was not read, a sentence each; ``total``: how many there were."""
@@ -243,12 +248,22 @@ def encoding_of(
     template: str | None,
     max_length: int | None,
     few_shot: Sequence[Record] = (),
+    vocabulary: int | None = None,
 ) -> Encoding:
-    """The encoding that the options of a command ask for; ``max_length``: how many tokens the model accepts."""
+    """The encoding that the options of a command ask for; ``max_length``: how many tokens the model accepts,
+    ``vocabulary``: how many it has."""
     truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
     variables = template_variables(prompts.template_option)
     return Encoding(
-        tokenizer, template, prompts.system_prompt, max_length, few_shot, prompts.date, truncate_to, variables
+        tokenizer,
+        template,
+        prompts.system_prompt,
+        max_length,
+        few_shot,
+        prompts.date,
+        truncate_to,
+        variables,
+        vocabulary,
     )
 
 
@@ -260,7 +275,7 @@ def template_variables(assignments: Sequence[str]) -> dict[str, object]:
     variables: dict[str, object] = {}
     for assignment in assignments:
         name, equals, value = (part.strip() for part in assignment.partition("="))
-        if not (equals and name.isidentifier()) or name in RESERVED or name.startswith("mpu_"):
+        if not (equals and name.isidentifier()) or name in chat.RESERVED or name.startswith("mpu_"):
             raise UsageError(f"--template-option {assignment}: expected NAME=VALUE, such as enable_thinking=false")
         try:
             variables[name] = json.loads(value)

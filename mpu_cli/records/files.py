@@ -14,7 +14,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, Any
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
 
 DELIMITERS = ",;\t|"
 TEXT_SUFFIXES = (".txt", ".md")
@@ -111,7 +111,7 @@ def _splits_of(folder: Path) -> dict[str, set[Path]]:
         try:
             files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=cache).config.data_files
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise MpuError(f"{folder}: {_first_line(error)}", "name the files themselves") from error
+            raise MpuError(f"{folder}: {first_line(error)}", "name the files themselves") from error
     return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
 
 
@@ -134,7 +134,7 @@ def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
         rows = datasets.load_from_disk(str(source))
         yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
     except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
-        raise MpuError(f"{source}: not a data set that save_to_disk wrote ({_first_line(error)})") from error
+        raise MpuError(f"{source}: not a data set that save_to_disk wrote ({first_line(error)})") from error
 
 
 def file_rows(path: Path, split: str = "file") -> Rows:
@@ -281,8 +281,4 @@ def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
             hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
-            raise MpuError(f"{source}: cannot be loaded ({_first_line(error)})", hint) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise MpuError(f"{source}: cannot be loaded ({first_line(error)})", hint) from error

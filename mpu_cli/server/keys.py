@@ -13,7 +13,7 @@ from typing import Any
 import pyrage
 
 from mpu_cli.architectures.family import SETS
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.manifest import are_layers
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
@@ -169,7 +169,7 @@ def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passph
             ) from error
         if passphrase is not None and "decryption failed" in reason:
             raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
-        raise MpuError(f"{path}: key file is damaged ({error})", "restore it from a backup") from error
+        raise MpuError(f"{path}: key file is damaged ({first_line(error)})", "restore it from a backup") from error
     return _parse(document, path)
 
 

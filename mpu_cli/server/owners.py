@@ -68,6 +68,8 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
 
         options, step = settled(plan.base, options, write, plan.out, observer)
         gram, facts = write(folder, options)
+        # Of all owners together, too: each below the bound, they may still add up to more.
+        check_norms(gram, together.deltas, options.max_norm, weights * float(options.server_lr))
         updates, picked, first = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
         for i, owner in enumerate(owners):
             own = slice(first, first := first + len(owner.deltas))
