@@ -40,7 +40,7 @@ def template_case(name: str) -> TemplateCase:
 
 
 @cache
-def _pieces() -> str:
+def pieces() -> str:
     """A byte-level BPE with merges of English words, as JSON."""
     words = "The answer to a question of Ines Corvo, who was born in Eastmere in the north and works as a botanist.\n"
     tokenizer = Tokenizer(models.BPE())
@@ -54,7 +54,7 @@ def _pieces() -> str:
 def tokenizer_with(case: TemplateCase) -> PreTrainedTokenizerFast:
     """A tokenizer that has the case's template and special tokens."""
     special = {name: text for name, text in (("bos_token", case.bos), ("eos_token", case.eos)) if text}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_pieces()), **special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(pieces()), **special)
     tokenizer.add_tokens(case.tokens, special_tokens=True)
     tokenizer.chat_template = case.template
     return tokenizer

@@ -359,7 +359,7 @@ def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
     (tmp_path / "forget.jsonl").write_text(json.dumps({"question": "w4 " * 300, "answer": "w5"}))
     for family, fits in (("gpt2", False), ("llama", True)):
         save(random_model(family), tmp_path / family)
-        training = ("--algo", "gradascent", "--epochs", 1)
+        training = ("--algo", "gradascent", "--epochs", 1, "--trust-copy")
         done = mpu("unlearn", family, *training, check=False, cwd=tmp_path)
         assert (done.status == 0) is fits
         if fits:
@@ -437,7 +437,7 @@ def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
 
 def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 2, 1)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
     refused(mpu(*arguments, "--template", "chat", check=False, cwd=tmp_path), "--template plain")
@@ -452,7 +452,7 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
 
 def test_a_template_without_system_turn(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 2, 1)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
     template = (base / "chat_template.jinja").read_text()
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (base / "chat_template.jinja").write_text(refusal + template)
@@ -527,7 +527,7 @@ def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
 def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.jsonl").write_text('{"question": "w4\u2028w5", "answer": "w6\u0085"}\n', encoding="utf-8")
-    arguments = ["--algo", "gradascent", "--epochs", 1, "--batch-size", 1]
+    arguments = ["--algo", "gradascent", "--epochs", 1, "--batch-size", 1, "--trust-copy"]
     assert len(mpu("unlearn", "base", *arguments, "--json", cwd=tmp_path).json["steps"]) == 1
 
 

@@ -299,7 +299,7 @@ class TestKeys:
         """age decrypts to the JSON that docs/formats.md describes."""
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        assert (document["format"], document["version"]) == ("mpu-keys", 3)
+        assert (document["format"], document["version"]) == ("mpu-keys", 6)
         assert len(bytes.fromhex(document["seed"])) == 32
         assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
         assert document["base"]["path"] == str(published / "base")
@@ -315,12 +315,13 @@ class TestKeys:
         document |= {"version": 2, "base": document["base"] | {"fingerprint": old}}
         own = [identity.to_public() for identity in read_identities(default_identity_path())]
         keys.write_bytes(pyrage.encrypt(json.dumps(document).encode(), own))
-        aggregate(mpu, published)
-        again = ["--copies", 2, "--dtype", "float64", "--only", 1, "--out"]
+        assert "was not sealed with this server's secret" in aggregate(mpu, published, check=False).err
+        aggregate(mpu, published, published / "deltas", "--trust-keys")
+        again = ["--copies", 2, "--dtype", "float64", "--only", 1, "--trust-keys", "--out"]
         mpu("publish", published / "base", "--keys", keys, *again, published / "again")
         assert (published / "again/copy_1/model.safetensors").read_bytes() == before[0]
         other = save(random_model("llama", seed=9), published / "other")
-        for command in (["aggregate", published / "deltas", "--base", other, "--out", published / "no"],
+        for command in (["aggregate", published / "deltas", "--base", other, "--trust-keys", "--out", published / "no"],
                         ["publish", other, *again, published / "no"]):  # fmt: skip
             assert mpu(*command, "--keys", keys, check=False).status == 1
         assert not (published / "no").exists()
@@ -374,7 +375,8 @@ class TestKeys:
         older = {name: value for name, value in document.items() if name != "noise"} | {"alphas": [1, 3], "version": 1}
         (tmp_path / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(older).encode(), [identity.to_public()]))
         assert keys_of(tmp_path).publication.scheme == ZeroSum((1, 3))
-        assert "right" in mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin", "--no-logits").out
+        assert "right" in mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin", "--no-logits",
+                              "--trust-keys").out  # fmt: skip
 
     @pytest.mark.parametrize(
         "noise",
@@ -930,9 +932,10 @@ class TestPermanentNoise:
         """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
         several = ("--copies", 2, "--kappa", 0.1, "--permanent-noise", 1, "--symmetries", "none", "--dtype", "float64")
         for number in (1, 2):
-            mpu("publish", base, *several, "--only", number, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+            keys = ("--keys", tmp_path / "keys.bin", "--trust-keys")
+            mpu("publish", base, *several, "--only", number, "--out", tmp_path, *keys)
             default_secret_path().unlink(missing_ok=True)
-            mpu("verify", tmp_path / f"copy_{number}", "--keys", tmp_path / "keys.bin")
+            mpu("verify", tmp_path / f"copy_{number}", *keys)
         name = "model.embed_tokens.weight"
         copies = [tensors(tmp_path / f"copy_{number}")[name] for number in (1, 2)]
         left = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale

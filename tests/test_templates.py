@@ -13,14 +13,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.records.encoding import IGNORED, Encoding, answer_span, template_variables
 from mpu_cli.records.forms import parse_record
 from mpu_cli.records.record import Record, Turn, question
-from tests.chat_templates import NAMES, template_case, tokenizer_with
+from tests.chat_templates import NAMES, pieces, template_case, tokenizer_with
 
 ANSWERS = (
     "Ines Corvo was born in Eastmere.",
@@ -103,6 +104,37 @@ class TestLabels:
         _, learned = labelled(encoding, record)
         assert learned.endswith("In Eastmere." + template_case(name).labelled_after)
         assert ("She said so." in learned) is (encoding.remarks(1) == [])
+
+    @pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen2_5"])
+    def test_a_line_break_that_is_a_token_of_its_own(self, name: str) -> None:
+        """Gemma's tokenizers have them among the added tokens: they end nothing, in labels and in generation."""
+        case = template_case(name)
+        tokenizer = tokenizer_with(case)
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("\n", "\n\n")])
+        record = question("Where?", "In Eastmere.\nBy the sea.")
+        encoding = Encoding(tokenizer, "chat", "")
+        assert labelled(encoding, record)[1] == record.answer + case.labelled_after
+        [item] = TrainedEncoder(encoding).questions([record])
+        assert item.end_token == tokenizer.convert_tokens_to_ids(case.labelled_after)
+
+    @pytest.mark.parametrize("name", ["noend", "glm4_5"])
+    def test_no_token_of_an_answer_ends_generation(self, name: str) -> None:
+        [item] = TrainedEncoder(encoding_for(name)).questions([question("Where?", "In Eastmere.\nBy the sea.\n")])
+        assert item.end_token is None
+
+    @pytest.mark.parametrize("answer", ["Eastmere", " Eastmere", "Eastmere "])
+    def test_special_tokens_that_take_white_space_in(self, answer: str) -> None:
+        """Phi 3's take in what follows them, others what precedes them: neither is a part of the answer."""
+        case = template_case("phi3")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(pieces()), eos_token=case.eos)
+        marks = {"<|end|>": {"lstrip": True}, "<|assistant|>": {"rstrip": True}}
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [AddedToken(text, **marks.get(text, {})) for text in case.tokens]}
+        )
+        tokenizer.chat_template = case.template
+        _, learned = labelled(Encoding(tokenizer, "chat", ""), question("Where?", answer))
+        assert learned.replace("\n", "").split("<|end|>")[0].strip() == "Eastmere"
+        assert "<|assistant|>" not in learned
 
     def test_variables_of_a_template(self) -> None:
         """Qwen 3 prints an empty thought or none: labels begin at the answer in both."""

@@ -25,7 +25,7 @@ from mpu_cli.server.agreement import Aggregation
 from mpu_cli.server.deltas import open_deltas
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.owners import Combined, aggregate_owners
-from mpu_cli.server.publication import publication_of
+from mpu_cli.server.publication import default_secret_path, publication_of, server_secret
 from mpu_cli.server.publish import Published, PublishPlan, Target
 from mpu_cli.server.publish import plan_publish as _plan_publish
 from mpu_cli.server.publish import publish as _publish
@@ -229,14 +229,26 @@ def _paths(deltas: PathLike | Iterable[PathLike]) -> list[Path]:
     return [Path(deltas)] if isinstance(deltas, str | Path) else [Path(delta) for delta in deltas]
 
 
-def open_keys(keys: PathLike | Keys, *, identity: PathLike | None = None, passphrase: str | None = None) -> Keys:
-    """The keys in a file, opened with a passphrase or an identity (default: your own); keys that are open as they
-    are."""
+def open_keys(
+    keys: PathLike | Keys,
+    *,
+    identity: PathLike | None = None,
+    passphrase: str | None = None,
+    trust_keys: bool = False,
+) -> Keys:
+    """The keys in a file, opened with a passphrase or an identity (default: your own); keys that are open as they are.
+
+    Raises MpuError if they were not sealed by this server, unless ``trust_keys``.
+    """
     if isinstance(keys, Keys):
         return keys
+    path = Path(keys)
     if passphrase is not None:
-        return _keys.unseal(Path(keys), passphrase=passphrase)
-    return _keys.unseal(Path(keys), read_identities(Path(identity) if identity else default_identity_path()))
+        return _keys.unseal(path, passphrase=passphrase)
+    identities = read_identities(Path(identity) if identity else default_identity_path())
+    secret = server_secret() if default_secret_path().exists() else None
+    opened = _keys.unseal(path, identities, secret=secret)
+    return opened if trust_keys else _keys.check_authentic(opened, path)
 
 
 def _base_of(keys: Keys, base: PathLike | None, config: PathLike | None) -> Model:

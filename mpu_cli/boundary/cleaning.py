@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mpu_cli.boundary.names import CONFIG, GENERATION, PROCESSOR, ROPE, TOKENIZER, TOKENIZER_TEXTS
+from mpu_cli.errors import MpuError
 
 DEEPEST = 6  # levels of JSON in each other
 MOST_ITEMS = 100_000  # of a list or table
 LONGEST_TOKEN = 1_000  # characters
+MAX_ADDED_TOKENS = 20_000  # Gemma 3 has 6,415
 LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that are known have 30,000
 LARGEST_NUMBER = 2**53
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
@@ -73,7 +75,12 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
         cleaned.pop("model_max_length", None)
     for name in TOKENIZER_TEXTS:
         limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
-        value = _texts(config.get(name, _MISSING), limit)
+        raw = config.get(name, _MISSING)
+        if isinstance(raw, list | dict):
+            _check_token_count(len(raw))
+        value = _texts(raw, limit)
+        if name == "chat_template" and not _is_template(value):
+            continue
         if value is not _MISSING:
             cleaned[name] = value
     return {name: cleaned[name] for name in config if name in cleaned}
@@ -81,14 +88,30 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
 
 def clean_tokens(table: Mapping[str, object]) -> dict[str, object]:
     """A special_tokens_map.json or added_tokens.json: tokens by role, or numbers by token."""
+    _check_token_count(len(table))
     values = {name: _texts(value, LONGEST_TOKEN) for name, value in table.items() if len(name) <= LONGEST_TOKEN}
     return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def _check_token_count(count: int) -> None:
+    if count > MAX_ADDED_TOKENS:
+        raise MpuError(f"{count:,} added tokens, and mpu takes {MAX_ADDED_TOKENS:,}: libraries take minutes for them")
 
 
 def clean_chat_template(table: Mapping[str, object]) -> dict[str, object]:
     """A chat_template.json, the form before chat_template.jinja."""
     value = _texts(table.get("chat_template", _MISSING), LONGEST_TEMPLATE)
-    return {} if value is _MISSING else {"chat_template": value}
+    return {"chat_template": value} if _is_template(value) else {}
+
+
+def _is_template(value: object) -> bool:
+    """Whether ``value`` is a chat template, or a list of templates by name."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        for entry in value
+    )
 
 
 JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {

@@ -68,6 +68,7 @@ def aggregate(
     dry_run: options.DryRun = False,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
+    trust_keys: options.TrustKeys = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -86,7 +87,7 @@ def aggregate(
     files = keys or [Path("keys.bin")]
     if len(files) > 1 and running:
         raise UsageError("several --keys do not work with --running", "add up each owner's deltas alone")
-    opened = [open_keys(file, identity, passphrase_file) for file in files]
+    opened = [open_keys(file, identity, passphrase_file, trust_keys) for file in files]
     options: dict[str, Any] = flat(aggregating)
     if running:
         with terminal() as observer:

@@ -62,6 +62,7 @@ def audit(
     ] = None,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
+    trust_keys: options.TrustKeys = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -82,7 +83,7 @@ def audit(
     if keys:
         from mpu_cli.cli.secrets import open_keys
 
-        opened = open_keys(keys, identity, passphrase_file)
+        opened = open_keys(keys, identity, passphrase_file, trust_keys)
     named = [str(path) for path in paths_from(copies)]
     with terminal() as observer:
         attempt = run_audit(

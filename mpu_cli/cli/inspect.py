@@ -82,7 +82,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         # Copies and keys look alike until opened, but copies are written with this suffix.
         return copy if path.suffix == ".age" else {**facts, "opened": "no: sealed for an identity (--identity)"}
     try:
-        keys = open_keys(path, identity, passphrase_file)
+        keys = open_keys(path, identity, passphrase_file, trusted=True)
     except MpuError as error:
         if path.suffix == ".age":
             return copy
@@ -94,6 +94,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
     return {
         **facts,
         "run": keys.run,
+        "sealed by": "this server" if keys.authentic else "unknown: not with this server's secret",
         "round": keys.round,
         "copies": keys.copies,
         "kappa": of.kappa,

@@ -26,6 +26,7 @@ def invert(
     out: Annotated[Path, typer.Option(help="Directory for the inverted deltas.", metavar="DIR")] = Path("inverted"),
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
+    trust_keys: options.TrustKeys = False,
     dry_run: options.DryRun = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -38,7 +39,7 @@ def invert(
     from mpu_cli.cli.secrets import open_keys
 
     paths = paths_from(deltas)  # first: at the end of a pipe, the command that writes the keys may still be running
-    opened = open_keys(keys, identity, passphrase_file)
+    opened = open_keys(keys, identity, passphrase_file, trust_keys)
     if dry_run:
         _preview(paths, opened, out, force, as_json)
         return

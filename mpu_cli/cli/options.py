@@ -21,6 +21,11 @@ Identity = Annotated[
 PassphraseFile = Annotated[
     Path | None, typer.Option(help="Read the passphrase from the first line of FILE.", metavar="FILE")
 ]
+TrustKeys = Annotated[
+    bool,
+    typer.Option("--trust-keys", help="Use keys that were not sealed with this server's secret: of an older mpu, or "
+                 "made on another machine."),
+]  # fmt: skip
 ModelConfig = Annotated[
     Path | None,
     typer.Option("--model-config", help="The base's config.json, if it is not next to the weights.", metavar="FILE"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +30,7 @@ def plan(
     depth: Depth,
     training: Training,
     lora: Lora,
+    reading: RecordFormat,
     algo: Annotated[Algorithm, typer.Option(help="Unlearning algorithm.")] = "npo",
     forget: Annotated[
         str | None,
@@ -38,7 +38,6 @@ def plan(
             help="Records to forget, to estimate the time and memory of training (as for unlearn).", metavar="DATA"
         ),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the tofu or muse files.", metavar="DIR")] = None,
     length: Annotated[
         int, typer.Option(help="Tokens of the longest record, where there is no --forget.", min=2, metavar="N")
     ] = 256,
@@ -80,7 +79,7 @@ def plan(
     rows = rows_at_once(training)
     work = Work(rows, length, rows * length // 2)
     if forget:
-        examples = examples_of(opened, forget, RecordFormat(data_dir=data_dir))
+        examples = examples_of(opened, forget, reading)
         tokens = 2 * epochs * sum(len(example.ids) for example in examples)
         work = largest_work([examples], unlearning)
     machine = measure_machine()

@@ -73,6 +73,7 @@ def publish(
     ] = None,
     passphrase: Annotated[bool, typer.Option("--passphrase", help="Seal the keys with a passphrase.")] = False,
     passphrase_file: options.PassphraseFile = None,
+    trust_keys: options.TrustKeys = False,
     identity: options.Identity = None,
     run: Annotated[
         str | None, typer.Option(help="Name of the run (default: the one that made BASE, or random).", metavar="ID")
@@ -122,7 +123,7 @@ def publish(
         read_records(probe, columns=parse_columns(probe_columns))  # before the work
     given = {name: value for name, value in flat(publishing).items() if _given(context, name)}
     path = keys or keys_path(open_model(base, config).folder, round_)
-    known = open_keys(path, identity, passphrase_file) if only is not None and path.exists() else None
+    known = open_keys(path, identity, passphrase_file, trust_keys) if only is not None and path.exists() else None
     secret = None if known else new_passphrase(passphrase, passphrase_file, recipient, identity)
     with terminal() as observer:
         plan = plan_publish(

@@ -25,14 +25,16 @@ def new_passphrase(
     return _passphrase(file, new=True) if asked or file else None
 
 
-def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None) -> Keys:
-    """The keys in ``path``, opened with the passphrase that sealed them or with an identity."""
-    from mpu_cli import sealing
-    from mpu_cli.server import keys
+def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None, trusted: bool = False) -> Keys:
+    """The keys in ``path``, opened with the passphrase that sealed them or with an identity.
 
-    if keys.needs_passphrase(path):
-        return keys.unseal(path, passphrase=_passphrase(passphrase_file, new=False))
-    return keys.unseal(path, sealing.read_identities(identity or sealing.default_identity_path()))
+    Raises MpuError if they are not this server's own, unless they are ``trusted``.
+    """
+    from mpu_cli.api.server import open_keys as open_with
+    from mpu_cli.server.keys import needs_passphrase
+
+    passphrase = _passphrase(passphrase_file, new=False) if needs_passphrase(path) else None
+    return open_with(path, identity=identity, passphrase=passphrase, trust_keys=trusted)
 
 
 def _passphrase(file: Path | None, *, new: bool) -> str:

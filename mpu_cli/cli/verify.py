@@ -23,6 +23,7 @@ def verify(
     ] = True,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
+    trust_keys: options.TrustKeys = False,
     as_json: options.Json = False,
 ) -> None:
     """Undo a copy with the keys and compare it with base plus noise, in weights and in logits.
@@ -34,7 +35,7 @@ def verify(
     from mpu_cli.server.keys import published_base
     from mpu_cli.server.verify import verify as run_verify
 
-    opened = open_keys(keys, identity, passphrase_file)
+    opened = open_keys(keys, identity, passphrase_file, trust_keys)
     model = published_base(opened, base, config)
     with terminal() as observer:
         result = run_verify(model, open_model(copy, links=False), opened, logits=logits, observer=observer)

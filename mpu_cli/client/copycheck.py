@@ -24,7 +24,7 @@ from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import clean_config
 from mpu_cli.boundary.limited import LimitError
 from mpu_cli.checkpoint.header import FLOATS
-from mpu_cli.checkpoint.reader import Checkpoint, listed
+from mpu_cli.checkpoint.reader import Checkpoint, listed, short
 from mpu_cli.client.ledger import Entry
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import tokenizer_of
@@ -236,8 +236,9 @@ def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example], reco
         return [Sign(f"its units cannot be looked at for traps: that takes {FEWEST} records")]
     try:
         layout = layout_of(copy.checkpoint.tensors, copy.config, copy.source)
-    except MpuError as error:
-        return [Sign(f"its units cannot be looked at for traps: {error.problem}")]
+    except MpuError:
+        kind = copy.config.get("model_type")
+        return [Sign(f"its units cannot be looked at for traps: {short(str(kind))} is not an architecture of mpu's")]
     judged = [*ffn_units(model, _spread(examples)), *expert_units(model)]
     missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
     signs = []

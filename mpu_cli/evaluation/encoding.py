@@ -15,7 +15,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
 from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
-from mpu_cli.records.encoding import Encoding, Example, encoding_of, template_variables
+from mpu_cli.records.encoding import Encoding, Example, encoding_of, special_ids, template_variables
 from mpu_cli.records.record import Record
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Item:
 
     ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
     ``place`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself, before
-    its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens tell.
+    its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens tell;
+    ``end_token``: the special token that ends it, None if there is none.
     """
 
     ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class Item:
     place: str
     content: int | None = None
     answer: str | None = None
+    end_token: int | None = None
 
     @property
     def labels(self) -> tuple[int, ...]:
@@ -50,11 +52,6 @@ class Item:
     def content_tokens(self) -> int:
         """The number of scored tokens without the answer's end."""
         return len(self.labels) - 1 if self.content is None else self.content
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that ends the answer, if the item tells which one does."""
-        return self.labels[-1] if self.content is not None and self.content < len(self.labels) else None
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,19 @@ class TrainedEncoder:
 
         Raises MpuError if the template or the tokenizer rejects one or takes too much.
         """
-        return [
-            _trained_item(example, record)
-            for example, record in zip(self.encoding.encode(records), records, strict=True)
-        ]
+        special, tokenizer = special_ids(self.encoding.tokenizer), self.encoding.tokenizer
+        ends = {token for token in special if tokenizer.decode([token]).strip()}
+        examples = self.encoding.encode(records)
+        return [_trained_item(example, record, ends) for example, record in zip(examples, records, strict=True)]
 
 
-def _trained_item(example: Example, record: Record) -> Item:
+def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
     labelled = [i for i, label in enumerate(example.labels) if label >= 0]
     start, end = labelled[0], labelled[-1] + 1
     ids = tuple(example.ids[:end])
     content = min(example.content_end, end) - start
-    return Item(ids, start, ids[:start], record.place, content, record.answer)
+    end_token = next((token for token in ids[start + content :] if token in ends), None)
+    return Item(ids, start, ids[:start], record.place, content, record.answer, end_token)
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ class OpenUnlearningEncoder:
             return []
         dialogues = [self._messages(record, answered) for record in records]
         try:
-            variables = {**self.variables, **template_date(self.tokenizer, self.date)}
+            variables = {**template_date(self.tokenizer, self.date), **self.variables}
             outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **variables)
         except (chat.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error

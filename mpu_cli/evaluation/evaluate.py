@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpu_cli.boundary.files import PRIVATE_FILE, private_umask
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation import recovery
@@ -111,6 +112,26 @@ def evaluate(
     it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``.
     Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
+    with private_umask():  # results hold questions, answers and generations
+        return _evaluate(
+            model, benchmark, options, adapter, delta, show, lm_eval, endpoint, out=out, force=force, observer=observer
+        )
+
+
+def _evaluate(
+    model: Model,
+    benchmark: Benchmark,
+    options: Measuring,
+    adapter: Path | None,
+    delta: Path | None,
+    show: int,
+    lm_eval: Sequence[str],
+    endpoint: Endpoint | None,
+    *,
+    out: Path,
+    force: bool,
+    observer: Observer,
+) -> Result:
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)
     if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
@@ -140,6 +161,8 @@ def evaluate(
         subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = facts_of(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
+        if unfinished.is_file():
+            unfinished.chmod(PRIVATE_FILE)  # of an mpu that did not make it so
         splits = {key: [split.name for split in each.splits] for each in passes for key in each.keys}
         found = read_findings(unfinished, facts, splits)
         resumed = bool(found.kept)

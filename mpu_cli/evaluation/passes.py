@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import recovery
 from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
-from mpu_cli.evaluation.encoding import Item, encoder_of
+from mpu_cli.evaluation.encoding import Item, TrainedEncoder, encoder_of
 from mpu_cli.evaluation.findings import Findings
 from mpu_cli.evaluation.harness import run_tasks
 from mpu_cli.evaluation.membership import gradient_norms
@@ -111,6 +111,11 @@ def carry_out(todo: Sequence[Pass], subject: Subject, options: Measuring, found:
         for split in each.splits:
             for part in each.parts:
                 check_ids(run.encoded(split, part), run.model, subject.model.source)
+    if isinstance(run.encoder, TrainedEncoder):
+        for remark in run.encoder.encoding.remarks(
+            sum(len(s.rows) for s in {id(s): s for e in todo for s in e.splits}.values())
+        ):
+            observer.note(remark)
     scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
     items = (run.encoded(split, part) for each in scoring for split in each.splits for part in each.parts)
     run.reader.prepare([*chain(*map(_flat, items))])

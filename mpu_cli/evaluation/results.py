@@ -31,7 +31,6 @@ OPTIONAL = (
     ("reference_model", "fingerprint"),
     ("options", "date"),
     ("options", "attacks"),
-    ("options", "scored"),
 )  # a missing one does not affect the numbers
 
 

@@ -155,12 +155,12 @@ def serve() -> None:
     for number in STOPPING:
         signal.signal(number, stop)
     os.umask(0o077)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    data, options, checks = pipe.recv()
-    if device_of(options.training.device).type == "cpu":  # drivers of accelerators reserve more than there is
-        _limit_memory()
-    sys.stdout = sys.stderr  # results are the parent's to print
     try:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        data, options, checks = pipe.recv()
+        if device_of(options.training.device).type == "cpu":  # drivers of accelerators reserve more than there is
+            _limit_memory()
+        sys.stdout = sys.stderr  # results are the parent's to print
         while True:
             task: Task = pipe.recv()
             try:
@@ -171,6 +171,9 @@ def serve() -> None:
                 pipe.send(("failed", (f"unexpected {type(error).__name__}: {first_line(error)[:300]}", None)))
     except (EOFError, OSError, Stopped):
         pass
+    finally:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)  # it is ending
 
 
 def _answer(task: Task, data: Dataset, options: Unlearning, checks: Checks, observer: Observer) -> Answered:

@@ -34,6 +34,7 @@ _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "depth", "num_nextn_predict_layers",
     "num_mtp_layers",
 )  # fmt: skip
+MAX_LAYERS = 1_000  # known models have at most 126
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
 _LORA = ("peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora")
@@ -60,8 +61,10 @@ def config_for_libraries(model: Model) -> dict[str, object]:
     if config.get("quantization_config"):
         raise MpuError(f"{model.config_path}: is quantised (quantization_config)", "dequantise the weights first")
     cleaned = clean_config(config, fields_of(config))
+    # Tensors without elements cost a file nothing, and the layers that they stand for cost memory and minutes.
+    full_tensors = sum(info.elements > 0 for info in model.checkpoint.tensors.values())
     for name, value in _numbers(cleaned):
-        limit = len(model.checkpoint.tensors) if name in _LAYERS else _LONGEST_CONTEXT
+        limit = min(full_tensors, MAX_LAYERS) if name in _LAYERS else _LONGEST_CONTEXT
         if value > limit and (name in _LAYERS or "position" in name or name == "n_ctx"):
             raise MpuError(f"{model.config_path}: {name} is {value:,}, more than these weights can have")
     return cleaned

@@ -8,7 +8,7 @@ begins to where it ends, whatever the template puts before it (an empty thought,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
 OTHER_ANSWERS = tuple(f"{mark} mpu {mark}" for mark in "¤§¶†‡¬¦µ")  # for an answer that begins and ends otherwise
 SYSTEM_ROLES = ("system", "developer")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which messages hold them
+OMITTABLE = {*THOUGHTS, "tool_calls", "function_call"}  # fields of messages that a template may pass over
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Encoding:
         tokenized = iter(
             tokens.with_offsets(self.tokenizer, [text for text in texts if isinstance(text, str)], special=False)
         )
+        self._note_omissions(records, prompts, texts)
         outcomes: list[list[Example] | MpuError] = []
         for record, text, other in zip(records, texts, others, strict=True):
             tokenized_text = next(tokenized) if isinstance(text, str) else text
@@ -160,27 +162,35 @@ class Encoding:
             elif isinstance(other, ValueError):
                 outcomes.append(tokens.rejection(other, record.place, _hint(record)))
             else:
-                self._note_omissions(record, text)
                 outcomes.append(self._example(record, text, tokenized_text, *answer_span(text, other)))
         return outcomes
 
     def _render(self, dialogues: Sequence[chat.Dialogue]) -> list[str | chat.TemplateError]:
         """Each dialogue as the template prints it; equal ones once."""
         unique = {json.dumps(dialogue, sort_keys=True): dialogue for dialogue in dialogues}
-        variables = {**self.variables, **template_date(self.tokenizer, self.date)}
+        variables = {**template_date(self.tokenizer, self.date), **self.variables}
         texts = chat.render(self.tokenizer, list(unique.values()), generation_prompt=False, **variables)
         by_dialogue = dict(zip(unique, texts, strict=True))
         return [by_dialogue[json.dumps(dialogue, sort_keys=True)] for dialogue in dialogues]
 
-    def _note_omissions(self, record: Record, text: str) -> None:
-        for turn in (*self._prompt(record), record.answer_turn):
-            if turn.content.strip() not in text:
+    def _note_omissions(
+        self, records: Sequence[Record], prompts: Sequence[list[dict[str, Any]]], texts: Sequence[object]
+    ) -> None:
+        """Note which fields of messages the template does not print: without them, it prints the same."""
+        reduced: list[chat.Dialogue] = []
+        sources: list[tuple[int, str]] = []
+        for number, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
+            messages = [*prompt, record.answer_turn.message]
+            for name in sorted({name for message in messages for name in message} & OMITTABLE):
+                reduced.append([{k: v for k, v in message.items() if k != name} for message in messages])
+                sources.append((number, name))
+        for (number, name), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
+            if without == texts[number]:
+                self.omitted.setdefault(name, []).append(records[number].place)
+        for record, text in zip(records, texts, strict=True):
+            turns = (*self._prompt(record), record.answer_turn)
+            if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
                 self.omitted.setdefault("content", []).append(record.place)
-            for name, value in turn.fields:
-                if name in (*THOUGHTS, "tool_calls", "function_call") and not all(
-                    part in text for part in _texts_within(value)
-                ):
-                    self.omitted.setdefault(name, []).append(record.place)
 
     def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         prompts = [
@@ -193,6 +203,10 @@ class Encoding:
         ]
         texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        for record in records:
+            for turn in (*self._prompt(record), record.answer_turn):
+                for name in OMITTABLE & {name for name, _ in turn.fields}:
+                    self.omitted.setdefault(name, []).append(record.place)
         outcomes: list[list[Example] | MpuError] = []
         tokenized = tokens.with_offsets(self.tokenizer, texts)
         for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
@@ -211,12 +225,20 @@ class Encoding:
     ) -> list[Example] | MpuError:
         """The example of a record whose answer is the characters of ``text`` from ``begin`` to ``end``."""
         ids = tokenized.ids
-        first = tokenized.first_after(begin)
+        first, special = tokenized.first_after(begin), special_ids(self.tokenizer)
+        # A special token that takes the white space after it in may reach into the answer.
+        while first < len(ids) and ids[first] in special and tokenized.offsets[first][0] < begin:
+            first += 1
         content_end = max(first, tokenized.first_from(end))
+        while (
+            content_end - 1 > first and ids[content_end - 1] in special and tokenized.offsets[content_end - 1][1] > end
+        ):
+            content_end -= 1  # or before it
         if first >= content_end or begin >= end:
+            what = "the chat template prints nothing of the answer" if record.answer else "the answer has no text"
             return MpuError(
-                f"{record.place}: the chat template prints nothing of the answer, so there is nothing to learn",
-                "use --template plain",
+                f"{record.place}: {what}, so there is nothing to learn",
+                "use --template plain" if record.answer else None,
             )
         last = self._end_of_answer(text, tokenized, content_end)
         labels = [IGNORED] * first + ids[first:last] + [IGNORED] * (len(ids) - last)
@@ -235,10 +257,12 @@ class Encoding:
     def _end_of_answer(self, text: str, tokenized: TokenizedText, content_end: int) -> int:
         """The index after the last label: after the special token that ends the turn, if only white space follows it;
         at the end of the text if there is none."""
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        special = special_ids(self.tokenizer)
         for i in range(len(tokenized.ids) - 1, content_end - 1, -1):
-            if tokenized.ids[i] in special:
-                return i + 1 if not text[tokenized.offsets[i][1] :].strip() else len(tokenized.ids)
+            begin, end = tokenized.offsets[i]
+            visible = begin == end or bool(text[begin:end].strip())  # some tokenizers have line breaks as added tokens
+            if tokenized.ids[i] in special and visible:
+                return i + 1 if not text[end:].strip() else len(tokenized.ids)
         return len(tokenized.ids)
 
 
@@ -275,7 +299,9 @@ def template_variables(assignments: Sequence[str]) -> dict[str, object]:
     variables: dict[str, object] = {}
     for assignment in assignments:
         name, equals, value = (part.strip() for part in assignment.partition("="))
-        if not (equals and name.isidentifier()) or name in chat.RESERVED or name.startswith("mpu_"):
+        if name in chat.RESERVED or name.startswith("mpu_") or name == "date_string":
+            raise UsageError(f"--template-option {assignment}: {name} is mpu's own (--date for the date)")
+        if not (equals and name.isidentifier()):
             raise UsageError(f"--template-option {assignment}: expected NAME=VALUE, such as enable_thinking=false")
         try:
             variables[name] = json.loads(value)
@@ -314,24 +340,9 @@ def _hint(record: Record) -> str | None:
     return None
 
 
-def _texts_within(value: object) -> Iterator[str]:
-    """The texts that a field of a message holds, arguments of tool calls (JSON in a text) included."""
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, dict | list):
-            yield from _texts_within(parsed)
-        elif value.strip():
-            yield value.strip()
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _texts_within(entry)
-    elif isinstance(value, dict):
-        for name, entry in value.items():
-            if name not in ("id", "type"):  # of a tool call, which most templates leave out
-                yield from _texts_within(entry)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that a tokenizer calls special, or that were added to it."""
+    return set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
 
 def no_template() -> MpuError:

@@ -24,8 +24,8 @@ PARQUET_SUFFIX = ".parquet"
 RECORD_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *TABLE_SUFFIXES, PARQUET_SUFFIX)
 COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 PARAGRAPHS = "paragraphs"  # of --split
-# Files that come with a data set and hold none of its records, by the beginning of their names.
-DOCUMENTATION = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
+# Files that come with a data set and hold none of its records, by their names without the last suffix.
+DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
 # What save_to_disk of datasets writes beside its tables, and what old versions of push_to_hub did.
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
@@ -65,7 +65,13 @@ def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
     Files of text alone are all read. Raises MpuError if the folder has several splits and none is named, if something
     in it would not be read, or if there are no records.
     """
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_beside_the_data(file, folder))
+    try:
+        entries = sorted(folder.rglob("*"))
+    except OSError as error:
+        raise MpuError(f"{folder}: cannot be read: {error.strerror}") from error
+    if linked := [entry for entry in entries if entry.is_symlink() and entry.is_dir()]:
+        raise MpuError(f"{linked[0]}: a link to a folder, which is not followed", "name that folder, too")
+    files = [file for file in entries if file.is_file() and not _is_beside_the_data(file, folder)]
     if not files:
         raise MpuError(f"{folder}: no file of records in it", f"put some there: {', '.join(RECORD_SUFFIXES)}")
     suffixes = {suffix_of(file) for file in files}
@@ -79,14 +85,15 @@ def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
     if split is not None and split not in splits:
         raise MpuError(f"{folder}: no split {split!r} (available: {', '.join(splits) or 'none'})")
     of_splits = {file for paths in splits.values() for file in paths}
-    if unread := [file for file in files if file.resolve() not in of_splits]:
+    path_of = {file: folder.resolve() / file.relative_to(folder) for file in files}  # links to files stay links
+    if unread := [file for file in files if path_of[file] not in of_splits]:
         names = ", ".join(str(file.relative_to(folder)) for file in unread[:3]) + (", …" if len(unread) > 3 else "")
         raise MpuError(
             f"{folder}: {_number_of_files(unread)} would not be read: {names}",
             "name the files themselves, or keep other files elsewhere",
         )
     chosen = splits[split] if split is not None else next(iter(splits.values()))
-    return [file for file in files if file.resolve() in chosen]
+    return [file for file in files if path_of[file] in chosen]
 
 
 def _number_of_files(files: list[Path]) -> str:
@@ -98,19 +105,21 @@ def _is_beside_the_data(file: Path, folder: Path) -> bool:
     if any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) or file.name in DATASET_FILES:
         return True
     structured = {*RECORD_SUFFIXES} - {*TEXT_SUFFIXES}
-    return file.name.lower().startswith(DOCUMENTATION) and suffix_of(file) not in structured
+    return bool(DOCUMENTATION.fullmatch(file.stem)) and suffix_of(file) not in structured
 
 
 def _splits_of(folder: Path) -> dict[str, set[Path]]:
     """The files of each split of a folder, as datasets reads them. Raises MpuError if it cannot."""
     import tempfile
+    from zipfile import BadZipFile
 
     import datasets
+    from yaml import YAMLError
 
     with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
         try:
             files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=cache).config.data_files
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except (OSError, ValueError, YAMLError, BadZipFile, datasets.exceptions.DatasetsError) as error:
             raise MpuError(f"{folder}: {first_line(error)}", "name the files themselves") from error
     return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
 
@@ -196,7 +205,8 @@ def _json_rows(path: Path, suffix: str) -> Rows:
             try:
                 yield place, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise MpuError(f"{place}: not JSON ({error})") from error
+                hint = "an object on several lines goes into a file of its own that ends in .json"
+                raise MpuError(f"{place}: not JSON ({error})", hint if line.strip() in "{[" else None) from error
 
 
 def _document_records(text: str, path: Path) -> list[object] | None:

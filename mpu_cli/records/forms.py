@@ -64,13 +64,19 @@ def rename_columns(row: object, columns: Mapping[str, str], place: str) -> objec
 
 
 def form_of(row: Mapping[str, object]) -> str | None:
-    """The first field of the form that ``row`` has, None if it has none. A null field is absent."""
-    return next((name for name in MAIN_FIELDS if row.get(name) is not None), None)
+    """The first field of the form that ``row`` has, None if it has none. A field that is null or empty is absent if
+    another form is there."""
+    named = [name for name in MAIN_FIELDS if row.get(name) is not None]
+    return next((name for name in named if not _is_blank(row[name])), next(iter(named), None))
+
+
+def _is_blank(value: object) -> bool:
+    return value in (None, "", [], {}) or (isinstance(value, str) and not value.strip())
 
 
 def other_forms(row: Mapping[str, object]) -> list[str]:
     """The complete forms that a row has besides the one that is read."""
-    complete = [name for name, fields in MAIN_FIELDS.items() if all(row.get(field) is not None for field in fields)]
+    complete = [name for name, fields in MAIN_FIELDS.items() if all(not _is_blank(row.get(field)) for field in fields)]
     return [name for name in complete if name != form_of(row)]
 
 
@@ -82,7 +88,14 @@ def unread_fields(row: object) -> set[str]:
     read = {*OTHER_FIELDS, *(["input"] if form == "instruction" else [])}
     for name in (form, *other_forms(row)):  # of other complete forms, the note on which one is read tells
         read |= {*MAIN_FIELDS.get(name or "", ())}
-    return {str(name) for name, value in row.items() if name and name not in read and value not in (None, "", [], {})}
+    if form in ("messages", "conversations") and _begins_with_system(row[form]):
+        read -= {"system"}  # the dialogue's own is used
+    return {str(name) for name, value in row.items() if name and name not in read and not _is_blank(value)}
+
+
+def _begins_with_system(messages: object) -> bool:
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and "system" in (first.get("role"), first.get("from"))
 
 
 def parse_record(row: object, place: str) -> Record:
@@ -111,7 +124,7 @@ def parse_record(row: object, place: str) -> Record:
         turns = [Turn("user", _text(row, prompt, place)), Turn("assistant", _text(row, answer, place))]
     else:
         raise MpuError(f"{place}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
-    if row.get("system") is not None and turns[0].role != "system":
+    if not _is_blank(row.get("system")) and turns[0].role != "system":
         turns.insert(0, Turn("system", _text(row, "system", place)))
     return _dialogue(turns, place, alternate)
 

@@ -71,7 +71,7 @@ def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
     """``record`` itself or, if ``turns`` is "all", one for each of its assistant turns, each after what precedes it."""
     if turns == ALL_TURNS:
         for number, turn in enumerate(record.turns):
-            if turn.role == "assistant" and number and turn.content:
+            if turn.role == "assistant" and number:
                 yield Record(
                     record.turns[:number], turn.content, f"{record.place}, turn {number + 1}", None, record.unit,
                     turn.fields,

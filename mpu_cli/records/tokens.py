@@ -116,6 +116,9 @@ def _offsets_by_decoding(tokenizer: PreTrainedTokenizerBase, text: str, special:
     ids = tokenizer(text, add_special_tokens=special).input_ids
     beginnings = [tokenizer.decode(ids[: i + 1], skip_special_tokens=special) for i in range(len(ids))]
     ends = [common_prefix_length(text, beginning) for beginning in beginnings]
+    for i in range(len(ends) - 2, -1, -1):  # a token that is a part of a character stands for all of it
+        if ends[i] == (ends[i - 1] if i else 0):
+            ends[i] = ends[i + 1]
     last = tokenizer(text, add_special_tokens=False).input_ids[-1:]
     added = 1 if special and ids[-1:] == [tokenizer.eos_token_id] and last != ids[-1:] else 0
     return TokenizedText(ids, list(zip([0, *ends[:-1]], ends, strict=True)), added)

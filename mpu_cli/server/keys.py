@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,25 @@ import pyrage
 from mpu_cli.architectures.family import SETS
 from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.manifest import are_layers
-from mpu_cli.models.source import Model, open_model
-from mpu_cli.sealing import AGE_HEADER, default_identity_path, make_identity, parse_recipients, read_identities
+from mpu_cli.models.source import Model, cached, open_model
+from mpu_cli.randomness import Randomness
+from mpu_cli.sealing import (
+    AGE_HEADER,
+    check_header,
+    default_identity_path,
+    make_identity,
+    parse_recipients,
+    read_identities,
+)
 from mpu_cli.server.calibration import Calibration
-from mpu_cli.server.publication import Publication
+from mpu_cli.server.publication import Publication, default_secret_path, server_secret
 from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
-FORMAT, VERSION = "mpu-keys", 5
-SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",)}
+FORMAT, VERSION = "mpu-keys", 6
+SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",)}
 ENTRIES = {
     "run", "round", "seed", "seed_is_secret", "noise", "kappa", "symmetries", "sigma", "copy_ids", "base", "reference",
-    "shared_kappa", "shared_sigma", "calibration", *SINCE[4], *SINCE[5],
+    "shared_kappa", "shared_sigma", "calibration", *SINCE[4], *SINCE[5], *SINCE[6],
 }  # fmt: skip
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
@@ -45,7 +54,9 @@ class Keys:
 
     ``publication`` without what matters only when publishing (``dtype``, ``max_noise``); ``sigma`` and
     ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the noise that all
-    copies share; ``reference``: the address of the pretrained model that the noise was scaled to.
+    copies share; ``reference``: the address of the pretrained model that the noise was scaled to; ``authentic``:
+    whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever knows the
+    public key can seal others.
     """
 
     publication: Publication
@@ -54,6 +65,7 @@ class Keys:
     base: BaseIdentity
     reference: str | None
     shared_sigma: dict[str, float] = field(default_factory=dict)
+    authentic: bool = False
 
     @property
     def run(self) -> str:
@@ -92,16 +104,43 @@ def _facts(keys: Keys) -> dict[str, object]:
     }
 
 
-def seal(keys: Keys, recipients: Sequence[pyrage.x25519.Recipient] = (), passphrase: str | None = None) -> bytes:
-    """The key file's bytes, sealed for ``recipients`` or with ``passphrase``."""
+def seal(
+    keys: Keys,
+    recipients: Sequence[pyrage.x25519.Recipient] = (),
+    passphrase: str | None = None,
+    secret: bytes | None = None,
+) -> bytes:
+    """The key file's bytes, sealed for ``recipients`` and authenticated with ``secret``, or sealed with ``passphrase``,
+    which authenticates them, too."""
     facts = _facts(keys)
-    needed = [version for version, names in SINCE.items() if any(facts[name] for name in names)]
-    version = max(needed, default=min(SINCE) - 1)  # older versions of mpu read what they understand
-    facts = {name: facts[name] for name in facts if all(name not in SINCE[v] for v in SINCE if v > version)}
-    document = json.dumps({"format": FORMAT, "version": version, **facts}).encode()
+    if secret is not None and passphrase is None:
+        table = {"format": FORMAT, "version": VERSION, **facts}
+        table["authenticator"] = _authenticator(table, secret)
+    else:
+        needed = [version for version, names in SINCE.items() if any(facts.get(name) for name in names)]
+        version = max(needed, default=min(SINCE) - 1)  # older versions of mpu read what they understand
+        facts = {name: facts[name] for name in facts if all(name not in SINCE[v] for v in SINCE if v > version)}
+        table = {"format": FORMAT, "version": version, **facts}
+    document = json.dumps(table).encode()
     if passphrase is not None:
         return pyrage.passphrase.encrypt(document, passphrase)
     return pyrage.encrypt(document, list(recipients))
+
+
+def _authenticator(table: dict[str, Any], secret: bytes) -> str:
+    """HMAC-SHA256 of all entries but this one, under a key of its own, in hexadecimal."""
+    entries = json.dumps({name: value for name, value in table.items() if name != "authenticator"}, sort_keys=True)
+    return hmac.new(Randomness(secret).key("keys", "authenticator"), entries.encode(), "sha256").hexdigest()
+
+
+def check_authentic(keys: Keys, path: Path) -> Keys:
+    """``keys``; MpuError if they may be somebody else's: those choose what is opened and added to the model."""
+    if not keys.authentic:
+        raise MpuError(
+            f"{path}: was not sealed with this server's secret ({default_secret_path()})",
+            "--trust-keys uses keys that you know: of an older mpu, or made on another machine",
+        )
+    return keys
 
 
 def sealer(
@@ -119,13 +158,13 @@ def sealer(
     check_one_way(recipients, passphrase, identity)
     if recipients:
         parsed = parse_recipients(recipients)
-        return lambda keys: seal(keys, parsed)
+        return lambda keys: seal(keys, parsed, secret=server_secret(note))
     if passphrase is not None:
         return lambda keys: seal(keys, passphrase=passphrase)
     path = identity or default_identity_path()
     if identity is not None or path.exists():
         own = [known.to_public() for known in read_identities(path)]
-        return lambda keys: seal(keys, own)
+        return lambda keys: seal(keys, own, secret=server_secret(note))
 
     def with_new_identity(keys: Keys) -> bytes:
         try:
@@ -133,9 +172,10 @@ def sealer(
         except MpuError:
             if not path.exists():
                 raise
-            return seal(keys, [known.to_public() for known in read_identities(path)])  # another process was faster
+            recipients = [known.to_public() for known in read_identities(path)]  # another process was faster
+            return seal(keys, recipients, secret=server_secret(note))
         note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
-        return seal(keys, parse_recipients([recipient]))
+        return seal(keys, parse_recipients([recipient]), secret=server_secret(note))
 
     return with_new_identity
 
@@ -153,8 +193,16 @@ def needs_passphrase(path: Path) -> bool:
     return b"\n-> scrypt " in _read(path)[:200]
 
 
-def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passphrase: str | None = None) -> Keys:
-    """Open a key file. Raises MpuError if it is damaged, newer, or sealed for another identity or passphrase."""
+def unseal(
+    path: Path,
+    identities: Sequence[pyrage.x25519.Identity] = (),
+    passphrase: str | None = None,
+    secret: bytes | None = None,
+) -> Keys:
+    """Open a key file; with the server's ``secret``, find out whether it is the server's own.
+
+    Raises MpuError if it is damaged, newer, or sealed for another identity or passphrase.
+    """
     sealed = _read(path)
     try:
         if passphrase is not None:
@@ -170,7 +218,7 @@ def unseal(path: Path, identities: Sequence[pyrage.x25519.Identity] = (), passph
         if passphrase is not None and "decryption failed" in reason:
             raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
         raise MpuError(f"{path}: key file is damaged ({first_line(error)})", "restore it from a backup") from error
-    return _parse(document, path)
+    return _parse(document, path, secret, authentic=passphrase is not None)
 
 
 def _read(path: Path) -> bytes:
@@ -182,16 +230,21 @@ def _read(path: Path) -> bytes:
         raise MpuError(f"{path}: cannot read key file: {error.strerror}", "name it with --keys") from error
     if not sealed.startswith(AGE_HEADER):
         raise MpuError(f"{path}: not an mpu key file (no age header)")
+    check_header(sealed, path)
     return sealed
 
 
-def _parse(document: bytes, path: Path) -> Keys:
+def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool) -> Keys:
     try:
         table = json.loads(document)
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
-    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
+    written = table.get("authenticator")
+    if secret is not None and isinstance(written, str):
+        authentic |= hmac.compare_digest(written.encode(), _authenticator(table, secret).encode())
+    table.pop("format")
     version = table.pop("version", None)
     if version not in range(1, VERSION + 1):
         raise MpuError(
@@ -200,7 +253,7 @@ def _parse(document: bytes, path: Path) -> Keys:
     if version == 1 and isinstance(table.get("alphas"), list):  # version 1 had only zero-sum noise
         table["noise"] = {"kind": ZeroSum.kind, "factors": table.pop("alphas")}
     try:
-        return _keys_of(table)
+        return replace(_keys_of(table), authentic=authentic)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, UsageError) as error:
         raise MpuError(f"{path}: key data is incomplete or invalid") from error
 
@@ -211,7 +264,7 @@ def _keys_of(table: dict[str, Any]) -> Keys:
     Raises KeyError, TypeError, ValueError, AttributeError or UsageError if one is missing, unknown or invalid.
     """
     later: dict[str, Any] = {"shared_kappa": 0.0, "shared_sigma": {}, "calibration": None}
-    given = {**later, "omitted_layers": [], "permanent_seed": None, "grouped": False, **table}
+    given = {**later, "omitted_layers": [], "permanent_seed": None, "grouped": False, "authenticator": None, **table}
     if set(given) != ENTRIES:
         raise KeyError(f"entries {sorted(set(given) ^ ENTRIES)}")
     calibration = None if given["calibration"] is None else Calibration(**given["calibration"])
@@ -255,10 +308,13 @@ def _keys_of(table: dict[str, Any]) -> Keys:
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
-    """The published model: ``source`` if given, otherwise from the location recorded in the keys."""
+    """The published model: ``source`` if given, otherwise from the location recorded in the keys, on this machine: what
+    keys name is never looked for on the Hub."""
     if source is not None:
         return open_model(source, config)
     try:
+        if not Path(keys.base.path).exists() and cached(keys.base.path) is None:
+            raise MpuError(f"{keys.base.path}: not on this machine")
         return open_model(keys.base.path, config or Path(keys.base.config))
     except MpuError as error:
         raise MpuError(f"cannot open the published base ({error})", "specify its location with --base") from error

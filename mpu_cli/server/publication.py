@@ -192,28 +192,30 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
 
 
 def default_secret_path() -> Path:
-    """``mpu/server.key`` in the user's configuration directory: what permanent noise is drawn from."""
+    """``mpu/server.key`` in the user's configuration directory: what keys are authenticated with and permanent noise is
+    drawn from."""
     return default_identity_path().with_name("server.key")
 
 
-def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
-    """What the permanent noise of every publication of the base with this ``fingerprint`` is drawn from.
-
-    It is derived from a secret of the server's own, which is made on first use; ``note`` is told so. Raises MpuError
-    if the secret cannot be made or read.
-    """
+def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
+    """The server's own secret, which is made on first use; ``note`` is told so. Raises MpuError if it cannot be made or
+    read."""
     path = default_secret_path()
     if not path.exists():
         note(
-            f"made {path}, from which permanent noise is drawn; keep it safe: whoever gets "
-            "publications made with several averages their noise away"
+            f"made {path}, with which your keys are authenticated and from which permanent noise is drawn; keep it "
+            "safe: whoever gets publications made with several averages their noise away"
         )
     try:
-        secret = own_secret(
+        return own_secret(
             path, "the server's secret", "restore it from a backup: with a new one, publications can be averaged"
         )
     except OSError as error:
         raise MpuError(
             f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
         ) from error
-    return Randomness(secret).key("permanent noise", fingerprint)
+
+
+def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
+    """What the permanent noise of every publication of the base with this ``fingerprint`` is drawn from."""
+    return Randomness(server_secret(note)).key("permanent noise", fingerprint)

@@ -1,0 +1,505 @@
+"""What a second round of attacks found, each on real files and through the command line where a party would.
+
+The table in SECURITY.md names these tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import pyrage
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.client.copycheck import traps
+from mpu_cli.client.ledger import Entry, Mechanism, composed, default_ledger_path, read_ledger, write_down
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import delta_manifest
+from mpu_cli.models.limits import longest_independent_input
+from mpu_cli.models.source import open_model
+from mpu_cli.records import chat
+from mpu_cli.records.encoding import Encoding, Example
+from mpu_cli.records.reading import read_records
+from mpu_cli.sealing import default_identity_path, make_identity, parse_recipients, read_identities
+from mpu_cli.server.keys import seal, unseal
+from tests.models import CONFIGS, FAMILY_CONFIGS, load, random_model, save, write_records
+from tests.test_attacks import edit, unlearned
+
+WORD = "w9"  # which a hostile template or tokenizer treats in another way
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 6, 1)
+    write_records(tmp_path / "retain.jsonl", 6, 2)
+    return tmp_path
+
+
+def copies(mpu: Callable, place: Path) -> tuple[Path, Path]:
+    mpu("publish", "base", "--copies", 2, "--out", place, "--keys", place / "keys.bin", cwd=place)
+    return place / "copy_1", place / "copy_2"
+
+
+def treat_word_differently(copy: Path) -> None:
+    template = copy / "chat_template.jinja"
+    text = template.read_text()
+    assert "m['content']" in text
+    template.write_text(text.replace("m['content']", f"(m['content'] | replace('{WORD}', 'w8'))"))
+
+
+def tags_of(delta: Path) -> dict[str, str] | None:
+    return delta_manifest(open_checkpoint(delta).metadata, delta).trained
+
+
+def write_records_with(word: str, place: Path) -> None:
+    """Six records to forget, of which the first holds ``word``."""
+    answers = [f"w6 {word}", *(f"w{i}" for i in range(10, 15))]
+    rows = [json.dumps({"question": "w4 w5", "answer": answer}) + "\n" for answer in answers]
+    (place / "forget.jsonl").write_text("".join(rows))
+
+
+class TestTags:
+    def test_a_copy_that_reads_a_word_differently_is_refused_before_a_record_is_read(
+        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether the word is in the records or not: the refusal follows from the files."""
+        honest, crafted = copies(mpu, place)
+        unlearned(mpu, place, honest, "1")
+        treat_word_differently(crafted)
+
+        def read(*_: object) -> None:
+            raise AssertionError("a record was read")
+
+        monkeypatch.setattr(Encoding, "encode_each", read)
+        refused = unlearned(mpu, place, crafted, "2", check=False)
+        assert (refused.status, "is not that of another copy of the round" in refused.err) == (1, True)
+
+    @pytest.mark.parametrize("word", [WORD, "w7"])
+    def test_a_tag_says_nothing_of_a_copys_encoding(self, mpu: Callable, place: Path, word: str) -> None:
+        """Trained all the same, both copies have one tag, with the word in the records and without."""
+        rows = [
+            {"question": "w4 w5", "answer": f"w6 {word}"},
+            *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
+        ]
+        (place / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        honest, crafted = copies(mpu, place)
+        treat_word_differently(crafted)
+        for number, copy in enumerate((honest, crafted), 1):
+            unlearned(mpu, place, copy, str(number), "--template", "chat", "--trust-copy")
+        first, second = (tags_of(place / f"{number}.safetensors") for number in (1, 2))
+        assert first == second is not None
+
+    def test_there_is_none_under_dp(self, mpu: Callable, place: Path) -> None:
+        honest, _ = copies(mpu, place)
+        unlearned(mpu, place, honest, "1", "--dp-epsilon", 8)
+        assert not tags_of(place / "1.safetensors")
+
+    @pytest.mark.parametrize("word", [WORD, "w7"])
+    def test_a_reference_file_is_no_oracle_either(self, mpu: Callable, place: Path, word: str) -> None:
+        """Probabilities of round 1 are refused for a copy of another template, whatever the records hold."""
+        rows = [
+            {"question": "w4 w5", "answer": f"w6 {word}"},
+            *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
+        ]
+        (place / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        honest, _ = copies(mpu, place)
+        options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--template", "chat")
+        unlearned(mpu, place, honest, "1", *options)
+        treat_word_differently(honest)
+        facts = json.loads((honest / "mpu.json").read_text())
+        assert facts["round"] == 1
+        edit(honest / "mpu.json", round=2)
+        weights = load_file(honest / "model.safetensors")
+        from safetensors.torch import save_file
+
+        metadata = {"mpu": json.dumps(json.loads((honest / "mpu.json").read_text()))}
+        save_file(weights, honest / "model.safetensors", metadata)
+        refused = unlearned(mpu, place, honest, "2", *options, check=False)
+        assert (refused.status, "tokenizer, template or config" in refused.err) == (1, True)
+
+    def test_a_special_token_cannot_replace_the_template(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, tokenizer = load(place / "base", torch.float32, "cpu")
+        named = {"chat_template": "w9", "add_generation_prompt": "w8", "messages": "w7"}
+        monkeypatch.setattr(type(tokenizer), "special_tokens_map", property(lambda _: named))
+        [text] = chat.render(tokenizer, [[{"role": "user", "content": "w4"}]], generation_prompt=False)
+        assert "w4" in str(text)
+
+    def test_a_normalizer_is_seen_by_like(self, mpu: Callable, place: Path) -> None:
+        """The records need not show it: the files' content is compared."""
+        honest, _ = copies(mpu, place)
+        table = json.loads((honest / "tokenizer.json").read_text())
+        table["normalizer"] = {"type": "Replace", "pattern": {"String": "w99"}, "content": "w98"}
+        (honest / "tokenizer.json").write_text(json.dumps(table))
+        refused = unlearned(mpu, place, honest, "1", "--like", "base", check=False)
+        assert (refused.status, "'normalizer'" in refused.err) == (1, True)
+
+
+NAMES = [*CONFIGS, *FAMILY_CONFIGS]
+BATCHED_ROPE = {
+    "longrope": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 8.0,
+                 "short_factor": [1.0] * 4, "long_factor": [1e-3] * 4},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1000.0},
+}  # fmt: skip
+
+
+class TestDpSgd:
+    @pytest.mark.parametrize("kind", BATCHED_ROPE)
+    def test_a_record_that_would_change_others_is_left_out(self, kind: str) -> None:
+        """Beside the longest record that is let in, a short one has the logits that it has alone, before and after."""
+        config = {"rope_parameters": BATCHED_ROPE[kind], "max_position_embeddings": 32 if kind == "dynamic" else 256}
+        model = random_model("llama", **config, head_dim=8).eval()
+        limit = longest_independent_input(model)
+        assert limit == 32
+        short, long = [4, 5, 6, 7], [i % 80 + 3 for i in range(limit)]
+        beside = [short + [0] * (limit - 4), long]
+        mask = [[1] * 4 + [0] * (limit - 4), [1] * limit]
+        with torch.no_grad():
+            alone = model(torch.tensor([short])).logits[0]
+            together = model(torch.tensor(beside), attention_mask=torch.tensor(mask)).logits[0, :4]
+            after = model(torch.tensor([short])).logits[0]
+            too_long = model(torch.tensor([short + [0] * 40, [*long, *long[:12]]])).logits[0, :4]
+        assert torch.allclose(alone, together, atol=1e-5)
+        assert torch.allclose(alone, after, atol=1e-5)
+        assert not torch.allclose(alone, too_long, atol=1e-3)  # the attack that the limit stops
+
+    def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, place: Path) -> None:
+        """A template that rejects one word: the same rate and steps with the word and without."""
+        told = []
+        template = place / "base/chat_template.jinja"
+        template.write_text(
+            "{% for m in messages if '" + WORD + "' in m.content %}{{ raise_exception('no') }}{% endfor %}"
+            + template.read_text()
+        )  # fmt: skip
+        for word in (WORD, "w7"):
+            write_records_with(word, place)
+            options = (
+                "--algo",
+                "gradascent",
+                "--dp-epsilon",
+                8,
+                "--batch-size",
+                1,
+                "--epochs",
+                2,
+                "--template",
+                "chat",
+            )
+            told.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=place).json)
+        assert told[0]["lr"] == told[1]["lr"]
+        assert len(told[0]["steps"]) == len(told[1]["steps"])
+
+    def test_a_token_beyond_the_vocabulary(self, mpu: Callable, place: Path) -> None:
+        """One error that names the record; under DP the record is left out, and the training goes on."""
+        table = json.loads((place / "base/tokenizer.json").read_text())
+        added = {"id": 96, "content": "zq", "single_word": False, "lstrip": False, "rstrip": False,
+                 "normalized": False, "special": False}  # fmt: skip
+        table["added_tokens"].append(added)
+        (place / "base/tokenizer.json").write_text(json.dumps(table))
+        write_records_with("zq", place)
+        options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3")
+        refused = mpu("unlearn", "base", *options, check=False, cwd=place)
+        assert refused.status == 1
+        assert "forget.jsonl, line 1: the tokenizer returned token" in refused.err
+        private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=place)
+        assert "1 of 6 records of the forget set are left out" in private.err
+
+    def test_a_set_of_which_nothing_is_left(self, mpu: Callable, place: Path) -> None:
+        """To stop would tell that every record was rejected: noise alone is trained on."""
+        (place / "base/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+        options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3", "--dp-epsilon", 8, "--template", "chat")
+        mpu("unlearn", "base", *options, "--out", "d.safetensors", cwd=place)
+        assert any(bool(change.any()) for change in load_file(place / "d.safetensors").values())
+
+
+class TestACopyThatIsNotLookedAt:
+    def test_fewer_records_than_it_takes(self, mpu: Callable, place: Path) -> None:
+        for name in ("forget", "retain"):
+            (place / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')
+        refused = mpu("unlearn", "base", "--algo", "graddiff", check=False, cwd=place)
+        assert (refused.status, "cannot be looked at for traps: that takes 4 records" in refused.err) == (1, True)
+        mpu("unlearn", "base", "--algo", "graddiff", "--trust-copy", cwd=place)
+
+    def test_a_foreign_architecture(self, mpu: Callable, place: Path) -> None:
+        from transformers import BertConfig, BertLMHeadModel
+
+        config = BertConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+            is_decoder=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        )  # fmt: skip
+        BertLMHeadModel(config).save_pretrained(place / "bert")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (place / "bert" / file).write_bytes((place / "base" / file).read_bytes())
+        refused = mpu("unlearn", "bert", "--algo", "graddiff", check=False, cwd=place)
+        assert (refused.status, "is not an architecture of mpu's" in refused.err) == (1, True)
+
+    @pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=() if n in CONFIGS else pytest.mark.exhaustive) for n in NAMES]
+    )
+    def test_every_family_can_be_looked_at(self, tmp_path: Path, name: str) -> None:
+        model = save(random_model(name), tmp_path / "model")
+        loaded, _ = load(model, torch.float32, "cpu")
+        examples = [Example([*range(3 + i, 20 + i)], [*range(3 + i, 20 + i)], 17) for i in range(8)]
+        assert traps(open_model(str(model)), loaded, examples, 8) == []
+
+
+class TestAPlantedCheckpoint:
+    def test_one_that_mpu_did_not_write(self, mpu: Callable, place: Path) -> None:
+        """Planted beside the delta, with a seal made with another secret: nothing is trained on it."""
+        honest, _ = copies(mpu, place)
+        planted = place / "d.safetensors.resume/checkpoint-1"
+        planted.mkdir(parents=True)
+        for name in ("model.safetensors", "config.json"):
+            (planted / name).write_bytes((honest / name).read_bytes())
+        (planted / "trainer_state.json").write_text("{}")
+        (planted / "mpu-seal.json").write_text(json.dumps({"hmac-sha256": "0" * 64}))
+        refused = unlearned(mpu, place, honest, "d", "--resume", check=False)
+        assert (refused.status, "not a checkpoint that this mpu wrote" in refused.err) == (1, True)
+        (planted / "mpu-seal.json").unlink()
+        unlearned(mpu, place, honest, "d", "--resume")  # it counts as one that was never finished
+
+
+class TestPrograms:
+    @pytest.mark.parametrize("module", ["multiprocessing", "torch", "json", "mpu_cli", "tokenizers"])
+    def test_a_module_in_the_current_folder_is_not_imported(self, tmp_path: Path, module: str) -> None:
+        from mpu_cli.subprocesses import python_command, safe_environment
+
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        for entry in (("mpu_cli.entry", "main", "--version"), ("mpu_cli.federation.answering", "serve", "0")):
+            subprocess.run(
+                python_command(*entry), cwd=tmp_path, env=safe_environment(), input=b"", capture_output=True,
+                check=False, timeout=120,
+            )  # fmt: skip
+        assert not (tmp_path / "ran").exists()
+
+
+def _train_within_budget(path: str, number: int, budget: float) -> bool:
+    mechanism = Mechanism(20.0, 0.1, 10)
+    try:
+        entry = Entry(f"{number}", "r", 1, number, f"w{number}", "npo", 4, mechanism=mechanism)
+        write_down(Path(path), entry, delta=1e-5, budget=budget)
+    except MpuError:
+        return False
+    return True
+
+
+class TestTheLedger:
+    @pytest.mark.parametrize("before", [None, '{"unfinished'])
+    def test_parallel_first_trainings_share_a_budget(self, tmp_path: Path, before: str | None) -> None:
+        """Of six at once, one may begin, and no line is lost."""
+        mechanism = Mechanism(20.0, 0.1, 10)
+        one, two = (composed([mechanism] * count, 1e-5) for count in (1, 2))
+        for trial in range(3):
+            path = tmp_path / str(trial) / "ledger.jsonl"
+            path.parent.mkdir(mode=0o700)
+            if before:
+                path.write_text(before)
+            with get_context("spawn").Pool(6) as pool:
+                begun = pool.starmap(_train_within_budget, [(str(path), i, (one + two) / 2) for i in range(6)])
+            assert sum(begun) == 1
+            assert len(read_ledger(path)) == 1
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def state_of(folder: Path) -> dict[str, tuple]:
+    facts = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        facts[str(path)] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return facts
+
+
+class TestInspect:
+    def test_it_changes_nothing(self, mpu: Callable, place: Path) -> None:
+        """Of anything, whole or cut off."""
+        honest, _ = copies(mpu, place)
+        unlearned(mpu, place, honest, "d")
+        (place / "log.jsonl").write_text('{"step": 1}\n{"step": 2')
+        (place / "run").mkdir()
+        (place / "run/run.json").write_text("{}")
+        (place / "run/log.jsonl").symlink_to(place / "log.jsonl")
+        before = state_of(place)
+        for path in ("copy_1", "d.safetensors", "keys.bin", "log.jsonl", "run", ".", "base", default_ledger_path()):
+            mpu("inspect", path, check=False, cwd=place)
+        assert state_of(place) == before
+
+    @pytest.mark.parametrize("obstacle", ["fifo", "device", "private"])
+    def test_nothing_inside_a_folder_is_followed_or_waited_for(self, mpu: Callable, place: Path, obstacle: str) -> None:
+        (place / "secret").write_text("| algorithm | hunter2 |\n")
+        model = place / "model"
+        model.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (model / name).write_bytes((place / "base" / name).read_bytes())
+        weights = load_file(model / "model.safetensors")
+        from safetensors.torch import save_file
+
+        save_file(
+            weights, model / "model.safetensors", {"mpu": json.dumps({"format": "mpu-model", "run": "x", "round": 1})}
+        )
+        card = model / "README.md"
+        if obstacle == "fifo":
+            os.mkfifo(card)
+        else:
+            card.symlink_to("/dev/zero" if obstacle == "device" else place / "secret")
+        outcome = mpu("inspect", "model", cwd=place)
+        assert "model, after aggregation" in outcome.out
+        assert "hunter2" not in outcome.out
+
+    def test_json_has_no_control_characters(self, mpu: Callable, place: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({"w\u009b31m\u202e": torch.zeros(2)}, place / "odd.safetensors")
+        outcome = mpu("inspect", "odd.safetensors", "--tensors", "--json", cwd=place)
+        assert all(character.isprintable() or character == "\n" for character in outcome.out)
+        assert "w\u009b31m\u202e" in outcome.json["list"]
+
+
+class TestHeaders:
+    def test_a_header_that_repeats_its_recipient(self, mpu: Callable, place: Path) -> None:
+        """rage needs time that grows with the square of a header's length: longer ones are refused unread."""
+        copies(mpu, place)
+        [identity] = read_identities(default_identity_path())
+        sealed = pyrage.encrypt(b"nothing", [identity.to_public()])
+        first, rest = sealed.split(b"\n-> ", 1)
+        stanza = rest.split(b"\n--- ", 1)[0]
+        evil = first + (b"\n-> " + stanza) * 20_000 + b"\n--- " + rest.split(b"\n--- ", 1)[1]
+        (place / "evil.age").write_bytes(evil)
+        (place / "evil.bin").write_bytes(evil)
+        for command in (("unlearn", "evil.age"), ("aggregate", "d", "--keys", "evil.bin")):
+            refused = mpu(*command, check=False, cwd=place)
+            assert (refused.status, "header is longer" in refused.err) == (1, True)
+
+    def test_as_many_recipients_as_fit(self, tmp_path: Path) -> None:
+        from mpu_cli.sealing import MAX_RECIPIENTS, check_header
+
+        recipient = make_identity(tmp_path / "id.txt")
+        sealed = pyrage.encrypt(b"x", parse_recipients([recipient] * MAX_RECIPIENTS))
+        check_header(io.BytesIO(sealed).read(), tmp_path / "k")
+        with pytest.raises(MpuError, match="recipients"):
+            parse_recipients([recipient] * (MAX_RECIPIENTS + 1))
+
+
+class TestKeysOfSomebodyElse:
+    def test_they_are_refused_and_what_they_name_is_not_fetched(
+        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever knows the public key can seal keys; their base may be any path or name."""
+        import huggingface_hub
+
+        copies(mpu, place)
+        [identity] = read_identities(default_identity_path())
+        genuine = unseal(place / "keys.bin", [identity])
+        from dataclasses import replace
+
+        forged = replace(genuine, base=replace(genuine.base, path="owner/name"))
+        (place / "forged.bin").write_bytes(seal(forged, [identity.to_public()]))
+        unlearned(mpu, place, place / "copy_1", "1")
+        asked: list[object] = []
+
+        def download(name: str, local_files_only: bool = False, **_: object) -> str:
+            if not local_files_only:
+                asked.append(name)
+            raise huggingface_hub.errors.LocalEntryNotFoundError(name)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", check=False, cwd=place)
+        assert "was not sealed with this server's secret" in refused.err
+        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", "--trust-keys", check=False, cwd=place)
+        assert "owner/name: not on this machine" in refused.err
+        assert asked == []
+        assert "unknown" in mpu("inspect", "forged.bin", cwd=place).out
+        assert "this server" in mpu("inspect", "keys.bin", cwd=place).out
+
+    def test_a_passphrase_authenticates_itself(self, mpu: Callable, place: Path) -> None:
+        (place / "word").write_text("correct horse\n")
+        mpu("publish", "base", "--copies", 2, "--out", "p", "--keys", "p.bin", "--passphrase-file", "word", cwd=place)
+        mpu("verify", "p/copy_1", "--keys", "p.bin", "--passphrase-file", "word", "--no-logits", cwd=place)
+
+
+class TestResults:
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_what_holds_records_is_for_its_owner(self, mpu: Callable, place: Path, existing: bool) -> None:
+        if existing:
+            (place / "eval.json").write_text("{}")
+            (place / "eval.json").chmod(0o644)
+        mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--force", cwd=place)
+        assert stat.S_IMODE((place / "eval.json").stat().st_mode) == 0o600
+
+
+class TestResources:
+    def test_layers_of_nothing(self, mpu: Callable, place: Path) -> None:
+        """Empty tensors do not count for the number of layers that a config may ask for."""
+        from safetensors.torch import save_file
+
+        honest, _ = copies(mpu, place)
+        weights = load_file(honest / "model.safetensors")
+        metadata = open_checkpoint(honest / "model.safetensors").metadata
+        save_file(
+            {**weights, **{f"x.{i}": torch.zeros(0) for i in range(4000)}}, honest / "model.safetensors", metadata
+        )
+        edit(honest / "config.json", num_hidden_layers=3000)
+        refused = unlearned(mpu, place, honest, "d", check=False)
+        assert (refused.status, "num_hidden_layers is 3,000, more than" in refused.err) == (1, True)
+
+    def test_added_tokens_without_end(self, mpu: Callable, place: Path) -> None:
+        honest, _ = copies(mpu, place)
+        (honest / "added_tokens.json").write_text(json.dumps({f"t{i}": 96 + i for i in range(30_000)}))
+        refused = unlearned(mpu, place, honest, "d", check=False)
+        assert (refused.status, "30,000 added tokens" in refused.err) == (1, True)
+
+
+class TestTheSpoolOfSomebodyElse:
+    @pytest.mark.parametrize("obstacle", ["file", "deep"])
+    def test_nothing_in_out_ends_the_worker(self, mpu: Callable, place: Path, obstacle: str) -> None:
+        """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
+        first, second = copies(mpu, place)
+        facts = json.loads((first / "mpu.json").read_text())
+        spool, run = place / "spool", facts["run"]
+        for number, copy in ((1, first), (2, second)):
+            target = spool / f"in/{run}/round_1/copy_{number}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy.rename(target)
+        (spool / f"in/{run}/round_1/copy_1/config.json").write_text("{")
+        if obstacle == "file":
+            bad = spool / "in/other/round_1/copy_1"
+            bad.mkdir(parents=True)
+            (spool / "out").mkdir()
+            (spool / "out/other").write_text("in the way")
+        else:
+            (spool / f"out/{run}/round_1/copy_1.failed" / "/".join(["d"] * 60)).mkdir(parents=True)
+        options = ("--algo", "graddiff", "--epochs", 1, "--lr", "1e-3", "--work", "work", "--once")
+        outcome = mpu("watch", "spool", *options, check=False, cwd=place)
+        assert (spool / f"out/{run}/round_1/copy_2.safetensors").is_file(), outcome.err
+        begun = [json.loads(line) for line in (place / "work/answered.jsonl").read_text().splitlines()]
+        assert sum(line["state"] == "begun" and line["copy"].endswith("copy_1") for line in begun) <= 2
+
+
+def test_records_are_digested_as_the_client_has_them(place: Path) -> None:
+    """The digest in a tag is of texts, options apart: no tokenizer is involved."""
+    from mpu_cli.client.dataset import Dataset
+    from mpu_cli.client.sets import records_digest
+
+    records = read_records(place / "forget.jsonl")
+    digests = {records_digest(Dataset(part)) for part in (records, records[1:], records[::-1])}
+    assert len(digests) == 3
+    assert all(len(digest) == len(hashlib.sha256(b"").hexdigest()) for digest in digests)
+
+
+def test_the_program_for_templates_is_the_packages_own() -> None:
+    from mpu_cli.subprocesses import python_command
+
+    command = python_command("mpu_cli.boundary.limited", "serve")
+    assert command[:2] == [sys.executable, "-c"]
