@@ -160,6 +160,26 @@ def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
     assert exact <= spent["epsilon"] <= 1.3 * exact
 
 
+@pytest.mark.parametrize("epsilon", [0.5, 4.0])
+def test_a_replaced_record_costs_what_was_asked(epsilon):
+    """With all records in every step, replacing one moves the clipped sum by twice the clip: T Gaussian mechanisms of
+    half the noise multiplier, of which the exact ε (Balle and Wang 2018) is at most what was asked for."""
+    training = Training(batch_size=8)
+    privacy = Privacy(dp_epsilon=epsilon, dp_neighbours="replaced")
+    mechanism = plan({"forget": [None] * 8}, training, privacy, epochs=5).mechanism
+    assert mechanism.sample_rate == 1
+    mu = 2 * math.sqrt(mechanism.steps) / mechanism.noise_multiplier
+
+    def delta(value):
+        normal = stats.norm.cdf
+        return normal(mu / 2 - value / mu) - math.exp(value) * normal(-mu / 2 - value / mu) - privacy.dp_delta
+
+    exact = optimize.brentq(delta, 1e-3, 100)
+    assert exact <= epsilon
+    alone = plan({"forget": [None] * 8}, training, Privacy(dp_epsilon=epsilon), epochs=5).mechanism
+    assert alone.noise_multiplier < mechanism.noise_multiplier
+
+
 @pytest.mark.slow
 def test_the_ledger_composes_and_refuses(mpu, tmp_path):
     """Whatever copies, rounds and runs the server claims: what this client trained is what counts."""

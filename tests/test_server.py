@@ -787,6 +787,15 @@ class TestOwners:
             expected = alone["a"][name] + alone["b"][name] - weights
             assert torch.allclose(found[name], expected, atol=1e-6), name
         assert -1 < told["cosines"][0][1] < 1
+        # Each owner's update, and each delta, may be below --max-norm: the sum has to be, too.
+        total = math.sqrt(sum(float((found[name] - weights).double().square().sum()) for name, weights in base.items()))
+        parts = [file for owner in ("a", "b") for file in (tmp_path / "deltas").glob(f"{owner}_*.safetensors")]
+        norms = [math.sqrt(sum(float(t.double().square().sum()) for t in load_file(file).values())) for file in parts]
+        most = max(*norms, *(each["norm"] for each in told["owners"]))
+        assert most < total
+        refused = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--max-norm", (most + total) / 2,
+                      "--out", "bad", check=False, cwd=tmp_path)  # fmt: skip
+        assert (refused.status, "the update's norm is" in refused.err) == (1, True)
         for wrong, said in (
             (("deltas", "--keys", "a.bin", "--keys", "a.bin"), "given twice"),
             (("deltas/a_1.safetensors", "deltas/b_1.safetensors", "deltas/b_2.safetensors", "--keys", "a.bin", "--keys",

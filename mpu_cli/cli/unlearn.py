@@ -106,7 +106,8 @@ def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
         unit = unlearning.privacy.dp_unit or "record"
         note(
             f"privacy: this delta protects each {unit} with ε = {result.spent['epsilon']:.3g} at δ = "
-            f"{unlearning.privacy.dp_delta:g}; {_together(result.spent, result.earlier)}"
+            f"{unlearning.privacy.dp_delta:g} (neighbours: {unlearning.privacy.dp_neighbours}); "
+            f"{_together(result.spent, result.earlier)}"
         )
 
 

@@ -11,6 +11,7 @@ every device: torch's generators keep 32 or 64 bits of a seed, and whoever finds
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,9 +91,11 @@ def plan(
     steps = epochs * -(-len(forgets) // training.batch_size)
     if noise_multiplier is None:
         try:
+            assert privacy.dp_epsilon is not None
+            epsilon, delta = left_out_budget(privacy.dp_epsilon, privacy.dp_delta, privacy.dp_neighbours)
             noise_multiplier = get_noise_multiplier(
-                target_epsilon=privacy.dp_epsilon,
-                target_delta=privacy.dp_delta,
+                target_epsilon=epsilon,
+                target_delta=delta,
                 sample_rate=rate,
                 steps=steps,
                 accountant=ACCOUNTANT,
@@ -104,6 +107,17 @@ def plan(
                 "raise them, or use fewer --epochs",
             ) from error
     return Plan(units, Mechanism(noise_multiplier, rate, steps))
+
+
+def left_out_budget(epsilon: float, delta: float, neighbours: str) -> tuple[float, float]:
+    """The (ε, δ) for a record left out that gives ``epsilon`` and ``delta`` between ``neighbours``.
+
+    Replacing a record is leaving it out and putting another in its place: two steps of (ε', δ') are
+    (2ε', (1 + e^ε')·δ')-private (group privacy, Dwork and Roth 2014, theorem 2.2).
+    """
+    if neighbours == "left-out":
+        return epsilon, delta
+    return epsilon / 2, delta / (1 + math.exp(epsilon / 2))
 
 
 def check_opacus() -> None:
@@ -171,8 +185,12 @@ def train_privately(
         losses = Losses(total, *terms, means.get("forget", 0.0), means.get("retain"))
         on_step(losses, planned.mechanism.steps)
     wrapped.remove_hooks()
+    steps_apart = 2 if privacy.dp_neighbours == "replaced" else 1
+    delta = privacy.dp_delta
+    if privacy.dp_epsilon is not None:
+        _, delta = left_out_budget(privacy.dp_epsilon, privacy.dp_delta, privacy.dp_neighbours)
     return {
-        "epsilon": composed([planned.mechanism], privacy.dp_delta),
+        "epsilon": steps_apart * composed([planned.mechanism], delta),
         "delta": privacy.dp_delta,
         "noise_multiplier": planned.mechanism.noise_multiplier,
         "max_grad_norm": privacy.dp_max_grad_norm,

@@ -207,6 +207,11 @@ class Privacy(Options):
     dp_unit: str | None = option(
         None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"
     )
+    dp_neighbours: Literal["left-out", "replaced"] = option(
+        "left-out",
+        "What ε compares: your records with one left out, its place empty, or with one replaced by another, which "
+        "takes about twice the noise. How many records there are is no secret in either.",
+    )
     dp_budget: float | None = option(
         None,
         "Refuse a training after which all that were ever made with your ledger would spend more than this ε.",
