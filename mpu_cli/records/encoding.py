@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,10 @@ class Encoding:
     vocabulary: int | None = None
     truncated: list[str] = field(default_factory=list)
     omitted: dict[str, list[str]] = field(default_factory=dict)
+
+    @cached_property
+    def _special_ids(self) -> set[int]:
+        return special_ids(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
@@ -148,13 +153,13 @@ class Encoding:
         answered = [[*prompt, record.answer_turn.message] for prompt, record in zip(prompts, records, strict=True)]
         otherwise = [[*prompt, _other_answer(record)] for prompt, record in zip(prompts, records, strict=True)]
         rendered = self._render([*answered, *otherwise])
-        texts, others = rendered[: len(records)], rendered[len(records) :]
+        texts, other_texts = rendered[: len(records)], rendered[len(records) :]
         tokenized = iter(
             tokens.with_offsets(self.tokenizer, [text for text in texts if isinstance(text, str)], special=False)
         )
         self._note_omissions(records, prompts, texts)
         outcomes: list[list[Example] | MpuError] = []
-        for record, text, other in zip(records, texts, others, strict=True):
+        for record, text, other in zip(records, texts, other_texts, strict=True):
             tokenized_text = next(tokenized) if isinstance(text, str) else text
             if isinstance(text, ValueError) or isinstance(tokenized_text, ValueError):
                 problem = text if isinstance(text, ValueError) else tokenized_text
@@ -225,23 +230,23 @@ class Encoding:
     ) -> list[Example] | MpuError:
         """The example of a record whose answer is the characters of ``text`` from ``begin`` to ``end``."""
         ids = tokenized.ids
-        first, special = tokenized.first_after(begin), special_ids(self.tokenizer)
-        # A special token that takes the white space after it in may reach into the answer.
-        while first < len(ids) and ids[first] in special and tokenized.offsets[first][0] < begin:
-            first += 1
-        content_end = max(first, tokenized.first_from(end))
-        while (
-            content_end - 1 > first and ids[content_end - 1] in special and tokenized.offsets[content_end - 1][1] > end
-        ):
-            content_end -= 1  # or before it
-        if first >= content_end or begin >= end:
+        offsets, special = tokenized.offsets, self._special_ids
+        answer_start = tokenized.first_after(begin)
+        # Special tokens that take in the white space beside them may reach into the answer: they are no part of it.
+        while answer_start < len(ids) and ids[answer_start] in special and offsets[answer_start][0] < begin:
+            answer_start += 1
+        content_end = max(answer_start, tokenized.first_from(end))
+        last = content_end - 1
+        if last > answer_start and ids[last] in special and offsets[last][1] > end:
+            content_end = last
+        if answer_start >= content_end or begin >= end:
             what = "the chat template prints nothing of the answer" if record.answer else "the answer has no text"
             return MpuError(
                 f"{record.place}: {what}, so there is nothing to learn",
                 "use --template plain" if record.answer else None,
             )
         last = self._end_of_answer(text, tokenized, content_end)
-        labels = [IGNORED] * first + ids[first:last] + [IGNORED] * (len(ids) - last)
+        labels = [IGNORED] * answer_start + ids[answer_start:last] + [IGNORED] * (len(ids) - last)
         if self.truncate_to is not None and len(ids) > self.truncate_to:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
             self.truncated.append(record.place)
@@ -257,7 +262,7 @@ class Encoding:
     def _end_of_answer(self, text: str, tokenized: TokenizedText, content_end: int) -> int:
         """The index after the last label: after the special token that ends the turn, if only white space follows it;
         at the end of the text if there is none."""
-        special = special_ids(self.tokenizer)
+        special = self._special_ids
         for i in range(len(tokenized.ids) - 1, content_end - 1, -1):
             begin, end = tokenized.offsets[i]
             visible = begin == end or bool(text[begin:end].strip())  # some tokenizers have line breaks as added tokens

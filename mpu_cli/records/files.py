@@ -31,7 +31,7 @@ DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
 
 _BLANK_LINES = re.compile(r"\n[ \t\r]*\n")
-Rows = Iterator[tuple[str, object]]  # each row with its place
+Rows = Iterator[tuple[str, object]]  # each row with its location
 
 
 def suffix_of(path: Path) -> str:
@@ -147,7 +147,7 @@ def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
 
 
 def file_rows(path: Path, split: str = "file") -> Rows:
-    """Rows of a file of records, each with its place; ``read_records`` lists the formats.
+    """Rows of a file of records, each with its location; ``read_records`` lists the formats.
 
     ``split``: whether a file of plain text is one record, "file", or one for each of its "paragraphs". Raises MpuError
     if the file cannot be read.
@@ -201,12 +201,12 @@ def _json_rows(path: Path, suffix: str) -> Rows:
             return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             try:
-                yield place, json.loads(line)
+                yield location, json.loads(line)
             except (ValueError, RecursionError) as error:
                 hint = "an object on several lines goes into a file of its own that ends in .json"
-                raise MpuError(f"{place}: not JSON ({error})", hint if line.strip() in "{[" else None) from error
+                raise MpuError(f"{location}: not JSON ({error})", hint if line.strip() in "{[" else None) from error
 
 
 def _document_records(text: str, path: Path) -> list[object] | None:
@@ -258,11 +258,11 @@ def _table_rows(path: Path, suffix: str) -> Rows:
             if twice := {name for name in names if names.count(name) > 1}:
                 raise MpuError(f"{path}: two columns are called {min(twice)!r}", "rename one of them")
             for number, row in enumerate(reader, 1):
-                place = f"{path}, record {number}"
+                location = f"{path}, record {number}"
                 if None in row or None in row.values():
-                    raise MpuError(f"{place}: the number of fields differs from the header's")
+                    raise MpuError(f"{location}: the number of fields differs from the header's")
                 if any(row.values()):
-                    yield place, row
+                    yield location, row
     except UnicodeDecodeError as error:
         raise MpuError(f"{path}: not a UTF-8 table", "convert it, such as with iconv") from error
     except csv.Error as error:

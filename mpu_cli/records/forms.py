@@ -43,7 +43,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return columns
 
 
-def rename_columns(row: object, columns: Mapping[str, str], place: str) -> object:
+def rename_columns(row: object, columns: Mapping[str, str], location: str) -> object:
     """``row`` with the fields that ``columns`` names under our names, and without those of any other form.
 
     Raises MpuError if it has no such field.
@@ -54,7 +54,7 @@ def rename_columns(row: object, columns: Mapping[str, str], place: str) -> objec
         lowered = {name.lower(): name for name in map(str, row)}
         close = get_close_matches(missing[0].lower(), lowered, 1, 0.5)
         raise MpuError(
-            f"{place}: no field {missing[0]!r} (its fields: {_names(row)})",
+            f"{location}: no field {missing[0]!r} (its fields: {_names(row)})",
             f"did you mean {lowered[close[0]]!r}?" if close else None,
         )
     renamed = {ours: row[theirs] for ours, theirs in columns.items()}
@@ -94,48 +94,48 @@ def unread_fields(row: object) -> set[str]:
 
 
 def _begins_with_system(messages: object) -> bool:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and "system" in (first.get("role"), first.get("from"))
+    message = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
 
 
-def parse_record(row: object, place: str) -> Record:
-    """The record in a row. Raises MpuError, naming the place, if there is none."""
+def parse_record(row: object, location: str) -> Record:
+    """The record in a row. Raises MpuError, naming the location, if there is none."""
     if not isinstance(row, dict):
-        raise MpuError(f"{place}: not a JSON object with {FORMS}")
+        raise MpuError(f"{location}: not a JSON object with {FORMS}")
     alternate = row.get("alternate") or None  # an empty cell of a table is no answer
     if alternate is not None:
-        alternate = _text(row, "alternate", place)
+        alternate = _text(row, "alternate", location)
     form = form_of(row)
     if form == "text":
-        return Record((), _text(row, "text", place), place, alternate)
+        return Record((), _text(row, "text", location), location, alternate)
     if form == "messages":
-        turns = _turns(row["messages"], place)
+        turns = _turns(row["messages"], location)
     elif form == "conversations":
-        turns = _turns(_from_sharegpt(row["conversations"]), place)
+        turns = _turns(_from_sharegpt(row["conversations"]), location)
     elif form == "instruction":
         extra = str(row.get("input") or "").strip()
-        instruction = _text(row, "instruction", place) + (f"\n\n{extra}" if extra else "")
-        turns = [Turn("user", instruction), Turn("assistant", _text(row, "output", place))]
+        instruction = _text(row, "instruction", location) + (f"\n\n{extra}" if extra else "")
+        turns = [Turn("user", instruction), Turn("assistant", _text(row, "output", location))]
     elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
         completion = row.get("completion")
-        turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], place)
+        turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], location)
     elif form is not None:
         prompt, answer = MAIN_FIELDS[form]
-        turns = [Turn("user", _text(row, prompt, place)), Turn("assistant", _text(row, answer, place))]
+        turns = [Turn("user", _text(row, prompt, location)), Turn("assistant", _text(row, answer, location))]
     else:
-        raise MpuError(f"{place}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
+        raise MpuError(f"{location}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
     if not _is_blank(row.get("system")) and turns[0].role != "system":
-        turns.insert(0, Turn("system", _text(row, "system", place)))
-    return _dialogue(turns, place, alternate)
+        turns.insert(0, Turn("system", _text(row, "system", location)))
+    return _dialogue(turns, location, alternate)
 
 
-def _dialogue(turns: list[Turn], place: str, alternate: str | None) -> Record:
+def _dialogue(turns: list[Turn], location: str, alternate: str | None) -> Record:
     if len(turns) < 2:
-        raise MpuError(f"{place}: messages need a question and an answer")
+        raise MpuError(f"{location}: messages need a question and an answer")
     *prompt, answer = turns
     if answer.role != "assistant":
-        raise MpuError(f"{place}: the last message is not the assistant's, so there is no answer")
-    return Record(tuple(prompt), answer.content, place, alternate, None, answer.fields)
+        raise MpuError(f"{location}: the last message is not the assistant's, so there is no answer")
+    return Record(tuple(prompt), answer.content, location, alternate, None, answer.fields)
 
 
 def _from_sharegpt(messages: object) -> object:
@@ -154,15 +154,15 @@ def _from_sharegpt(messages: object) -> object:
     ]
 
 
-def unit_of(row: object, field: str, place: str) -> str:
+def unit_of(row: object, field: str, location: str) -> str:
     """What ``field``, of --dp-unit, says of a row: whose it is. Raises MpuError if it says nothing."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str | int) or value == "":
-        raise MpuError(f"{place}: no {field!r}, which --dp-unit names")
+        raise MpuError(f"{location}: no {field!r}, which --dp-unit names")
     return str(value)
 
 
-def _text(row: Mapping[str, object], name: str, place: str) -> str:
+def _text(row: Mapping[str, object], name: str, location: str) -> str:
     value = row.get(name)
     if isinstance(value, float) and math.isfinite(value):
         value = repr(value)
@@ -170,9 +170,9 @@ def _text(row: Mapping[str, object], name: str, place: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise MpuError(
-            f"{place}: {name!r} is missing, empty or not a text (its fields: {_names(row)})", columns_hint(row, name)
+            f"{location}: {name!r} is missing, empty or not a text (its fields: {_names(row)})", columns_hint(row, name)
         )
-    return _sound(value, f"{place}: {name!r}")
+    return _sound(value, f"{location}: {name!r}")
 
 
 def _sound(text: str, what: str) -> str:
@@ -184,40 +184,40 @@ def _sound(text: str, what: str) -> str:
     return text
 
 
-def _turns(messages: object, place: str) -> list[Turn]:
+def _turns(messages: object, location: str) -> list[Turn]:
     """The turns of a dialogue. Content may be a text or parts of text; a message with tool calls needs none."""
     turns = []
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"].strip():
-            raise MpuError(f"{place}: every message needs a role and content")
-        content = _content(message.get("content"), place)
+            raise MpuError(f"{location}: every message needs a role and content")
+        content = _content(message.get("content"), location)
         extra = {str(name): value for name, value in message.items() if name not in ("role", "content")}
         extra = {name: value for name, value in extra.items() if value not in (None, "", [], {})}
-        extra = json.loads(_sound(json.dumps(extra, ensure_ascii=False, default=str), f"{place}: a message"))
+        extra = json.loads(_sound(json.dumps(extra, ensure_ascii=False, default=str), f"{location}: a message"))
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
-            raise MpuError(f"{place}: every message needs a role and content")
-        turns.append(Turn(_sound(message["role"], f"{place}: a role"), content, tuple(extra.items())))
+            raise MpuError(f"{location}: every message needs a role and content")
+        turns.append(Turn(_sound(message["role"], f"{location}: a role"), content, tuple(extra.items())))
     if len(turns) < 2:
-        raise MpuError(f"{place}: messages need a question and an answer")
+        raise MpuError(f"{location}: messages need a question and an answer")
     return turns
 
 
-def _content(content: object, place: str) -> str:
+def _content(content: object, location: str) -> str:
     if isinstance(content, list):
-        return "".join(_parts(content, place))
+        return "".join(_parts(content, location))
     if content is None:
         return ""
     if not isinstance(content, str):
-        raise MpuError(f"{place}: a message's content is not a text")
-    return _sound(content, f"{place}: a message")
+        raise MpuError(f"{location}: a message's content is not a text")
+    return _sound(content, f"{location}: a message")
 
 
-def _parts(parts: Iterable[Any], place: str) -> Iterable[str]:
+def _parts(parts: Iterable[Any], location: str) -> Iterable[str]:
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise MpuError(f"{place}: a message has content of type {kind!r}; only text can be read")
-        yield _sound(part["text"], f"{place}: a message")
+            raise MpuError(f"{location}: a message has content of type {kind!r}; only text can be read")
+        yield _sound(part["text"], f"{location}: a message")
 
 
 def _names(row: Mapping[str, object]) -> str:

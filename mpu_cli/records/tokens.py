@@ -40,10 +40,10 @@ class TokenizedText:
         return next((i for i, (begin, end) in tokens if begin >= character and end > begin), len(self.ids) - self.added)
 
 
-def common_prefix_length(first: str, second: str) -> int:
+def common_prefix_length(text: str, other_text: str) -> int:
     """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(first), len(second)))
+    pairs = enumerate(zip(text, other_text, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other_text)))
 
 
 def rejection(error: ValueError, place: str = "", hint: str | None = None) -> MpuError:

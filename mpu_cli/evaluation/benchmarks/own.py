@@ -39,10 +39,10 @@ def own_records(
     sets = {name: each for name, each in zip(SETS, (forget, retain, holdout), strict=True) if each}
     if "forget" not in sets:
         raise MpuError("no records to forget", "specify them with --forget")
-    if both := {record.identity for _, record in forget} & {record.identity for _, record in holdout}:
+    if repeated := {record.identity for _, record in forget} & {record.identity for _, record in holdout}:
         raise MpuError(
-            f"{len(both)} of the {len(holdout)} holdout records are also records to forget, so attacks would compare "
-            "them with themselves",
+            f"{len(repeated)} of the {len(holdout)} holdout records are also records to forget, so attacks would "
+            "compare them with themselves",
             "name records that no model saw with --holdout",
         )
     splits = {name: _split(name, rows) for name, rows in sets.items()}
@@ -88,9 +88,9 @@ def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
         return {}
     ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
     if not all(complete):
-        place = rows[complete.index(False)][0]
+        location = rows[complete.index(False)][0]
         reason = (
-            f"{place} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
+            f"{location} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
         )
         return {ratio: metrics.unavailable(reason, UP)}
     right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
@@ -103,13 +103,13 @@ def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
 
 def _questions(rows: Sequence[Row], turns: str) -> list[Question]:
     """Rows of any form that training reads, with their records. Raises MpuError for texts, which ask nothing."""
-    found = []
-    for place, row in rows:
-        record = parse_record(row, place)
+    questions_of_rows: list[Question] = []
+    for location, row in rows:
+        record = parse_record(row, location)
         if not record.turns:
-            raise MpuError(f"{place}: a text, and not a question and its answer", "evaluate records of that form")
-        found += [((each.place, row), each) for each in records_of_turns(record, turns)]
-    return found
+            raise MpuError(f"{location}: a text, and not a question and its answer", "evaluate records of that form")
+        questions_of_rows += [((each.place, row), each) for each in records_of_turns(record, turns)]
+    return questions_of_rows
 
 
 def read_own(
@@ -130,10 +130,10 @@ def read_own(
     if path is not None:
         sets: dict[str, list[Question]] = {name: [] for name in SETS}
         for row, record in _questions(rows_of(path), reading.turns):
-            place, fields = row
+            location, fields = row
             kind = fields.get("set") if isinstance(fields, dict) else None
             if not isinstance(kind, str) or kind not in sets:
-                raise MpuError(f"{place}: 'set' must be forget, retain or holdout")
+                raise MpuError(f"{location}: 'set' must be forget, retain or holdout")
             sets[kind].append((row, record))
         return list(sets.values())
     return [
