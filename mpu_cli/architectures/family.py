@@ -330,7 +330,8 @@ class Family:
 
     Of a wrapper around a language model, ``text_config`` is the config entry that describes that model, ``stays`` are
     prefixes of what is not part of it and is neither changed nor trained, and ``renamed`` are prefixes in files with
-    those in memory.
+    those in memory; ``ties`` says which configs may tie the head to the embedding, "outer", "text" or either, and
+    ``text_tied`` whether that of a text which does not say does.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
     layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
@@ -364,6 +365,8 @@ class Family:
     transposed: bool = False
     stacks: tuple[Stack, ...] = ()
     text_config: str | None = None
+    ties: tuple[str, ...] = ("outer",)
+    text_tied: bool = False
     stays: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     note: str = ""

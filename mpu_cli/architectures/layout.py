@@ -157,7 +157,7 @@ def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
         expected = _expected(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
     except KeyError as error:
         raise MpuError(f"{where}: does not say how large {error} is") from error
-    if filled["tie_word_embeddings"]:
+    if _is_tied(family, config, filled, None):
         expected = {name: tensor for name, tensor in expected.items() if name not in family.heads}
     shapes = {name: _shape(tensor, sizes, of_layers) for name, tensor in expected.items()}
     return {name: TensorInfo(name, "F32", shape, Path(), 0) for name, shape in shapes.items()}
@@ -185,14 +185,15 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
-    tied = bool(filled["tie_word_embeddings"])
-    if family.text_config and config.get("tie_word_embeddings") is None and head:
-        tied = False  # where a wrapper's config says nothing, transformers goes by what the files have, too
-    if tied:
-        alias = head
+    embedding = next(name for name, tensor in expected.items() if tensor.axes[0] == ("vocab",))
+    if _is_tied(family, config, filled, head):
         expected.pop(untied or "", None)
+        if head and embedding not in tensors:  # the same tensor by the head's name
+            expected = _renamed(expected, embedding, head)
+        else:
+            alias = head
     elif untied and head and head != untied:  # the same tensor by the other name, in its place
-        expected = {head if n == untied else n: (_called(t, head) if n == untied else t) for n, t in expected.items()}
+        expected = _renamed(expected, untied, head)
     constants = _check_names(family, expected, tensors, alias, where)
     for name, layout in expected.items():
         shape = _shape(layout, sizes, of_layers)
@@ -276,8 +277,25 @@ def axis_length(sizes: Mapping[str, int], axis: str) -> int:
     return sizes[_LENGTHS.get(axis, axis)]
 
 
-def _called(tensor: TensorLayout, name: str) -> TensorLayout:
-    return TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
+def _renamed(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
+    """``expected``, in which the tensor ``before`` is a block of its own, called ``name``."""
+    tensor = expected[before]
+    fresh = TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
+    return {name if each == before else each: fresh if each == before else layout for each, layout in expected.items()}
+
+
+def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head: str | None) -> bool:
+    """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is stored."""
+    text = config.get(family.text_config) if family.text_config else None
+    if not isinstance(text, dict):
+        return bool(filled["tie_word_embeddings"])
+    of_text = text.get("tie_word_embeddings")
+    if "text" in family.ties and (family.text_tied if of_text is None else of_text):
+        return True
+    if "outer" not in family.ties:
+        return False
+    # Where a wrapper's config says nothing, transformers goes by what the files have, too.
+    return bool(filled["tie_word_embeddings"]) and not (config.get("tie_word_embeddings") is None and head)
 
 
 def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
@@ -379,7 +397,7 @@ def _family(config: Mapping[str, object], where: str) -> Family:
             f"{where}: architecture {model_type!r}{inside} is not supported (supported: {', '.join(supported())}), and "
             "mpu does not guess: a transform that does not fit would change what the model computes"
         )
-    if "quantization_config" in config:
+    if config.get("quantization_config"):
         raise MpuError(
             f"{where}: is quantised (quantization_config in config.json)",
             "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "

@@ -29,7 +29,8 @@ class Wrapper:
     In files, the language model's names begin with ``inner``, and the output head is called ``head``. ``writes``: the
     tensors outside the language model of which one axis is the residual stream. ``stays``: prefixes of what surrounds
     it. ``renamed``: prefixes in files with those in memory. ``tied``: what transformers assumes if the config does not
-    say whether the head is the embedding. ``default``: the text's type if the config does not say.
+    say whether the head is the embedding, and ``ties`` whose config says it. ``default``: the text's type if the config
+    does not say.
     """
 
     model_type: str
@@ -41,6 +42,7 @@ class Wrapper:
     sizes: Sizes = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     tied: bool = False
+    ties: tuple[str, ...] = ("outer",)
     default: str = ""
     note: str = "with images; the vision tower stays as it is"
 
@@ -51,6 +53,8 @@ class Wrapper:
             text,
             model_types=(self.model_type,),
             text_config="text_config",
+            ties=self.ties,
+            text_tied=bool(text.defaults.get("tie_word_embeddings")),
             sizes={**text.sizes, **self.sizes},
             prefix=self.inner,
             layer=self._name(text.layer),
@@ -113,6 +117,7 @@ LLAVA = Wrapper(
     stays=APART,
     sizes={"projected": "hidden_size"},
     renamed=RENAMED,
+    ties=("outer", "text"),
     default="llama",
 )
 MISTRAL3 = replace(
@@ -121,6 +126,7 @@ MISTRAL3 = replace(
     texts={"mistral": MISTRAL, "ministral3": MISTRAL, "ministral": MISTRAL, "mistral4": MISTRAL4},
     default="mistral",
     tied=True,
+    ties=("outer",),
 )
 GEMMA3_WRAPPER = replace(
     LLAVA,
@@ -131,6 +137,7 @@ GEMMA3_WRAPPER = replace(
     sizes={"vision": vision("hidden_size")},
     default="gemma3_text",
     tied=True,
+    ties=("outer",),
 )
 
 
@@ -187,6 +194,7 @@ QWEN2_VL = Wrapper(
     stays=("visual.",),
     sizes={"patches": merged("embed_dim")},
     renamed=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+    ties=("outer", "text"),
 )
 QWEN2_5_VL = replace(
     QWEN2_VL, model_type="qwen2_5_vl", texts={"qwen2_5_vl_text": QWEN2}, sizes={"patches": merged("hidden_size")}
@@ -227,6 +235,7 @@ LLAMA4_WRAPPER = Wrapper(
     writes=written("multi_modal_projector.linear_1", "vision"),
     stays=("vision_model.", "multi_modal_projector."),
     sizes={"vision": vision("vision_output_dim")},
+    ties=("text",),
 )
 
 MUSE_WRAPPER = Wrapper(

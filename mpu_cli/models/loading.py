@@ -39,7 +39,7 @@ from mpu_cli.checkpoint.reader import (
 from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
 from mpu_cli.models.device import device_of, processes_of
-from mpu_cli.models.memory import in_memory
+from mpu_cli.models.memory import has_separate_heads, in_memory
 from mpu_cli.models.network import build, concrete, network_of, parts_of
 from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
 from mpu_cli.models.source import Model, cached
@@ -166,19 +166,32 @@ def skeleton(model: Model) -> PreTrainedModel:
     does not know it."""
     transformers.logging.set_verbosity_error()
     with staged(model) as folder, _blaming(f"{model.source}: transformers cannot load it"):
-        return _skeleton(folder)
+        return _skeleton(folder, model.checkpoint)
 
 
 def described_size(config: PretrainedConfig) -> int:
     """How many weights a model has that ``config`` describes; none is made."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(config).parameters())
+    return sum(parameter.numel() for parameter in _without_data(config).parameters())
 
 
-def _skeleton(folder: Path) -> PreTrainedModel:
+def _skeleton(folder: Path, checkpoint: Checkpoint) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    model = _without_data(config)
+    if has_separate_heads(model, checkpoint):
+        _untie(config)
+        model = _without_data(config)
+    return model
+
+
+def _without_data(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return build(config)
+
+
+def _untie(config: PretrainedConfig) -> None:
+    for part in parts_of(config):
+        if getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
 
 
 def _attention(config: PretrainedConfig, asked: str) -> str | dict[str, str]:
@@ -250,10 +263,10 @@ def load(
     with staged(source) as folder:
         PROCESS.start()
         with _blaming(f"{source.source}: transformers cannot load it"):
-            bare = _skeleton(folder)
+            bare = _skeleton(folder, source.checkpoint)
             check_size(bare, source)
             held = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(place)}} if quantize else {}
-            model, tokenizer, info = _load(folder, dtype, attention, held)
+            model, tokenizer, info = _load(folder, dtype, attention, held, tied=bool(bare.all_tied_weights_keys))
         if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
             raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
         if has_weights():
@@ -275,10 +288,12 @@ def load(
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, attention: str, held: dict[str, Any]
+    folder: Path, dtype: torch.dtype, attention: str, held: dict[str, Any], *, tied: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     tokenizer = _tokenizer_in(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if not tied:
+        _untie(config)
     for part in parts_of(config):
         for name, rate in vars(part).items():
             if rate and name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")):

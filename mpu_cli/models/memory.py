@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from mpu_cli.architectures.family import Family, Stack
 from mpu_cli.architectures.layout import HEAD
 from mpu_cli.architectures.wrappers import family_of
+from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.models.quantized import shape_of
 
 
@@ -44,20 +45,21 @@ Names = dict[str, list[Piece]]  # a model's parameters by name → their pieces 
 def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], model: PreTrainedModel) -> list[Piece]:
     """The tensors of ``files``, by name, that parameter ``name`` of ``model`` is read from; none if there are none.
 
-    Files of a bare model lack a prefix, some call the output layer by another name, and those of a mixture may hold a
-    matrix for each expert.
+    Files of a bare model lack a prefix, some call the output layer by another name, some hold an embedding under the
+    name of the head that is tied to it, and those of a mixture may hold a matrix for each expert.
     """
     prefix = f"{model.base_model_prefix}."
     family = family_of_model(model)
-    candidates = [[Piece(name, tuple(shape))]]
+    names = [name, *(target for target, source in model.all_tied_weights_keys.items() if source == name)]
+    candidates = [[Piece(each, tuple(shape))] for each in names]
     if family:
-        if name == HEAD:
+        if HEAD in names:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
         for stack in family.stacks:
             if name.endswith(f".{stack.name}"):
                 candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
         for in_file, in_memory in family.renamed:
-            if name.startswith(in_memory):
+            if any(each.startswith(in_memory) for each in names):
                 candidates += [[piece.renamed(in_memory, in_file) for piece in pieces] for pieces in candidates]
     candidates += [[piece.renamed(prefix, "") for piece in pieces] for pieces in candidates]
     return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])
@@ -84,10 +86,30 @@ def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
 
 
 def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch.Tensor]:
-    """Each of the tensors that ``files`` name, as a view of a parameter or buffer of ``model``."""
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    """Each of the tensors that ``files`` name, as a view of a parameter or buffer of ``model``; of what is tied, each
+    of its names."""
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     return {
         piece.file_name: piece.of(tensor)
         for name, tensor in held.items()
         for piece in pieces_in_files(name, shape_of(tensor), files, model)
     }
+
+
+def has_separate_heads(model: PreTrainedModel, checkpoint: Checkpoint) -> bool:
+    """Whether the config of ``model`` ties tensors that the files hold with different values: transformers then leaves
+    them apart."""
+    names = set(checkpoint.tensors)
+    shapes = {name: shape_of(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    for pair in model.all_tied_weights_keys.items():
+        stored = [_stored_under(name, shapes[name], names, model) for name in pair if name in shapes]
+        if len(set(stored)) == 2 and all(stored):
+            head, embedding = (checkpoint.tensor(name) for name in stored if name)
+            if not torch.equal(head, embedding):
+                return True
+    return False
+
+
+def _stored_under(name: str, shape: Sequence[int], files: Collection[str], model: PreTrainedModel) -> str | None:
+    pieces = pieces_in_files(name, shape, files, model)
+    return pieces[0].file_name if pieces else None
