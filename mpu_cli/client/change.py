@@ -16,7 +16,7 @@ from mpu_cli.client import lora
 from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.models.loading import skeleton
-from mpu_cli.models.memory import Names, is_trained, pieces_in_files
+from mpu_cli.models.memory import Names, check_stored, is_trained, pieces_in_files
 from mpu_cli.models.quantized import shape_of
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Lora, Unlearning
@@ -28,16 +28,13 @@ def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: b
 
     Raises MpuError if the files lack one or hold it in another shape.
     """
+    check_stored(model, checkpoint)
     names = {}
     head = model.get_output_embeddings()
     per_token = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
     frozen = set() if embeddings else {id(parameter) for module in per_token for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         pieces = pieces_in_files(name, shape_of(parameter), set(checkpoint.tensors), model)
-        if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):
-            raise MpuError(
-                f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
-            )
         if is_trained(pieces[0], model) and id(parameter) not in frozen:
             names[name] = pieces
         else:

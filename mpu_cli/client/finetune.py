@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.checkpoint.dtypes import TORCH, all_finite
-from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.checkpoint.dtypes import all_finite
+from mpu_cli.checkpoint.reader import Checkpoint, listed
 from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.client.checks import PRECISIONS, check_training
 from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Constants, Objective
@@ -26,8 +27,10 @@ from mpu_cli.client.training import NO_LOGGING, seeded, train
 from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
+from mpu_cli.models.files import carry_small_files
 from mpu_cli.models.limits import longest_input, vocabulary_size
 from mpu_cli.models.loading import letting_go, load, memory_in_mind
+from mpu_cli.models.memory import check_stored, in_memory
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
@@ -62,7 +65,7 @@ def memorise(
 @dataclass(frozen=True)
 class Finetuned:
     """What ``finetune`` made: the model, the loss of each step, and the share of the change's norm that storage in the
-    model's own dtype rounded away."""
+    tensors' own dtypes rounded away."""
 
     path: Path
     losses: list[float]
@@ -82,7 +85,7 @@ def finetune(
     logging: Logging = NO_LOGGING,
     observer: Observer = SILENT,
 ) -> Finetuned:
-    """Train ``model`` on ``records`` and save it, in its own dtype, in ``out``.
+    """Train ``model`` on ``records`` and save it in ``out``: each tensor in its own dtype, and the files beside them.
 
     Raises MpuError for records or a model that cannot be used, and if training diverged.
     """
@@ -104,6 +107,7 @@ def finetune(
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
         loaded, tokenizer = load(model, dtype, training.device, training.attention)
+        check_stored(loaded, model.checkpoint)
         in_precision(loaded, training.precision)
         encoding = encoding_of(
             tokenizer, prompts, prompts.template, longest_input(loaded), vocabulary=vocabulary_size(loaded)
@@ -114,22 +118,27 @@ def finetune(
             observer.note(remark)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):
             raise Diverged("weights are")
-        largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-        stored = TORCH[largest.dtype]
-        lost = _rounded_away(loaded, stored, model.checkpoint)
-        loaded.to("cpu", stored).save_pretrained(target)
-        tokenizer.save_pretrained(target)
+        lost = _write(loaded, model.checkpoint, target)
+        if behind := carry_small_files(model, target):
+            observer.note(f"{model.folder}: the result does not get {listed(behind)}")
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
     return Finetuned(out, losses, lost)
 
 
-def _rounded_away(trained: PreTrainedModel, stored: torch.dtype, before: Checkpoint) -> float:
-    """‖stored − trained‖ / ‖trained − before‖ over the parameters that are stored in the files by name."""
+def _write(trained: PreTrainedModel, before: Checkpoint, folder: Path) -> float:
+    """Save ``trained`` in ``folder`` as ``before`` is stored: names, shards, and the dtype of each tensor; what is no
+    parameter as it was. Returns ‖stored − trained‖ / ‖trained − before‖ over the parameters."""
+    views = in_memory(trained, before.tensors)
+    specs = {name: (info.dtype, info.shape) for name, info in before.tensors.items()}
     lost = moved = 0.0
-    for name, parameter in trained.named_parameters():
-        held = name if name in before.tensors else name.removeprefix(f"{trained.base_model_prefix}.")
-        if held in before.tensors:
-            after = parameter.detach().cpu().double()
-            lost += float((after.to(stored) - after).square().sum())
-            moved += float((after - before.tensor(held)).square().sum())
+    with CheckpointWriter(folder, specs, {}, like=before) as writer:
+        for name in specs:
+            old, target = before.tensor(name), writer.tensor(name)
+            if name not in views:
+                target.copy_(old)
+                continue
+            after = views[name].detach().cpu().double()
+            target.copy_(after)
+            lost += float((target - after).square().sum())
+            moved += float((after - old).square().sum())
     return math.sqrt(lost / moved) if moved else 0.0

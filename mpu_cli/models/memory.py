@@ -12,6 +12,7 @@ from mpu_cli.architectures.family import Family, Stack
 from mpu_cli.architectures.layout import HEAD
 from mpu_cli.architectures.wrappers import family_of
 from mpu_cli.checkpoint.reader import Checkpoint
+from mpu_cli.errors import MpuError
 from mpu_cli.models.quantized import shape_of
 
 
@@ -85,6 +86,16 @@ def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
     return not piece.file_name.startswith(family.stays) and not piece.file_name.endswith(tuple(constant))
 
 
+def check_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Raises MpuError unless each parameter of ``model`` is in the files, in this shape."""
+    for name, parameter in model.named_parameters():
+        pieces = pieces_in_files(name, shape_of(parameter), checkpoint.tensors, model)
+        if not pieces or any(checkpoint.tensors[piece.file_name].shape != piece.shape for piece in pieces):
+            raise MpuError(
+                f"{checkpoint.path}: transformers trains {name!r}, but these files have no such tensor of that shape"
+            )
+
+
 def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch.Tensor]:
     """Each of the tensors that ``files`` name, as a view of a parameter or buffer of ``model``; of what is tied, each
     of its names."""
@@ -99,10 +110,10 @@ def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch
 def has_separate_heads(model: PreTrainedModel, checkpoint: Checkpoint) -> bool:
     """Whether the config of ``model`` ties tensors that the files hold with different values: transformers then leaves
     them apart."""
-    names = set(checkpoint.tensors)
+    files = checkpoint.tensors
     shapes = {name: shape_of(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     for pair in model.all_tied_weights_keys.items():
-        stored = [_stored_under(name, shapes[name], names, model) for name in pair if name in shapes]
+        stored = [_stored_under(name, shapes[name], files, model) for name in pair if name in shapes]
         if len(set(stored)) == 2 and all(stored):
             head, embedding = (checkpoint.tensor(name) for name in stored if name)
             if not torch.equal(head, embedding):

@@ -18,6 +18,11 @@ TOKENIZER_FILES = (
     "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
 SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
+# What a result, which is its owner's own, has of the files beside the base's weights.
+RESULT_FILES = (
+    "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.tiktoken", "*.bpe", "vocab.txt",
+    "merges.txt", "*.py", "*.md", "LICENSE*", "NOTICE*",
+)  # fmt: skip
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
 LARGEST_TOKENIZER = 64 << 20  # bytes of one that tokenizers parses
@@ -94,7 +99,7 @@ def locate(source: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                name, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
+                name, allow_patterns=["*.safetensors", "*.safetensors.index.json", *RESULT_FILES, *SIDE_FILES]
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

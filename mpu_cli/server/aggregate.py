@@ -19,11 +19,12 @@ from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.dtypes import NAME, OPTION, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import combine, hash_of, piece_digests
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME, VERSION, as_metadata
-from mpu_cli.models.files import model_specs, write_json, write_small_files
+from mpu_cli.models.files import carry_small_files, model_specs, write_json
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import Aggregating
@@ -90,7 +91,8 @@ def write_model(
     Returns the inner products of the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
     """
     source = base.checkpoint
-    specs = model_specs(source, layout, OPTION[options.dtype] if options.dtype else None)
+    dtype = OPTION[options.dtype] if options.dtype else None
+    specs = model_specs(source, layout, dtype)
     observer.stage("aggregate", source.nbytes)
     rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
     of_one = rounds[0] if len(rounds) == 1 else {"owners": rounds}
@@ -134,7 +136,8 @@ def write_model(
         for keys in publications:
             check_base(base, keys, pool, digest if hash_of(keys.base.fingerprint) == hashed else None)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-    write_small_files(base, folder, specs)
+    if behind := carry_small_files(base, folder, dtype):
+        observer.note(f"{base.folder}: the result does not get {listed(behind)}")
     write_json(folder / MANIFEST_NAME, facts)
     return gram, {"rounding": lost, "outliers": tuple(outliers)}
 

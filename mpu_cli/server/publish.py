@@ -152,7 +152,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
                 folder.mkdir()
         reports, keys = _write_copies(plan, publication, folders, observer)
         for folder, manifest in zip(folders, written, strict=True):
-            write_small_files(plan.base, folder, plan.specs)
+            write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
         for folder, output, recipient in zip(folders, outputs, target.recipients, strict=False):
             seal_folder(folder, folder.name, output, recipient)
