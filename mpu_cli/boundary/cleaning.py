@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from mpu_cli.boundary.names import CONFIG, GENERATION, PROCESSOR, ROPE, TOKENIZER, TOKENIZER_TEXTS
+from mpu_cli.boundary.names import CONFIG, GENERATION, GENERATION_TEXTS, PROCESSOR, ROPE, TOKENIZER, TOKENIZER_TEXTS
 from mpu_cli.errors import MpuError
 
 DEEPEST = 6  # levels of JSON in each other
@@ -29,8 +29,15 @@ _MISSING = object()
 # Entries that do not change what a model computes: labels, where it came from, what trained it.
 HARMLESS = {
     "_name_or_path", "auto_map", "id2label", "label2id", "unsloth_fixed", "unsloth_version", "torchscript",
-    "task_specific_params", "problem_type", "finetuning_task", "tokenizer_class", "_attn_implementation",
-    "output_attentions",
+    "task_specific_params", "problem_type", "finetuning_task", "_attn_implementation", "output_attentions",
+}  # fmt: skip
+# Entries of other files that change neither tokens nor what is generated: where files lay, and what is no limit.
+_HARMLESS_BESIDE = {
+    "generation_config.json": {"_from_model_config", "output_attentions", "output_hidden_states"},
+    "tokenizer_config.json": {
+        "model_max_length", "name_or_path", "auto_map", "is_local", "local_files_only", "tokenizer_file", "vocab_file",
+        "merges_file", "special_tokens_map_file",
+    },
 }  # fmt: skip
 
 
@@ -57,9 +64,16 @@ def _lost(
             yield name
 
 
+def left_out_of(file: str, table: Mapping[str, object]) -> list[str]:
+    """The entries of a JSON file beside the config that cleaning drops and that say something."""
+    return sorted(_lost(table, JSON_FILES[file](table), _HARMLESS_BESIDE.get(file, ()), ()))
+
+
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:
-    """A generation_config.json: numbers and flags."""
-    return _table(config, GENERATION)
+    """A generation_config.json: numbers and flags, and texts at which generating ends."""
+    texts = {name: _texts(config.get(name, _MISSING), LONGEST_TOKEN) for name in GENERATION_TEXTS}
+    cleaned = _table(config, GENERATION) | {name: text for name, text in texts.items() if text is not _MISSING}
+    return {name: cleaned[name] for name in config if name in cleaned}
 
 
 def clean_processor(config: Mapping[str, object]) -> dict[str, object]:
@@ -118,6 +132,7 @@ JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {
     "generation_config.json": clean_generation,
     "preprocessor_config.json": clean_processor,
     "processor_config.json": clean_processor,
+    "video_preprocessor_config.json": clean_processor,
     "tokenizer_config.json": clean_tokenizer_config,
     "special_tokens_map.json": clean_tokens,
     "added_tokens.json": clean_tokens,

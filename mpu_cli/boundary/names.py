@@ -70,8 +70,8 @@ CONFIG = _names(
     spatial_merge_size ssm_in_multiplier ssm_multipliers ssm_out_multiplier ssm_state_size standardize
     subsampling_conv_channels summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj swiglu_alpha swiglu_limit temporal_patch_size text_config tie_embedding
-    tie_word_embeddings time_step_floor time_step_limit time_step_max time_step_min tokens_per_second
-    top_k_experts topk_group topk_method torch_dtype transformers_version use_associative_scan
+    tie_word_embeddings time_step_floor time_step_limit time_step_max time_step_min tokenizer_class
+    tokens_per_second top_k_experts topk_group topk_method torch_dtype transformers_version use_associative_scan
     use_attention_gate use_bias use_bidirectional_attention use_cache use_clipped_linears use_conv_bias
     use_double_wide_mlp use_expert_bias use_mamba_kernels use_mambapy use_parallel_residual use_qk_norm
     use_qkv_bias use_sandwich_norm use_sliding_window v_head_dim video_token_id vision_config
@@ -90,12 +90,14 @@ ROPE = _names(
 )  # inside rope_parameters and rope_scaling
 GENERATION = _names(
     """
-    begin_suppress_tokens bos_token_id decoder_start_token_id do_sample eos_token_id epsilon_cutoff eta_cutoff
-    length_penalty max_length max_new_tokens min_length min_new_tokens min_p no_repeat_ngram_size num_beams
-    pad_token_id renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p
+    bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id do_sample encoder_repetition_penalty
+    eos_token_id epsilon_cutoff eta_cutoff forced_bos_token_id forced_eos_token_id length_penalty max_length
+    max_new_tokens min_length min_new_tokens min_p no_repeat_ngram_size num_beams pad_token_id
+    renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p
     transformers_version typical_p use_cache
     """
 )
+GENERATION_TEXTS = _names("stop_strings")
 PROCESSOR = _names(
     """
     crop_size data_format default_to_square do_center_crop do_convert_rgb do_image_splitting do_normalize

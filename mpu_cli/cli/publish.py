@@ -108,6 +108,7 @@ def publish(
     from mpu_cli.api.server import plan_publish
     from mpu_cli.boundary.cleaning import left_out
     from mpu_cli.cli.secrets import new_passphrase, open_keys
+    from mpu_cli.models.files import not_in_copies
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
@@ -142,6 +143,8 @@ def publish(
             f"config.json: the copies do not get {few(lost)}, which mpu does not know; if the model computes something "
             "else without, they are wrong (`mpu check-family` tells)"
         )
+    if beside := not_in_copies(plan.whole):
+        note(f"the copies do not get {few(beside)}")
     if dry_run:
         _preview(plan, as_json)
         return

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from mpu_cli.architectures.layout import Layout
-from mpu_cli.boundary.cleaning import JSON_FILES, clean_config
+from mpu_cli.boundary.cleaning import JSON_FILES, clean_config, left_out_of
 from mpu_cli.boundary.files import read_bounded
 from mpu_cli.checkpoint.dtypes import OPTION, WORD
 from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, PICKLES, Checkpoint, read_json_object
 from mpu_cli.checkpoint.writer import TensorSpecs
 from mpu_cli.manifest import MANIFEST_NAME
-from mpu_cli.models.source import LARGEST_JSON, LARGEST_TOKENIZER, RESULT_FILES, Model
+from mpu_cli.models.source import FOR_PEOPLE, LARGEST_JSON, LARGEST_TOKENIZER, RESULT_FILES, Model
 
 DTYPE_ENTRIES = ("dtype", "torch_dtype")  # of a config, by newer and older names
 _WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf", *(f"*{ending}" for ending in PICKLES))
@@ -61,24 +62,43 @@ def carry_small_files(model: Model, folder: Path, dtype: str | None = None) -> l
         config = json.dumps({**entries, **dict.fromkeys(names, WORD[dtype])}, indent=2).encode() + b"\n"
     (folder / "config.json").write_bytes(config)
     behind = []
-    for path in sorted(model.folder.glob("*")) + sorted(model.folder.glob("*/*.jinja")):
-        name = path.relative_to(model.folder)
-        if any(name.match(pattern) for pattern in (*_WEIGHTS, *_REPLACED, ".*")):
-            continue
-        if any(_matches(name, pattern) for pattern in RESULT_FILES) and _is_public(path):
+    for name in _beside(model):
+        path = model.folder / name
+        if _is_one_of(name, RESULT_FILES) and _is_public(path):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(read_bounded(path, LARGEST_TOKENIZER, links=model.links))
-        elif path.is_file():
+        else:
             behind.append(str(name))
     return behind
 
 
-def _matches(name: PurePath, pattern: str) -> bool:
-    return len(name.parts) == len(PurePath(pattern).parts) and name.match(pattern)
+def not_in_copies(model: Model) -> list[str]:
+    """What copies do not get of the files beside the weights of ``model`` that transformers may read: names of files,
+    and entries as FILE: ENTRY."""
+    lost = []
+    for name in _beside(model):
+        path = model.folder / name
+        if path in model.side_files and name.name in JSON_FILES:
+            table = read_json_object(path, LARGEST_JSON, links=model.links)
+            lost += [f"{name}: {entry}" for entry in left_out_of(name.name, table)]
+        elif path not in model.side_files and _is_one_of(name, RESULT_FILES) and not _is_one_of(name, FOR_PEOPLE):
+            lost.append(str(name))
+    return lost
+
+
+def _beside(model: Model) -> list[PurePath]:
+    """The files in the folder of ``model`` that are neither weights nor written anew for what is made of it."""
+    names = (path.relative_to(model.folder) for pattern in ("*", "*/*.jinja") for path in model.folder.glob(pattern))
+    ignored = (*_WEIGHTS, *_REPLACED, ".*")
+    return sorted(name for name in names if (model.folder / name).is_file() and not _is_one_of(name, ignored))
+
+
+def _is_one_of(name: PurePath, patterns: Iterable[str]) -> bool:
+    return any(len(name.parts) == len(PurePath(pattern).parts) and name.match(pattern) for pattern in patterns)
 
 
 def _is_public(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size <= LARGEST_TOKENIZER and _SECRET not in path.read_bytes()
+    return path.stat().st_size <= LARGEST_TOKENIZER and _SECRET not in path.read_bytes()
 
 
 def _word_of_most(specs: TensorSpecs) -> str:

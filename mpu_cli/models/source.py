@@ -15,13 +15,17 @@ from mpu_cli.errors import MpuError
 # Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json",
 )  # fmt: skip
-SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
+SIDE_FILES = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    *TOKENIZER_FILES,
+)  # fmt: skip
 # What a result, which is its owner's own, has of the files beside the base's weights.
+FOR_PEOPLE = ("*.py", "*.md", "LICENSE*", "NOTICE*")
 RESULT_FILES = (
     "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.tiktoken", "*.bpe", "vocab.txt",
-    "merges.txt", "*.py", "*.md", "LICENSE*", "NOTICE*",
+    "merges.txt", *FOR_PEOPLE,
 )  # fmt: skip
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses

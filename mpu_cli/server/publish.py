@@ -15,14 +15,17 @@ import torch
 from pyrage.x25519 import Recipient
 
 from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.boundary.cleaning import left_out
+from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.fingerprint import NEWEST, hash_of
 from mpu_cli.checkpoint.fingerprint import fingerprint as fingerprint_of
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
-from mpu_cli.models.files import model_specs, write_json, write_small_files
+from mpu_cli.models.files import model_specs, not_in_copies, write_json, write_small_files
 from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
@@ -134,6 +137,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     the copies made before are of another base.
     """
     publication, target, written = plan.publication, plan.target, plan.written
+    _check_tokens(plan)
     if publication.stays:
         with worker_pool() as pool:
             identity = fingerprint_of(plan.whole.checkpoint, pool)
@@ -201,6 +205,19 @@ def _write_copies(
         writing.shared_sigma,
     )
     return reports, keys
+
+
+def _check_tokens(plan: PublishPlan) -> None:
+    """Raise MpuError if the copies would tokenise otherwise than the base does. Compared if they lose anything: what
+    reads tokenizers takes seconds to import."""
+    lost = [*not_in_copies(plan.base), *left_out(plan.base.config)]
+    if not lost:
+        return
+    from mpu_cli.models.tokens import check_same_tokens
+
+    with private_scratch() as folder:
+        write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
+        check_same_tokens(plan.base, folder, listed(lost))
 
 
 def _check_same(plan: PublishPlan, known: Keys, keys: Keys) -> None:
