@@ -1,8 +1,8 @@
 """A process of its own, with limits of time and memory, for what another party wrote and a library computes with.
 
-Chat templates are programs, and the rules of a tokenizer.json can grow a word to gigabytes or take for ever. Neither
-can be interrupted inside a process. So templates are rendered there, and every text is tokenized there before it is
-tokenized here.
+Chat templates are programs, the rules of a tokenizer.json can grow a word to gigabytes or take for ever, and so can the
+regular expressions in an adapter's config. None of these can be interrupted inside a process. So templates are rendered
+there, and every text is tokenized there before it is tokenized here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -79,6 +80,13 @@ class Process:
                     raise LimitError(str(problem))
             seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
             return self._ask("tokenize", {"texts": texts, "special": special}, seconds, SHOWN * 8 * len(texts) + 100)
+
+    def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
+        """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
+        LimitError."""
+        with self._lock:
+            longest = sum(map(len, patterns)) + SHOWN
+            return self._ask("match", {"patterns": patterns, "names": names}, SECONDS, 8 * longest * (len(names) + 1))
 
     def _load(self, text: str) -> Outcome:
         [outcome] = self._ask("load", {"json": text}, SECONDS + len(text) / 1e6, SHOWN * 8)
@@ -188,8 +196,16 @@ def serve() -> None:
 
         return [_outcome(encode, text) for text in values["texts"]]
 
+    def match(values: dict[str, Any]) -> list[Outcome]:
+        def pattern_of(name: str) -> str:
+            matching = (pattern for pattern in values["patterns"] if re.match(rf"(.*\.)?({pattern})$", name))
+            return next(matching, "")
+
+        return [_outcome(pattern_of, name) for name in values["names"]]
+
     work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
         "ready": ready, "render": render, "load": load, "tokenize": tokenize,
+        "match": match,
     }  # fmt: skip
     for line in sys.stdin.buffer:
         what, values, seconds = json.loads(line)

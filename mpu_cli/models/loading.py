@@ -7,6 +7,7 @@ import os
 import secrets
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -81,12 +82,20 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     from peft import PeftModel, get_peft_model_state_dict
 
     with _blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as ours:
-        held = open_checkpoint(ours / ADAPTER_WEIGHTS).tensors
+        names = {name.replace(".default", "") for name in open_checkpoint(ours / ADAPTER_WEIGHTS).tensors}
         adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
-        if unused := held.keys() - get_peft_model_state_dict(adapted).keys():
+        if unused := names - get_peft_model_state_dict(adapted, save_embedding_layers=True).keys():
             raise MpuError(f"{folder}: the model has no place for this adapter's {listed(unused)}")
         in_4_bits = any(map(is_quantized, model.parameters()))  # adding to those would round the adapter
-        return adapted.get_base_model() if in_4_bits else adapted.merge_and_unload()
+        apart = in_4_bits or _is_on_tied(adapted)
+        return adapted.get_base_model() if apart else adapted.merge_and_unload()
+
+
+def _is_on_tied(adapted: torch.nn.Module) -> bool:
+    """Whether an adapter changes a tensor that a layer without one has, too: merged, it would change that as well."""
+    names = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
+    bases = (module.get_base_layer() for module in adapted.modules() if hasattr(module, "lora_A"))
+    return any(names[id(p)] > 1 for base in bases for p in base.parameters(recurse=False))
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpu_cli.boundary.cleaning import JSON_FILES, LONGEST_TEMPLATE, clean_config
 from mpu_cli.boundary.files import copy_bounded, open_regular, private_scratch
+from mpu_cli.boundary.limited import PROCESS
+from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     INDEX_NAME,
     WEIGHTS_NAME,
     Checkpoint,
+    listed,
     open_checkpoint,
     read_json_object,
 )
@@ -37,8 +40,24 @@ _LAYERS = (
 MAX_LAYERS = 1_000  # known models have at most 126
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
-_LORA = ("peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora")
-_FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?:embedding_)?A(?:\.weight)?")
+# What is done with the entries of a LoRA adapter's config. Plain values that peft gets as they are:
+_LORA = (
+    "peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias",
+)  # fmt: skip
+# Others that it gets once they are checked, or made anew of what the tensors are:
+_CHECKED = (
+    "r", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "init_lora_weights", "inference_mode", "lora_dropout",
+)  # fmt: skip
+# Of which modules were chosen, how they were trained, and by what: the tensors are what came of it.
+_PAST = (
+    "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config",
+)  # fmt: skip
+_FIRST_WEIGHTS = (None, True, False, "gaussian", "orthogonal", "eva")  # which leave the base as it is
+_CHANGED_BASE = re.compile(r"pissa(_niter_\d{1,3})?|olora")  # which peft takes off the base, as in training
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?:embedding_)?A(?:\.default)?(?:\.weight)?")
 _WORDS = re.compile(r"[\w.]{1,200}")
 
 
@@ -102,32 +121,101 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
-    """What peft is told of an adapter: plain values of its ``config``, modules and ranks of its ``weights``."""
+    """What peft is told of an adapter: plain values of its ``config``, modules and ranks of its ``weights``.
+
+    Raises MpuError for an entry that says something else of what the adapter does.
+    """
+    if unknown := [n for n, value in config.items() if value and n not in (*_LORA, *_CHECKED, *_PAST)]:
+        raise _not_honoured(path, listed(unknown))
+    start = config.get("init_lora_weights")
+    changes_base = isinstance(start, str) and bool(_CHANGED_BASE.fullmatch(start))
+    if not changes_base and start not in _FIRST_WEIGHTS:
+        raise _not_honoured(path, f"init_lora_weights = {short(start)}")
+    saved, parameters = (_plain_names(config, name, path) for name in ("modules_to_save", "target_parameters"))
+    ranks = _ranks(weights)
+    stacks = _of_stacks(ranks, parameters)
+    ranks = {module: rank for module, rank in ranks.items() if not any(s.startswith(f"{module}.") for s in stacks)}
+    rank = max(ranks.values(), default=0) or config.get("r")
+    rank_of = {module: number for module, number in ranks.items() if number != rank}
+    rank_of |= _by_pattern(config, "rank_pattern", list(stacks), path, config.get("r"))
+    if any(type(number) is not int or not 0 < number <= stacks.get(name, number) for name, number in rank_of.items()):
+        raise MpuError(f"{path}: names ranks that its tensors do not have")
+    plain = {name: value for name, value in config.items() if name in _LORA and not isinstance(value, list | dict)}
+    return plain | {
+        "modules_to_save": saved or None, "target_parameters": parameters or None, "r": rank,
+        "target_modules": sorted(ranks), "rank_pattern": rank_of,
+        "alpha_pattern": _by_pattern(config, "alpha_pattern", [*ranks, *stacks], path),
+        "trainable_token_indices": _token_indices(config, path),
+        "init_lora_weights": start if changes_base else True, "inference_mode": True, "lora_dropout": 0.0,
+    }  # fmt: skip
+
+
+def _not_honoured(path: Path, what: str) -> MpuError:
+    return MpuError(
+        f"{path}: {what}: mpu does not know what that makes of the adapter",
+        "merge it into its base with peft (merge_and_unload, save_pretrained) and pass that model",
+    )
+
+
+def _ranks(weights: Checkpoint) -> dict[str, int]:
+    """The rows of the first factor, by the module that it belongs to; of a stack of experts, the rank times their
+    number. Raises MpuError if there are none."""
     ranks: dict[str, int] = {}
     for name, info in weights.tensors.items():
         if factor := _FACTOR.fullmatch(name):
             if len(info.shape) != 2:
                 raise MpuError(f"{weights.path}: {name!r} is not a matrix")
-            ranks[factor["module"]] = info.shape[0]
+            ranks[factor["module"].removesuffix(".base_layer")] = info.shape[0]
     if not ranks:
         raise MpuError(f"{weights.path}: holds no factors of LoRA")
-    lists = {name: config.get(name) for name in ("modules_to_save", "target_parameters")}
-    for name, value in lists.items():
-        words = value if isinstance(value, list) else []
-        if value is not None and (not words or not all(isinstance(w, str) and _WORDS.fullmatch(w) for w in words)):
-            raise MpuError(f"{path}: {name} is not a list of plain names")
-    rank = max(ranks.values())
-    scales = config.get("alpha_pattern") or {}
-    if not isinstance(scales, dict) or not all(
-        isinstance(alpha, int | float) and _WORDS.fullmatch(name) for name, alpha in scales.items()
-    ):
-        raise MpuError(f"{path}: alpha_pattern is not a table of modules and numbers")
-    kept = {name: value for name, value in config.items() if name in _LORA and not isinstance(value, list | dict)}
-    return kept | {
-        **lists, "r": rank, "target_modules": sorted(ranks),
-        "rank_pattern": {module: own for module, own in ranks.items() if own != rank}, "alpha_pattern": scales,
-        "inference_mode": True, "lora_dropout": 0.0,
-    }  # fmt: skip
+    return ranks
+
+
+def _of_stacks(ranks: Mapping[str, int], parameters: Sequence[str]) -> dict[str, int]:
+    """The names of the ``parameters``, such as stacks of experts, in the modules that have them, with their rows."""
+    stacks = {}
+    for module, rows in ranks.items():
+        for parameter in parameters:
+            inside, _, name = parameter.rpartition(".")
+            if f".{module}".endswith(f".{inside}"):
+                stacks[f"{module}.{name}"] = rows
+    return stacks
+
+
+def _plain_names(config: Mapping[str, object], entry: str, path: Path) -> list[str]:
+    """The names that an entry lists. Raises MpuError if it is anything else."""
+    names = config.get(entry) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and _WORDS.fullmatch(name) for name in names):
+        raise MpuError(f"{path}: {entry} is not a list of plain names")
+    return names
+
+
+def _by_pattern(
+    config: Mapping[str, object], entry: str, modules: Sequence[str], path: Path, default: object = None
+) -> dict[str, Any]:
+    """The numbers that a table of regular expressions gives to these modules, as peft reads it; without ``default``,
+    only of those that it names. Raises MpuError if it is no such table, or an expression does not end in time."""
+    table = config.get(entry) or {}
+    if not isinstance(table, dict) or not all(type(value) in (int, float) for value in table.values()):
+        raise MpuError(f"{path}: {entry} is not a table of modules and numbers")
+    if not table:
+        return {} if default is None else dict.fromkeys(modules, default)
+    outcomes = PROCESS.match(list(table), modules)
+    if problem := next((value for worked, value in outcomes if not worked), None):
+        raise MpuError(f"{path}: {entry} is not a table of modules and numbers ({problem})")
+    numbers = {name: table.get(pattern, default) for name, (_, pattern) in zip(modules, outcomes, strict=True)}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _token_indices(config: Mapping[str, object], path: Path) -> object:
+    """The tokens whose embeddings were trained apart: their numbers or, by name, those of several embeddings."""
+    value = config.get("trainable_token_indices")
+    lists = value if isinstance(value, dict) else {"": value or []}
+    for name, indices in lists.items():
+        numbers = isinstance(indices, list) and all(type(index) is int for index in indices)
+        if not numbers or (name and not _WORDS.fullmatch(name)):
+            raise MpuError(f"{path}: trainable_token_indices is not a list of numbers, or a table of such lists")
+    return value or None
 
 
 def _link_weights(checkpoint: Checkpoint, folder: Path) -> None:
