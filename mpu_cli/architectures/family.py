@@ -39,7 +39,7 @@ again and again, ``Repeated`` (Gemma 4's embeddings, with the channels of every 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -370,6 +370,25 @@ class Family:
     stays: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     note: str = ""
+
+
+def as_in_memory(family: Family) -> Family:
+    """The table for files with the names that the model has in memory, as FSDP and DeepSpeed save them."""
+
+    def renamed(name: str) -> str:
+        prefixes = (pair for pair in family.renamed if name.startswith(pair[0]))
+        in_file, in_memory = next(prefixes, ("", ""))
+        return in_memory + name.removeprefix(in_file)
+
+    return replace(
+        family,
+        prefix=renamed(family.prefix),
+        layer=renamed(family.layer),
+        tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in family.tensors),
+        heads=tuple(map(renamed, family.heads)),
+        stays=tuple(map(renamed, family.stays)),
+        renamed=(),
+    )
 
 
 def describe(layer: Structure) -> str:

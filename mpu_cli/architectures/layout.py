@@ -27,6 +27,7 @@ from mpu_cli.architectures.family import (
     Structure,
     Symmetry,
     Tensor,
+    as_in_memory,
     names_of,
     symmetries_of_layer,
     symmetries_of_model,
@@ -134,7 +135,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     Raises MpuError if the architecture is not supported or the config does not describe these tensors. ``where``
     names the model in error messages.
     """
-    family = _family(config, where)
+    family = _named_as(_family(config, where), tensors)
     try:
         return _layout(family, tensors, config, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
@@ -409,6 +410,14 @@ def _family(config: Mapping[str, object], where: str) -> Family:
         if given != value:
             raise MpuError(f"{where}: {model_type} with {key} = {given!r} is not supported (only {value!r})")
     return family
+
+
+def _named_as(family: Family, tensors: Collection[str]) -> Family:
+    """``family`` by the names in these files: those that files usually have, or those of the model in memory."""
+    if not family.renamed:
+        return family
+    variants = (family, as_in_memory(family))
+    return max(variants, key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
 
 
 def _sizes(family: Family, config: Config, where: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.architectures.family import Family, Stack
+from mpu_cli.architectures.family import Family, Stack, as_in_memory
 from mpu_cli.architectures.layout import HEAD
 from mpu_cli.architectures.wrappers import family_of
 from mpu_cli.checkpoint.reader import Checkpoint
@@ -83,7 +83,8 @@ def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
     if family is None:
         return True
     constant = (tensor.name for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained)
-    return not piece.file_name.startswith(family.stays) and not piece.file_name.endswith(tuple(constant))
+    stays = (*family.stays, *as_in_memory(family).stays)
+    return not piece.file_name.startswith(stays) and not piece.file_name.endswith(tuple(constant))
 
 
 def check_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

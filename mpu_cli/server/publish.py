@@ -251,7 +251,7 @@ def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str,
         return None
     other = layout_of(pretrained.checkpoint.tensors, pretrained.config, pretrained.source)
     names, others = [t.name for t in layout.parameters], [t.name for t in other.parameters]
-    if layout.family is not other.family or len(names) != len(others):
+    if layout.family.model_types != other.family.model_types or len(names) != len(others):
         raise MpuError(
             f"{pretrained.source}: tensors differ from {base.source} (different architecture or different head)"
         )

@@ -1,0 +1,46 @@
+"""Files in another arrangement than transformers saves: the names that models have in memory, prefixes, shards of
+several tools. Each is what plain transformers reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mpu_cli.architectures.wrappers import WRAPPERS
+from tests.models import FAMILY_CONFIGS, random_model, read, save
+
+WEIGHTS = "model.safetensors"
+IDS = torch.arange(8, 24)[None]
+RENAMED = [name for name, config in FAMILY_CONFIGS.items()
+           if config["model_type"] in WRAPPERS and WRAPPERS[str(config["model_type"])].renamed]  # fmt: skip
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return read(folder)(IDS).logits
+
+
+def close(folder: Path, base: Path) -> None:
+    torch.testing.assert_close(logits(folder), logits(base), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_names_as_in_memory(mpu: Callable, place: Path, family: str) -> None:
+    """As FSDP and DeepSpeed save them: copies, deltas of the language model alone, and the result have them, too."""
+    model = random_model(family)
+    base = save(model, place / "base")
+    tied = set(model.all_tied_weights_keys)
+    tensors = {name: t.clone() for name, t in model.state_dict().items() if name not in tied}
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place)
+    assert load_file(place / "copy_1" / WEIGHTS).keys() == tensors.keys()
+    close(place / "copy_1", base)
+    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl", cwd=place)
+    assert not any("vision" in name or "visual" in name for name in load_file(place / "deltas/copy_1.safetensors"))
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
+    assert load_file(place / "unlearned" / WEIGHTS).keys() == tensors.keys()
+    assert not torch.equal(logits(place / "unlearned"), logits(base))
