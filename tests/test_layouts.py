@@ -44,3 +44,28 @@ def test_names_as_in_memory(mpu: Callable, place: Path, family: str) -> None:
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
     assert load_file(place / "unlearned" / WEIGHTS).keys() == tensors.keys()
     assert not torch.equal(logits(place / "unlearned"), logits(base))
+
+
+WITHIN = {
+    "qwen3_5_text": ("model.", "model.language_model."),
+    "qwen3_5_moe_text": ("model.", "model.language_model."),
+    "gemma3n_text": ("model.", "model.language_model."),
+    "llama4_text": ("", "language_model."),
+}
+
+
+@pytest.mark.parametrize("family", WITHIN)
+def test_a_text_by_the_names_that_it_has_in_a_wrapper(mpu: Callable, place: Path, family: str) -> None:
+    base = save(random_model(family), place / "base")
+    expected = logits(base)
+    before, after = WITHIN[family]
+    tensors = load_file(base / WEIGHTS)
+    renamed = {after + name.removeprefix(before) if name.startswith(before) else name: t for name, t in tensors.items()}
+    save_file(renamed, base / WEIGHTS, {"format": "pt"})
+    torch.testing.assert_close(logits(base), expected)
+    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place)
+    assert load_file(place / "copy_1" / WEIGHTS).keys() == renamed.keys()
+    close(place / "copy_1", base)
+    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl", cwd=place)
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
+    assert not torch.equal(logits(place / "unlearned"), expected)

@@ -329,8 +329,8 @@ class Family:
     be copied as they are. ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
 
     Of a wrapper around a language model, ``text_config`` is the config entry that describes that model, ``stays`` are
-    prefixes of what is not part of it and is neither changed nor trained, and ``renamed`` are prefixes in files with
-    those in memory; ``ties`` says which configs may tie the head to the embedding, "outer", "text" or either, and
+    prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are prefixes that files may have
+    with those in memory; ``ties`` says which configs may tie the head to the embedding, "outer", "text" or either, and
     ``text_tied`` whether that of a text which does not say does.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
@@ -374,11 +374,19 @@ class Family:
 
 def as_in_memory(family: Family) -> Family:
     """The table for files with the names that the model has in memory, as FSDP and DeepSpeed save them."""
+    return replace(_renamed(family, family.renamed), renamed=())
 
+
+def variants_of(family: Family) -> tuple[Family, ...]:
+    """``family``, and its table by each of the other names that files may have."""
+    in_files = tuple((in_memory, in_file) for in_file, in_memory in family.renamed)
+    return (family, as_in_memory(family), _renamed(family, in_files)) if family.renamed else (family,)
+
+
+def _renamed(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:
     def renamed(name: str) -> str:
-        prefixes = (pair for pair in family.renamed if name.startswith(pair[0]))
-        in_file, in_memory = next(prefixes, ("", ""))
-        return in_memory + name.removeprefix(in_file)
+        before, after = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        return after + name.removeprefix(before)
 
     return replace(
         family,
@@ -387,7 +395,6 @@ def as_in_memory(family: Family) -> Family:
         tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in family.tensors),
         heads=tuple(map(renamed, family.heads)),
         stays=tuple(map(renamed, family.stays)),
-        renamed=(),
     )
 
 

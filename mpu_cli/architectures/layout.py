@@ -27,10 +27,10 @@ from mpu_cli.architectures.family import (
     Structure,
     Symmetry,
     Tensor,
-    as_in_memory,
     names_of,
     symmetries_of_layer,
     symmetries_of_model,
+    variants_of,
 )
 from mpu_cli.architectures.wrappers import REFUSED, family_of, supported
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
@@ -414,10 +414,7 @@ def _family(config: Mapping[str, object], where: str) -> Family:
 
 def _named_as(family: Family, tensors: Collection[str]) -> Family:
     """``family`` by the names in these files: those that files usually have, or those of the model in memory."""
-    if not family.renamed:
-        return family
-    variants = (family, as_in_memory(family))
-    return max(variants, key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
+    return max(variants_of(family), key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
 
 
 def _sizes(family: Family, config: Config, where: str) -> dict[str, int]:

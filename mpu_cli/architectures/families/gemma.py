@@ -186,6 +186,7 @@ def streams(name: str) -> tuple[Tensor, ...]:
 GEMMA3N = replace(
     GEMMA4,
     model_types=("gemma3n_text",),
+    renamed=(("model.language_model.", "model."),),
     sizes={
         **SIZES, "ffn": one_width, "shared_ffn": "laurel_rank", "altup": "altup_num_inputs",
         "altup2": lambda config, _: config["altup_num_inputs"] ** 2,

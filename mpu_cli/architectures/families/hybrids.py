@@ -76,6 +76,7 @@ _SIZES3_5: Sizes = {
 QWEN3_5 = replace(
     QWEN3,
     model_types=("qwen3_5_text",),
+    renamed=(("model.language_model.", "model."),),
     sizes=_SIZES3_5,
     layer_tensors=(*INPUT_NORMS, *_ATTENTION3_5, *_DELTA_NET, *gated_ffn()),
     rotary=share_of_head("partial_rotary_factor"),

@@ -317,6 +317,7 @@ def is_mixture(config: Config, layer: int) -> bool:
 LLAMA4 = replace(
     LLAMA,
     model_types=("llama4_text",),
+    renamed=(("language_model.", ""),),
     sizes={
         **SIZES, "ffn": "intermediate_size_mlp", "expert_ffn": "intermediate_size", "shared_ffn": "intermediate_size",
         "experts": ("num_local_experts", "num_experts"),
