@@ -33,7 +33,6 @@ HARMLESS = {
 }  # fmt: skip
 # Entries of other files that change neither tokens nor what is generated: where files lay, and what is no limit.
 _HARMLESS_BESIDE = {
-    "generation_config.json": {"_from_model_config", "output_attentions", "output_hidden_states"},
     "tokenizer_config.json": {
         "model_max_length", "name_or_path", "auto_map", "is_local", "local_files_only", "tokenizer_file", "vocab_file",
         "merges_file", "special_tokens_map_file",

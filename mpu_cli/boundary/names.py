@@ -90,11 +90,11 @@ ROPE = _names(
 )  # inside rope_parameters and rope_scaling
 GENERATION = _names(
     """
-    bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id do_sample encoder_repetition_penalty
-    eos_token_id epsilon_cutoff eta_cutoff forced_bos_token_id forced_eos_token_id length_penalty max_length
-    max_new_tokens min_length min_new_tokens min_p no_repeat_ngram_size num_beams pad_token_id
-    renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p
-    transformers_version typical_p use_cache
+    _from_model_config bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id do_sample
+    encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff forced_bos_token_id forced_eos_token_id
+    length_penalty max_length max_new_tokens min_length min_new_tokens min_p no_repeat_ngram_size num_beams
+    output_attentions output_hidden_states pad_token_id renormalize_logits repetition_penalty suppress_tokens
+    temperature top_k top_p transformers_version typical_p use_cache
     """
 )
 GENERATION_TEXTS = _names("stop_strings")
