@@ -530,12 +530,12 @@ def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.Mon
 
 
 def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) -> None:
-    """check-family refuses what transformers reads and copies would not get; publish names what mpu does not know."""
+    """check-family refuses what transformers reads and copies would not get; publish names the others, too."""
     base = make("llama", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"a_multiplier": 2.0, "_name_or_path": "x"}))
     told = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
-    assert "the copies do not get a_multiplier, which mpu does not know" in told
+    assert "the copies do not get a_multiplier, which transformers does not read" in told
     # attention_hidden_size is RWKV's: as if that were a family whose fields nobody had added.
     (base / "config.json").write_text(json.dumps(config | {"model_type": "rwkv", "attention_hidden_size": 8}))
     foreign = json.loads((base / "config.json").read_text())

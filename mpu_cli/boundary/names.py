@@ -11,7 +11,8 @@ def _names(text: str) -> frozenset[str]:
 
 CONFIG = _names(
     """
-    _remove_final_layer_norm activation activation_dropout activation_function activation_sparsity_pattern
+    _pad_token_id _remove_final_layer_norm _sliding_window_pattern activation
+    activation_dropout activation_function activation_sparsity_pattern
     add_cross_attention alibi alibi_bias_max altup_active_idx altup_coef_clip altup_correct_scale
     altup_num_inputs apply_residual_connection_post_layernorm architectures attention_bias
     attention_chunk_size attention_context_left attention_context_right attention_dropout
@@ -57,7 +58,7 @@ CONFIG = _names(
     output_router_logits pad_token_id parallel_attn partial_rotary_factor patch_size patch_temporal
     per_layer_config pixel_shuffle_ratio pooling_kernel_size pos_emb_height pos_emb_width
     position_embedding_size position_embedding_type post_norm_eps prefix_dense_intermediate_size
-    prefix_dense_sliding_window_pattern prefix_lm pretraining_tp projector_dropout projector_hidden_act
+    prefix_dense_sliding_window_pattern prefix_lm pretraining_tp projection_dim projector_dropout projector_hidden_act
     projector_hidden_size projector_input_dim projector_output_dim projectors_bias q_lora_rank qk_head_dim
     qk_layernorm qk_ln qk_nope_head_dim qk_rope_head_dim qk_scale_factor qkv_bias query_pre_attn_scalar
     reorder_and_upcast_attn rescale_prenorm_residual resid_dropout resid_pdrop residual_dropout

@@ -139,10 +139,16 @@ def publish(
             f"{plan.whole.folder}: no tokenizer files next to the weights; the client needs them to train on the copies"
         )
     if lost := left_out(plan.whole.config):
-        warn(
-            f"config.json: the copies do not get {few(lost)}, which mpu does not know; if the model computes something "
-            "else without, they are wrong (`mpu check-family` tells)"
-        )
+        from mpu_cli.models.staging import fields_of
+
+        read = left_out(plan.whole.config, fields_of(plan.whole.config))  # by transformers' class of the model
+        if read:
+            warn(
+                f"config.json: the copies do not get {few(read)}, which mpu does not know; if the model computes "
+                "something else without, they are wrong (`mpu check-family` tells)"
+            )
+        if ignored := [name for name in lost if name not in read]:
+            note(f"config.json: the copies do not get {few(ignored)}, which transformers does not read")
     if beside := not_in_copies(plan.whole):
         note(f"the copies do not get {few(beside)}")
     if dry_run:
