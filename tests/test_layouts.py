@@ -3,6 +3,7 @@ several tools. Each is what plain transformers reads."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,3 +70,46 @@ def test_a_text_by_the_names_that_it_has_in_a_wrapper(mpu: Callable, place: Path
     mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl", cwd=place)
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
     assert not torch.equal(logits(place / "unlearned"), expected)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_names_of_a_wrapped_model(mpu: Callable, place: Path, prefix: str) -> None:
+    """transformers reads none of them: every command says what is before them, and how to save the model itself."""
+    tensors = load_file(place / "base" / WEIGHTS)
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, place / "base" / WEIGHTS)
+    for command in (("publish", "base"), ("finetune", "base", "--data", "forget.jsonl")):
+        refused = mpu(*command, check=False, cwd=place)
+        assert f"begins with {prefix}" in refused.err
+        assert "save_pretrained" in refused.err
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_shards_of_two_tools(mpu: Callable, place: Path, without: int) -> None:
+    """Whichever of them says nothing of itself, or something else."""
+    random_model("llama").save_pretrained(place / "shards", max_shard_size="60KB")
+    files = sorted((place / "shards").glob("*.safetensors"))
+    assert len(files) > 1
+    save_file(load_file(files[without]), files[without])
+    save_file(load_file(files[-1 - without]), files[-1 - without], {"format": "pt", "tool": "x"})
+    mpu("publish", "shards", "--kappa", 0, "--copies", 2, cwd=place)
+    close(place / "copy_1", place / "base")
+
+
+def test_shards_without_an_index(mpu: Callable, place: Path) -> None:
+    random_model("llama").save_pretrained(place / "shards", max_shard_size="60KB")
+    (place / "shards/model.safetensors.index.json").unlink()
+    refused = mpu("publish", "shards", check=False, cwd=place)
+    assert "without their index" in refused.err
+    assert "specify which file" not in refused.err
+
+
+def test_an_entry_that_transformers_does_not_read_is_no_warning(mpu: Callable, place: Path) -> None:
+    path = place / "base/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"my_company_tag": "x"}))
+    told = mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place).err
+    assert "my_company_tag, which transformers does not read" in told
+    assert "warning: config.json" not in told
+    for family in ("gemma3_text", "smolvlm"):
+        save(random_model(family), place / family)
+        told = mpu("publish", family, "--kappa", 0, "--copies", 2, "--force", cwd=place).err
+        assert "do not get" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,9 @@ INDEX = ".index.json"  # how an index of shards ends
 INDEX_NAME = f"model.safetensors{INDEX}"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
+MARK = "mpu"  # of a file's metadata, what mpu says of it; other tools say what they like
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
 
 
@@ -139,6 +142,11 @@ def _weights_in(directory: Path) -> Path:
     for candidates in (indexes, files):
         if len(candidates) == 1:
             return candidates[0]
+    if any(SHARD.search(file.name) for file in files):
+        raise MpuError(
+            f"{directory}: shards of a model without their index, {INDEX_NAME}",
+            "get the index, too, or save the model again with transformers",
+        )
     if files:
         raise MpuError(f"{directory}: {len(files)} .safetensors files but no {INDEX_NAME}", "specify which file to use")
     if pickles := sorted(p for p in directory.iterdir() if p.suffix in PICKLES):
@@ -159,7 +167,7 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     ):
         raise MpuError(f"{index}: no valid weight_map from tensors to files")
     tensors: dict[str, TensorInfo] = {}
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] | None = None
     headers = 0
     for shard in sorted(set(weight_map.values())):
         if shard in ("", "..") or len(shard) > 255 or Path(shard).name != shard or "\\" in shard or "\0" in shard:
@@ -167,11 +175,12 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
         if not os.path.lexists(index.parent / shard):
             raise MpuError(f"{index}: shard {shard} is missing", "download it")
         held, own = read_header(index.parent / shard, links=links)
-        if metadata and own != metadata:
+        if metadata is not None and own.get(MARK) != metadata.get(MARK):
             raise MpuError(
-                f"{index}: metadata of {shard} differs from the earlier shards", "download all shards together"
+                f"{index}: {shard} is not of the same publication, round or training as the earlier shards",
+                "download all shards together",
             )
-        metadata = own
+        metadata = own if metadata is None else metadata
         for name in held:
             if weight_map.get(name) != shard:
                 where = weight_map.get(name, "no file")
@@ -184,7 +193,7 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
             raise MpuError(f"{index}: more than {MOST_TENSORS:,} tensors")
     if lost := sorted(set(weight_map) - set(tensors)):
         raise MpuError(f"{index}: tensor {short(lost[0])} is not in {weight_map[lost[0]]}, to which the index maps it")
-    return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata, links=links)
+    return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata or {}, links=links)
 
 
 def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True) -> dict[str, object]:

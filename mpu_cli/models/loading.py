@@ -32,6 +32,8 @@ from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    INDEX_NAME,
+    WEIGHTS_NAME,
     Checkpoint,
     listed,
     open_checkpoint,
@@ -48,12 +50,14 @@ from mpu_cli.models.staging import staged, staged_adapter
 from mpu_cli.options.unlearning import Quantization
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
+LONGEST_LINE = 400  # characters of what a library says
 LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` holds a peft adapter and no model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+    """Whether ``folder`` holds a peft adapter and no model's weights; a model's config may lie beside it."""
+    weights = (WEIGHTS_NAME, INDEX_NAME)
+    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in weights)
 
 
 def adapter_base(folder: Path) -> str:
@@ -93,8 +97,10 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def _is_on_tied(adapted: torch.nn.Module) -> bool:
     """Whether an adapter changes a tensor that a layer without one has, too: merged, it would change that as well."""
+    from peft.tuners.lora import LoraLayer
+
     names = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
-    bases = (module.get_base_layer() for module in adapted.modules() if hasattr(module, "lora_A"))
+    bases = (module.get_base_layer() for module in adapted.modules() if isinstance(module, LoraLayer))
     return any(names[id(p)] > 1 for base in bases for p in base.parameters(recurse=False))
 
 
@@ -220,7 +226,9 @@ def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what ``error`` says or, if that ends in a colon, all of it, up to LONGEST_LINE characters."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split())[:LONGEST_LINE] if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def load_once_per_host() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
+from mpu_cli.checkpoint.reader import SHARD, Checkpoint, open_checkpoint, read_json_object
 from mpu_cli.errors import MpuError
 
 # Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.
@@ -35,7 +35,12 @@ LARGEST_TOKENIZER = 64 << 20  # bytes of one that tokenizers parses
 _NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _DEEPEST = 6  # levels of lists and tables in which it is looked for
 
-_SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
+# What programs put before every name of a model that they wrap, and how to save the model itself.
+_WRAPPED = {
+    "_orig_mod.": "model._orig_mod.save_pretrained(…), of what torch.compile made",
+    "module.": "model.module.save_pretrained(…), of what trains in parallel",
+    "base_model.model.": "model.merge_and_unload().save_pretrained(…), of what peft made",
+}
 HUB_PREFIX = "hub:"  # of a name that is looked for on the Hub and nowhere else
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 
@@ -119,7 +124,7 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
     """
     path = locate(source)
     folder = path if path.is_dir() else path.parent
-    if path.is_file() and (shard := _SHARD.search(path.name)) and int(shard["count"]) > 1:
+    if path.is_file() and (shard := SHARD.search(path.name)) and int(shard["count"]) > 1:
         raise MpuError(f"{path}: one of {int(shard['count'])} shards of a model", f"pass the folder {folder}")
     config_path = config or folder / "config.json"
     checkpoint = open_checkpoint(path, links=links)
@@ -131,9 +136,20 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
             "put the model's config.json next to its weights (publish, verify, invert "
             "and aggregate also take --model-config)",
         )
+    _check_unwrapped(checkpoint)
     config_links = links or config is not None
     entries = with_numbers(read_json_object(config_path, links=config_links))
     return Model(source, checkpoint, entries, config_path, folder, links=links)
+
+
+def _check_unwrapped(checkpoint: Checkpoint) -> None:
+    """Raises MpuError if every name begins as those of a wrapped model do: transformers would find none of them."""
+    for prefix, saved in _WRAPPED.items():
+        if checkpoint.tensors and all(name.startswith(prefix) for name in checkpoint.tensors):
+            raise MpuError(
+                f"{checkpoint.path}: the name of every tensor begins with {prefix}, which no model's does",
+                f"save it with {saved}",
+            )
 
 
 def with_numbers(value: Any, depth: int = 0) -> Any:
