@@ -113,3 +113,19 @@ def test_an_entry_that_transformers_does_not_read_is_no_warning(mpu: Callable, p
         save(random_model(family), place / family)
         told = mpu("publish", family, "--kappa", 0, "--copies", 2, "--force", cwd=place).err
         assert "do not get" not in told
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe"])
+def test_experts_apart_beside_a_pretrained_models_stack(mpu: Callable, place: Path, family: str) -> None:
+    """The same noise as beside the same weights in matrices."""
+    save(random_model(family), place / "base")
+    public = random_model(family, seed=1)
+    save(public, place / "apart")
+    save(public, place / "stacked")
+    public.save_pretrained(place / "stacked", save_original_format=False)
+    made = []
+    for name in ("apart", "stacked"):
+        mpu("publish", "base", "--pretrained", name, "--seed", 1, "--copies", 2, "--out", name, "--keys", f"{name}.bin",
+            cwd=place)  # fmt: skip
+        made.append(load_file(place / name / "copy_1" / WEIGHTS))
+    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
