@@ -191,7 +191,7 @@ def test_hostile_factors(mpu, rounds, adapter):
 
 def test_targets(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 2, 1)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
     options = ["--algo", "gradascent", "--epochs", 1, "--template", "plain", "--force"]
     mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "q_proj,mlp.up_proj", cwd=tmp_path)
     names = adapted(tensors(tmp_path / "deltas/base.safetensors"))
@@ -232,7 +232,7 @@ def test_factors_that_do_not_fit(mpu, rounds, spoil, complaint, adapter):
 
 def test_an_adapter_needs_factors(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 2, 1)
+    write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, cwd=tmp_path)
     for k in (1, 2):
         mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--template", "plain", cwd=tmp_path)
