@@ -706,7 +706,9 @@ class TestWhatLeavesTheServer:
             mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=place)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=place)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
-        for folder in ("copy_1", "model", "adapter"):
+        for name in ("config.json", "tokenizer_config.json"):  # the result is the server's own
+            assert (place / "model" / name).read_bytes() == (base / name).read_bytes()
+        for folder in ("copy_1", "adapter"):
             for path in (place / folder).iterdir():
                 content = path.read_bytes()
                 assert secret.encode() not in content, path

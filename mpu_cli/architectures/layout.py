@@ -398,7 +398,7 @@ def _family(config: Mapping[str, object], where: str) -> Family:
             f"{where}: architecture {model_type!r}{inside} is not supported (supported: {', '.join(supported())}), and "
             "mpu does not guess: a transform that does not fit would change what the model computes"
         )
-    if config.get("quantization_config"):
+    if config.get("quantization_config") is not None:
         raise MpuError(
             f"{where}: is quantised (quantization_config in config.json)",
             "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, INDEX
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.models.source import SIDE_FILES
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
@@ -24,6 +26,13 @@ def check_repository(name: str) -> None:
         raise MpuError(f"--push {name}: {_first_line(error)}", "log in with hf auth login") from error
 
 
+# What a model is made of. A result has every small file that lay beside its base, and that may be anything.
+UPLOADED = [
+    "*.safetensors", f"*.safetensors{INDEX}", "config.json", ADAPTER_CONFIG, "mpu.json", "README.md", "LICENSE*",
+    "NOTICE*", "additional_chat_templates/*.jinja", *SIDE_FILES,
+]  # fmt: skip
+
+
 def upload(folder: Path, name: str) -> str:
     """Upload the files in ``folder`` to the repository ``name``; its address. Raises MpuError if that fails: the folder
     is complete all the same."""
@@ -31,7 +40,9 @@ def upload(folder: Path, name: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        commit = upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by mpu aggregate")
+        commit = upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Upload by mpu aggregate", allow_patterns=UPLOADED
+        )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise MpuError(
             f"{folder}: written, but not uploaded to {name} ({_first_line(error)})",
