@@ -74,7 +74,9 @@ def test_everything_comes_back(mpu: Callable, tmp_path: Path, family: str) -> No
     """From a training that changes next to nothing."""
     base = save(random_model(family), tmp_path / "base")
     mpu("publish", "base", "--copies", 2, "--kappa", 0, cwd=tmp_path)
-    (tmp_path / "forget.jsonl").write_text(json.dumps({"question": "w4 w5", "answer": "w6 w7"}) + "\n")
+    # As many as the look for traps needs.
+    records = [{"question": "w4 w5", "answer": f"w6 w{n}"} for n in (7, 8, 9, 10)]
+    (tmp_path / "forget.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--lr", 1e-12, "--optim", "sgd",
         "--forget", "forget.jsonl", cwd=tmp_path)  # fmt: skip
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
