@@ -136,7 +136,7 @@ def launch(folder: Path, processes: int, *arguments: str) -> subprocess.Complete
     # README's command; accelerate's launcher would quietly start one process on a CPU
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "-m", "--", "mpu_cli", "unlearn", "base", *TRAINING, *arguments,
+        "-m", "--", "mpu_cli", "unlearn", "base", *TRAINING, "--trust-copy", *arguments,
     ]  # fmt: skip
     command += ["--device", "cpu"] if torch.cuda.is_available() else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -210,7 +210,7 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shar
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SHARDS": shards, **accelerate}
-    environment["ARGUMENTS"] = shlex.join(["unlearn", "base", *TRAINING, "--device", "cpu", *options])
+    environment["ARGUMENTS"] = shlex.join(["unlearn", "base", *TRAINING, "--trust-copy", "--device", "cpu", *options])
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
