@@ -19,6 +19,8 @@ from mpu_cli.boundary.files import (
     PRIVATE_FILE,
     create_private,
     current_umask,
+    private_folder,
+    private_umask,
     random_name,
     read_bounded,
     sync_folder,
@@ -147,3 +149,14 @@ def alone_with(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+@contextmanager
+def alone_with_private(path: Path) -> Iterator[None]:
+    """``alone_with`` a file that nobody but its owner may read, in a folder of the same kind."""
+    if not path.parent.exists():
+        private_folder(path.parent)
+    with alone_with(path), private_umask():
+        if path.exists():
+            path.chmod(PRIVATE_FILE)
+        yield

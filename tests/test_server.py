@@ -30,6 +30,7 @@ from mpu_cli.sealing import default_identity_path, make_identity, read_identitie
 from mpu_cli.server.estimate import SAFETY
 from mpu_cli.server.keys import VERSION, unseal
 from mpu_cli.server.publication import Publication, default_secret_path
+from mpu_cli.server.register import default_register_path
 from mpu_cli.server.scheme import ZeroSum
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
@@ -909,13 +910,67 @@ class TestPermanentNoise:
         one = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
         assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), one)
         # of two multiples of one draw, anyone could compute it
-        others = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2)]
+        others = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--publish-again")]
         other = save(random_model("llama", seed=1), tmp_path / "other")
         others.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
         default_secret_path().unlink()
         others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1))
         for noise in others:
             assert abs(float(torch.corrcoef(torch.stack([one, noise]))[0, 1])) < 5 / math.sqrt(len(one))
+
+    @pytest.mark.parametrize("stored", ["float32", "float16", "a tensor more", "without a prefix"])
+    def test_it_is_one_draw_for_the_same_weights_in_another_file(
+        self, mpu: Callable, tmp_path: Path, base: Path, stored: str
+    ) -> None:
+        public = save(random_model("llama", seed=1), tmp_path / "public")
+        tensors_of_base = load_file(base / "model.safetensors")
+        if stored in ("float32", "float16"):
+            tensors_of_base = {name: x.to(getattr(torch, stored)) for name, x in tensors_of_base.items()}
+        elif stored == "a tensor more":
+            tensors_of_base["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        else:
+            tensors_of_base = {name.removeprefix("model."): x for name, x in tensors_of_base.items()}
+        other = shutil.copytree(base, tmp_path / "other")
+        save_file(tensors_of_base, other / "model.safetensors", {"format": "pt"})
+        made = []
+        for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
+            options = ("--pretrained", public, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
+            mpu("publish", model, *options, "--out", tmp_path / name)
+            made.append(keys_of(tmp_path / name))
+            mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")
+        assert len({keys.publication.permanent_seed for keys in made}) == 1
+        assert len({tuple(keys.shared_sigma.values()) for keys in made}) == 1
+
+    def test_another_scale_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Also of the base in another precision, and nothing is left behind."""
+        options = ("--copies", 1, "--keys", tmp_path / "b.bin", "--out", tmp_path / "b")
+        self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
+        rounded = {name: x.to(torch.float16) for name, x in load_file(base / "model.safetensors").items()}
+        other = shutil.copytree(base, tmp_path / "other")
+        save_file(rounded, other / "model.safetensors", {"format": "pt"})
+        for model in (base, other):
+            refused = mpu("publish", model, "--permanent-noise", 2, *options, check=False)
+            assert (refused.status, "another scale" in refused.err) == (1, True)
+            assert "--publish-again" in refused.err
+            assert not (tmp_path / "b").exists()
+        assert stat.S_IMODE(default_register_path().stat().st_mode) == 0o600
+        mpu("publish", base, "--permanent-noise", 2, *options, "--publish-again")
+
+    def test_epsilon_counts_publications(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Two publications of a base, to two owners who may pool their copies, are two mechanisms."""
+        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--sensitivity", 0.01)
+
+        def publish(name: str, *options: object) -> str:
+            to = ("--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
+            told = mpu("publish", base, *calibrated, *options, *to, check=False)
+            assert told.status == 0 or not (tmp_path / name).exists()
+            return told.err if told.status else ""
+
+        assert not publish("a", "--budget-rounds", 2)
+        assert not publish("b", "--budget-rounds", 2)
+        assert "2 earlier publications of this base or run spent 2 of the 2" in publish("c", "--budget-rounds", 2)
+        assert "spent 1 of the 1" in publish("d")  # both had half the variance of this one
+        assert not publish("e", "--publish-again")
 
     def test_it_is_the_same_on_another_processor(self) -> None:
         """Whose sums differ in their last bits: the scale, which is part of what it is drawn from, is rounded."""

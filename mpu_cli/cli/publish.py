@@ -134,14 +134,15 @@ def publish(
         )  # fmt: skip
     publication = plan.publication
     scheme, calibration = publication.scheme, publication.calibration
-    if not any(path.name in TOKENIZER_FILES for path in plan.whole.side_files):
+    if not any(path.name in TOKENIZER_FILES for path in plan.full_base.side_files):
         warn(
-            f"{plan.whole.folder}: no tokenizer files next to the weights; the client needs them to train on the copies"
+            f"{plan.full_base.folder}: no tokenizer files next to the weights; the client needs them to train on the "
+            "copies"
         )
-    if lost := left_out(plan.whole.config):
+    if lost := left_out(plan.full_base.config):
         from mpu_cli.models.staging import fields_of
 
-        read = left_out(plan.whole.config, fields_of(plan.whole.config))  # by transformers' class of the model
+        read = left_out(plan.full_base.config, fields_of(plan.full_base.config))  # by transformers' class of the model
         if read:
             warn(
                 f"config.json: the copies do not get {few(read)}, which mpu does not know; if the model computes "
@@ -149,7 +150,7 @@ def publish(
             )
         if ignored := [name for name in lost if name not in read]:
             note(f"config.json: the copies do not get {few(ignored)}, which transformers does not read")
-    if beside := not_in_copies(plan.whole):
+    if beside := not_in_copies(plan.full_base):
         note(f"the copies do not get {few(beside)}")
     if dry_run:
         _preview(plan, as_json)
@@ -208,10 +209,10 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
     factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
     note(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
-    whole = layout_of(plan.whole.checkpoint.tensors, plan.whole.config, plan.whole.source)
-    if bare := published_as_they_are(whole, plan.whole.checkpoint.tensors):
+    whole = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
+    if bare := published_as_they_are(whole, plan.full_base.checkpoint.tensors):
         warn(bare)
-    left = in_place(whole, plan.whole.checkpoint.tensors, publication.symmetries)
+    left = in_place(whole, plan.full_base.checkpoint.tensors, publication.symmetries)
     if left and publication.symmetries != "none":
         note(left)
     if calibration:
@@ -240,7 +241,7 @@ def _preview(plan: PublishPlan, as_json: bool) -> None:
         notes.append("this noise cancels for whoever has all copies; --pretrained alone chooses noise that stays")
     show(
         Preview(
-            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.whole, plan.pretrained) if model],
+            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.full_base, plan.pretrained) if model],
             writes=plan.outputs,
             memory=BUFFERS,
             notes=notes,

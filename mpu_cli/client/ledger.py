@@ -9,15 +9,13 @@ over what this file holds, and a training is written down before any record meet
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mpu_cli.boundary.files import PRIVATE_FILE, private_folder, private_umask
 from mpu_cli.errors import MpuError
-from mpu_cli.resumption import alone_with, append_line, read_lines
+from mpu_cli.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.sealing import default_identity_path
 
 ACCOUNTANT = "rdp"
@@ -94,7 +92,7 @@ def read_ledger(path: Path) -> list[Entry]:
 
 def write_losses(path: Path, identity: str, forget: float, retain: float | None) -> None:
     """Add the losses before a training, once they are known, to what the ledger says of it."""
-    with _alone(path):
+    with alone_with_private(path):
         append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
@@ -106,7 +104,7 @@ def write_down(
     Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``; and, unless the copy is
     ``trusted``, if another copy of its round had another tokenizer, template or config.
     """
-    with _alone(path):
+    with alone_with_private(path):
         before = read_ledger(path)
         if not trusted and _differs_from_its_round(entry, before):
             raise MpuError(
@@ -134,17 +132,6 @@ def _differs_from_its_round(entry: Entry, before: Sequence[Entry]) -> bool:
         for other in before
         if entry.run
     )
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from reading the ledger between this one's reading and writing."""
-    if not path.parent.exists():
-        private_folder(path.parent)
-    with alone_with(path), private_umask():
-        if path.exists():
-            path.chmod(PRIVATE_FILE)
-        yield
 
 
 def summary(entries: Sequence[Entry]) -> Mapping[str, object]:

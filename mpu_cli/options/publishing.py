@@ -211,6 +211,11 @@ class Publishing(Options):
     max_noise: float | None = option(
         None, "Lower the noise of a block to at most this share of the RMS of its weights.", metavar="SHARE", above=0
     )
+    publish_again: bool = option(
+        False,
+        "Publish although an earlier publication of the base had permanent noise of another scale, with which this one "
+        "can be averaged, or spent ε that this one adds to.",
+    )
 
     def scaled(self, given: Collection[str], *, with_pretrained: bool) -> Publishing:
         """These options with the noise that hides the task vector, if nothing else was asked for.

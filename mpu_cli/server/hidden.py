@@ -73,12 +73,12 @@ def hidden(plan: PublishPlan, published: Published) -> Hidden | None:
 
 def _squares_left_out(plan: PublishPlan) -> float:
     """Σ v² over the tensors of the layers that the copies lack."""
-    whole = plan.whole
+    whole = plan.full_base
     layout = layout_of(whole.checkpoint.tensors, whole.config, whole.source)
     gone = {t.name for t in layout.parameters} - set(without_layers(layout, plan.publication.omitted).names)
-    if not gone or plan.public is None:
+    if not gone or plan.full_pretrained is None:
         return 0.0
-    public, total = matching(whole, layout, plan.public) or {}, 0.0
+    public, total = matching(whole, layout, plan.full_pretrained) or {}, 0.0
     for name in gone:
         for ours, theirs in zip(whole.checkpoint.tensor(name), public[name], strict=True):  # a row each
             total += float((ours.double() - theirs.double()).square().sum())
@@ -94,8 +94,8 @@ def losses_of_copy(
     from mpu_cli.models.answers import read_answers
     from mpu_cli.models.loading import load
 
-    models = {"the base": plan.whole, published.copies[0].name: open_model(str(published.copies[0]))}
-    models |= {"the public model": plan.public} if plan.public else {}
+    models = {"the base": plan.full_base, published.copies[0].name: open_model(str(published.copies[0]))}
+    models |= {"the public model": plan.full_pretrained} if plan.full_pretrained else {}
     losses = {}
     for name, source in models.items():
         model, tokenizer = load(source, torch.float32, "auto")

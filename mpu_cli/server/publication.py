@@ -23,6 +23,8 @@ from mpu_cli.server.noise import Noise
 from mpu_cli.server.scheme import Scheme, ZeroSum, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
 
+PERMANENT_SHARE = 0.99  # of the noise that --max-noise allows; the noise that cancels gets what it leaves
+
 
 @dataclass(frozen=True)
 class Publication:
@@ -30,15 +32,17 @@ class Publication:
 
     ``transform`` and ``noise`` are the only places that derive secrets from the seed.
 
-    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
-    the same in every block, in their place (they are 0 then). ``max_noise`` lowers both, alike, where a copy's noise
-    would be more than this share of the RMS of a block's weights. ``omitted``: the base's layers, counted from 0, that
-    no copy has. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults
-    to a name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication
-    of a base, so that publications cannot be averaged; None for ``seed``. ``stays``: ``publish`` derives it from the
-    server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2 and delta nets;
-    publications before version 5 of the keys left them in place. The same publication of the same base has the same
-    bytes. Raises UsageError for numbers out of range.
+    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration``
+    sets σ, the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a
+    share of the RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what
+    cancels to what is left. ``omitted``: the base's layers, counted from 0, that no copy has. ``dtype`` is
+    safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a name drawn from
+    the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a base, so
+    that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
+    derive that from the server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2
+    and delta nets; publications before version 5 of the keys left them in place. ``again``: publish although the
+    register says that publications of this base could be averaged, or that its ε is spent. The same publication of
+    the same base has the same bytes. Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -54,8 +58,9 @@ class Publication:
     max_noise: float | None = None
     omitted: tuple[int, ...] = ()
     permanent_seed: bytes | None = field(default=None, repr=False)
-    stays: bool = False
+    derive_permanent_seed: bool = False
     grouped: bool = False
+    again: bool = False
 
     def __post_init__(self) -> None:
         Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa)  # raises for numbers that are out of range
@@ -68,12 +73,16 @@ class Publication:
         """σ of a block's cancelling and of its permanent noise, from the RMS of its task vector and of its weights."""
         if self.calibration:
             return self.calibration.sigma, self.calibration.shared_sigma
-        own, shared = self.kappa * task, self.shared_kappa * task
-        largest = math.hypot(max(self.scheme.scales) * own, shared)
-        lowered = 1.0 if self.max_noise is None or not largest else min(1.0, self.max_noise * weights / largest)
-        shared *= lowered
-        # The same on every processor, whose sums differ in the last bits: the permanent noise of a base is one draw.
-        return own * lowered, float(f"{shared:.3g}") if self.permanent_seed else shared
+        cancelling, permanent = self.kappa * task, self.shared_kappa * task
+        if self.max_noise is not None:
+            # Permanent noise does not depend on the noise that cancels or on the number of copies: publications of one
+            # base with other --copies or --kappa have the same draw, which another scale would not be.
+            most = self.max_noise * weights
+            permanent = min(permanent, PERMANENT_SHARE * most)
+            room = math.sqrt(max(0.0, most**2 - permanent**2))
+            cancelling = min(cancelling, room / max(self.scheme.scales))
+        # The same on every processor, whose sums differ in the last bits.
+        return cancelling, float(f"{permanent:.3g}") if self.permanent_seed or self.derive_permanent_seed else permanent
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -118,7 +127,7 @@ class Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
-            round=other.round, permanent_seed=other.permanent_seed, stays=False, grouped=other.grouped,
+            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, grouped=other.grouped,
         )  # fmt: skip
 
     def for_layout(self, layout: Layout) -> Publication:
@@ -187,7 +196,8 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
         round=round_,
         max_noise=options.max_noise,
         omitted=disguise.omitted,
-        stays=seed is None and calibration is None and disguise.permanent_noise > 0,
+        derive_permanent_seed=seed is None and calibration is None and disguise.permanent_noise > 0,
+        again=options.publish_again,
     )
 
 
@@ -216,6 +226,6 @@ def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
         ) from error
 
 
-def permanent_seed(fingerprint: str, note: Callable[[str], None]) -> bytes:
-    """What the permanent noise of every publication of the base with this ``fingerprint`` is drawn from."""
-    return Randomness(server_secret(note)).key("permanent noise", fingerprint)
+def permanent_seed(content: str, note: Callable[[str], None]) -> bytes:
+    """What the permanent noise of every publication of a base with this ``content`` is drawn from."""
+    return Randomness(server_secret(note)).key("permanent noise", content)

@@ -19,7 +19,6 @@ from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.fingerprint import NEWEST, hash_of
-from mpu_cli.checkpoint.fingerprint import fingerprint as fingerprint_of
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import listed
 from mpu_cli.checkpoint.transaction import Transaction
@@ -31,9 +30,11 @@ from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.sealing import seal_folder, write_private
+from mpu_cli.server.base_scan import BaseScan
 from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
-from mpu_cli.server.publication import Publication, permanent_seed
+from mpu_cli.server.publication import Publication, permanent_seed, server_secret
+from mpu_cli.server.register import Entry, default_register_path, enter_calibrated, enter_permanent, sample_of
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Target:
 class PublishPlan:
     """What ``publish`` will read and write.
 
-    ``whole`` and ``public``: the model and the pretrained one; ``base`` and ``pretrained``: what the copies have of
+    ``full_base`` and ``full_pretrained``: the models as they are; ``base`` and ``pretrained``: what the copies have of
     them; ``specs``: the tensors of each copy; ``manifests``: of all copies, of which those in ``copies`` are
     ``written``; ``known``: the keys, if another copy of the publication was made before.
     """
 
-    whole: Model
-    public: Model | None
+    full_base: Model
+    full_pretrained: Model | None
     base: Model
     pretrained: Model | None
     publication: Publication
@@ -99,8 +100,8 @@ class Published:
 
 
 def plan_publish(
-    base: Model,
-    pretrained: Model | None,
+    full_base: Model,
+    full_pretrained: Model | None,
     publication: Publication,
     target: Target,
     *,
@@ -111,11 +112,10 @@ def plan_publish(
 
     ``only`` names the copies to write, counted from 1, if not all are wanted; ``known`` are the keys of this
     publication if another copy of it was made before: they stay as they are. Raises MpuError if the base is not
-    supported, ``pretrained`` does not fit it, or ``known`` belong to another publication.
+    supported, the pretrained model does not fit it, or ``known`` belong to another publication.
     """
-    whole, public = base, pretrained
-    base = shallow(whole, publication.omitted)
-    pretrained = shallow(public, publication.omitted) if public else None
+    base = shallow(full_base, publication.omitted)
+    pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     publication = publication if known else publication.for_layout(layout)
     _check_alias(base, layout)
@@ -126,7 +126,8 @@ def plan_publish(
     copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
     specs = model_specs(base.checkpoint, layout, publication.dtype)
     return PublishPlan(
-        whole, public, base, pretrained, publication, target, layout, specs, tuple(manifests), copies, known
+        full_base, full_pretrained, base, pretrained, publication, target, layout, specs, tuple(manifests), copies,
+        known,
     )  # fmt: skip
 
 
@@ -135,14 +136,10 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
 
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md).
     Raises MpuError if the base or the pretrained model holds NaN, an output exists, or
-    the copies made before are of another base.
+    the copies made before are of another base, or earlier publications forbid this one (``register``).
     """
-    publication, target, written = plan.publication, plan.target, plan.written
+    target, written = plan.target, plan.written
     _check_tokens(plan)
-    if publication.stays:
-        with worker_pool() as pool:
-            identity = fingerprint_of(plan.whole.checkpoint, pool)
-        publication = replace(publication, permanent_seed=permanent_seed(identity, observer.note), stays=False)
     observer.stage("publish", plan.base.checkpoint.nbytes)
     with Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
@@ -155,7 +152,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
             folders = [plain / f"copy_{manifest.copy}" for manifest in written]
             for folder in folders:
                 folder.mkdir()
-        reports, keys = _write_copies(plan, publication, folders, observer)
+        reports, keys = _write_copies(plan, folders, observer)
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
@@ -169,12 +166,22 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     return Published(paths, target.keys, keys, reports)
 
 
-def _write_copies(
-    plan: PublishPlan, publication: Publication, folders: Sequence[Path], observer: Observer
-) -> tuple[list[BlockReport], Keys]:
+def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer) -> tuple[list[BlockReport], Keys]:
     """Write each copy's tensors into its folder; the keys that undo them."""
-    known = plan.known
+    known, publication = plan.known, plan.publication
+    full_names = names_in_base(plan.full_base, publication.omitted)
     with ExitStack() as stack:
+        scan = BaseScan(
+            plan.base.checkpoint,
+            plan.layout,
+            matching(plan.base, plan.layout, plan.pretrained),
+            stack.enter_context(worker_pool()),
+            hash_of(known.base.fingerprint) if known else NEWEST,
+            with_content=_is_registered(plan),
+        )
+        permanent_sigma = None
+        if _is_registered(plan):
+            publication, permanent_sigma = _enter(plan, scan, full_names, observer)
         writers = [
             stack.enter_context(
                 CheckpointWriter(folder, plan.specs, as_metadata(copy_facts(manifest)), like=plan.base.checkpoint)
@@ -182,21 +189,19 @@ def _write_copies(
             for folder, manifest in zip(folders, plan.written, strict=True)
         ]
         writing = CopyWriter(
-            base=plan.base.checkpoint,
-            layout=plan.layout,
-            pretrained=matching(plan.base, plan.layout, plan.pretrained),
+            scan=scan,
             publication=publication,
             noise=publication.noise(plan.copies),
             scales=[publication.scheme.scales[copy - 1] for copy in plan.copies],
             transforms=[publication.transform(copy, plan.layout) for copy in plan.copies],
             writers=writers,
-            pool=stack.enter_context(worker_pool()),
+            pool=scan.pool,
             observer=observer,
-            whole_names=names_in_base(plan.whole, publication.omitted),
-            hashed=hash_of(known.base.fingerprint) if known else NEWEST,
+            full_names=full_names,
+            permanent_sigma=permanent_sigma,
         )
         reports = writing.all_blocks(plan.layout.blocks)
-        fingerprint = writing.fingerprint(plan.whole)
+        fingerprint = scan.fingerprint(plan.full_base)
     keys = Keys(
         publication,
         writing.sigma,
@@ -206,6 +211,37 @@ def _write_copies(
         writing.shared_sigma,
     )
     return reports, keys
+
+
+def _is_registered(plan: PublishPlan) -> bool:
+    """Whether earlier publications decide on this one: its noise is the server's own, or has a budget."""
+    publication = plan.publication
+    return plan.known is None and (publication.derive_permanent_seed or publication.calibration is not None)
+
+
+def _enter(
+    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], observer: Observer
+) -> tuple[Publication, dict[str, float] | None]:
+    """Enter the publication in the server's register; it with the seed of its permanent noise, and σ of that for each
+    block. Raises MpuError if an earlier publication forbids it."""
+    publication, path = plan.publication, default_register_path()
+    layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
+    scales = scan.scales()
+    content = scan.content(plan.full_base, layout, full_names)
+    entry = Entry(publication.run, publication.round, content, sample_of(plan.full_base.checkpoint, layout))
+    if publication.calibration:
+        calibrated = publication.calibration
+        sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
+        enter_calibrated(path, entry, sigma, calibrated.rounds, again=publication.again)
+        return publication, None
+    server_secret(observer.note)  # before the entry: without it nothing is published
+    requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
+    names = {block: full_names[tensors[0].name] for block, tensors in plan.layout.blocks.items()}
+    requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
+    entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
+    seed = permanent_seed(entry.noise_content, observer.note)
+    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False)
+    return publication, {block: entry.permanent_sigma.get(name, 0.0) for block, name in names.items()}
 
 
 def _check_tokens(plan: PublishPlan) -> None:
@@ -228,7 +264,7 @@ def _check_same(plan: PublishPlan, known: Keys, keys: Keys) -> None:
     if (known.sigma, known.shared_sigma) != (keys.sigma, keys.shared_sigma):
         raise MpuError(
             f"{plan.target.keys}: its noise has other scales, so the other copies were made with another pretrained "
-            "model",
+            "model, or by an earlier version of mpu",
             "use the one that they were made with",
         )
 
