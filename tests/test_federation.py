@@ -23,6 +23,7 @@ from mpu_cli.resumption import alone_in
 from tests.federation import BUNDLE, Network, network, wait_for
 from tests.models import random_model, save, write_records
 from tests.protocol import tensors
+from tests.test_server import write_delta
 
 TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
 COPY = "run/round_1/copy_1"
@@ -567,6 +568,39 @@ def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, pl
     for path in (place / "state").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
     assert not list(place.glob("spool-*/in/*/*/copy_*"))
+
+
+@pytest.mark.parametrize("on_missing", ["leave-out", "end"])
+def test_an_owner_whose_deltas_are_refused_alone(place: Path, on_missing: str) -> None:
+    """Such as by ``--max-norm``, which is checked when all deltas are there: the round goes on without that owner."""
+    pytest.importorskip("flwr")
+    from mpu_cli.federation.server_app import Round, mpu, settings_of
+
+    config = {"publish": "--copies 2 --kappa 0.01", "aggregate": "--max-norm 100 --force", "on_missing": on_missing}
+    current = Round(settings_of(settings(place, "a,b,c", **config)), None, 1, place / "base")
+    (place / "state").mkdir()
+    mpu("keygen", "--out", current.identity)
+    for owner, scale in (("a", 1e-3), ("b", 10.0), ("c", 1e-3)):
+        current._publish(owner)
+        for copy in current.copies(owner):
+            change = dict.fromkeys(tensors(copy), scale)
+            write_delta(copy, current.delta(owner, copy), seed=1,
+                        change=lambda delta, change=change: {n: change[n] * x for n, x in delta.items()})  # fmt: skip
+    if on_missing == "end":
+        with pytest.raises(MpuError, match="max-norm"):
+            current._aggregate(["a", "b", "c"], {})
+        assert not current.model.exists()
+        return
+    current._aggregate(["a", "b", "c"], {})
+    assert list(current.left_out) == ["b"]
+    assert "max-norm" in current.left_out["b"]
+    warnings = (current.folder / "warnings.txt").read_text()
+    assert "b was left out" in warnings
+    current._combine(["a", "c"], place / "without")
+    expected, made = tensors(place / "without"), tensors(current.model)
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    assert not list(current.folder.glob("*.partial"))
 
 
 @pytest.mark.slow

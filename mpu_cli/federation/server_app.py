@@ -189,13 +189,22 @@ class Round:
         return failures
 
     def _aggregate(self, owners: Sequence[str], left_out: dict[str, str]) -> None:
-        """Make the model from the deltas of ``owners``, in place of one from fewer."""
-        deltas = [self.folder / owner / "deltas" for owner in owners]
-        keys = [part for owner in owners for part in ("--keys", self.keys(owner))]
+        """Make the model from the deltas of ``owners``, in place of one from fewer.
+
+        An owner whose deltas would be refused alone, too, is left out if the settings allow that.
+        """
         fresh = self.folder / "model.partial"
-        shutil.rmtree(fresh, ignore_errors=True)
-        warnings = mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", fresh,
-                       *self.settings.aggregate)  # fmt: skip
+        try:
+            warnings = self._combine(owners, fresh)
+        except MpuError:
+            if not self.settings.leave_out or len(owners) == 1:
+                raise
+            refused = self._refused_alone(owners)
+            owners = [owner for owner in owners if owner not in refused]
+            if not refused or len(owners) < self.settings.quorum:
+                raise
+            left_out = left_out | refused
+            warnings = self._combine(owners, fresh)
         warnings += [f"{owner} was left out: {why}" for owner, why in left_out.items()]
         for warning in warnings:
             say(f"warning: {warning}")
@@ -206,6 +215,27 @@ class Round:
         shutil.rmtree(self.model, ignore_errors=True)
         write_atomically(self.folder / LEFT_OUT, json.dumps(left_out))
         fresh.rename(self.model)
+
+    def _combine(self, owners: Sequence[str], out: Path) -> list[str]:
+        """Aggregate the deltas of ``owners`` into ``out``; what `mpu aggregate` warned of."""
+        deltas = [self.folder / owner / "deltas" for owner in owners]
+        keys = [part for owner in owners for part in ("--keys", self.keys(owner))]
+        shutil.rmtree(out, ignore_errors=True)
+        return mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", out,
+                   *self.settings.aggregate)  # fmt: skip
+
+    def _refused_alone(self, owners: Sequence[str]) -> dict[str, str]:
+        """The owners whose deltas cannot be aggregated even without the others', and why."""
+        refused = {}
+        scratch = self.folder / "alone.partial"
+        for owner in owners:
+            try:
+                self._combine([owner], scratch)
+            except MpuError as error:
+                refused[owner] = error.problem
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+        return refused
 
     def _publish(self, owner: str) -> None:
         folder, first = self.folder / owner, self.settings.state / "round_1" / owner / "run"
