@@ -9,9 +9,11 @@ import hashlib
 import io
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +38,7 @@ from mpu_cli.server.keys import seal, unseal
 from tests.models import CONFIGS, FAMILY_CONFIGS, load, random_model, save, write_records
 from tests.test_attacks import edit, unlearned
 
+QA = ("--benchmark", "qa", "--forget", "forget.jsonl", "--out", "eval.json")
 WORD = "w9"  # which a hostile template or tokenizer treats in another way
 
 
@@ -460,6 +463,65 @@ class TestResources:
         (honest / "added_tokens.json").write_text(json.dumps({f"t{i}": 96 + i for i in range(30_000)}))
         refused = unlearned(mpu, place, honest, "d", check=False)
         assert (refused.status, "30,000 added tokens" in refused.err) == (1, True)
+
+    def test_added_tokens_inside_of_tokenizer_json(self, mpu: Callable, place: Path) -> None:
+        honest, _ = copies(mpu, place)
+        tokenizer = json.loads((honest / "tokenizer.json").read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"] += [{"id": 96 + i, "content": f"t{i}", **flags} for i in range(30_000)]
+        (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearned(mpu, place, honest, "d", check=False)
+        assert (refused.status, "added tokens, and mpu takes 20,000" in refused.err) == (1, True)
+
+    @pytest.mark.slow
+    def test_a_vocabulary_in_an_older_form_is_converted_within_limits(self, mpu: Callable, place: Path) -> None:
+        honest, _ = copies(mpu, place)
+        (honest / "tokenizer.json").unlink()
+        edit(honest / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+        (honest / "vocab.json").write_text(json.dumps({f"{i:x}": i for i in range(3_000_000)}))
+        merges = "\n".join(f"{i >> 4:x} {i & 15:x}" for i in range(16, 3_000_000))
+        (honest / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        refused = unlearned(mpu, place, honest, "d", check=False)
+        assert (refused.status, "vocab.json: it" in refused.err) == (1, True)
+        assert time.monotonic() - started < 120
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # kilobytes
+
+    def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, place: Path) -> None:
+        honest, _ = copies(mpu, place)
+        tokenizer = json.loads((honest / "tokenizer.json").read_text())
+        decoders = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 60}] * 6
+        tokenizer["decoder"] = {"type": "Sequence", "decoders": decoders}
+        (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = mpu("eval", honest, *QA, check=False, cwd=place)
+        assert (refused.status, refused.is_one_error) == (1, True), refused.err
+        assert "cannot turn tokens into text" in refused.err
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer", "BertTokenizer"])
+def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    """Without a tokenizer.json, and when an older form lies beside one."""
+    from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
+    from transformers import AutoTokenizer
+
+    from mpu_cli.models.loading import tokenizer_of
+
+    texts = [path.read_text() for path in sorted(Path(chat.__file__).parent.glob("*.py"))]
+    made = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=600)
+    folder = save(random_model("llama"), tmp_path / "model")
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    made.save_model(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    plain = AutoTokenizer.from_pretrained(folder)
+    for beside in (False, True):
+        if beside:
+            plain.save_pretrained(folder)
+        ours = tokenizer_of(open_model(str(folder)))
+        assert ours(texts).input_ids == plain(texts).input_ids
+        assert ours.batch_decode(ours(texts).input_ids) == plain.batch_decode(plain(texts).input_ids)
+        assert ours.special_tokens_map == plain.special_tokens_map
 
 
 class TestTheSpoolOfSomebodyElse:

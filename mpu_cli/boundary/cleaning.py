@@ -90,7 +90,7 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
         limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
         raw = config.get(name, _MISSING)
         if isinstance(raw, list | dict):
-            _check_token_count(len(raw))
+            check_token_count(len(raw))
         value = _texts(raw, limit)
         if name == "chat_template" and not _is_template(value):
             continue
@@ -101,12 +101,13 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
 
 def clean_tokens(table: Mapping[str, object]) -> dict[str, object]:
     """A special_tokens_map.json or added_tokens.json: tokens by role, or numbers by token."""
-    _check_token_count(len(table))
+    check_token_count(len(table))
     values = {name: _texts(value, LONGEST_TOKEN) for name, value in table.items() if len(name) <= LONGEST_TOKEN}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
-def _check_token_count(count: int) -> None:
+def check_token_count(count: int) -> None:
+    """Raise MpuError for more tokens beside a vocabulary than libraries can read in seconds."""
     if count > MAX_ADDED_TOKENS:
         raise MpuError(f"{count:,} added tokens, and mpu takes {MAX_ADDED_TOKENS:,}: libraries take minutes for them")
 

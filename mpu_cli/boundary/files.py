@@ -21,6 +21,7 @@ from typing import BinaryIO
 from mpu_cli.errors import MpuError
 
 SMALL = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
+LARGEST_TOKENIZER = 64 << 20  # bytes of a file that tokenizers parses
 BLOCK = 1 << 20
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 GET_IT_AGAIN = "get it again, as files and folders without links"

@@ -2,7 +2,8 @@
 
 Chat templates are programs, the rules of a tokenizer.json can grow a word to gigabytes or take for ever, and so can the
 regular expressions in an adapter's config. None of these can be interrupted inside a process. So templates are rendered
-there, and every text is tokenized there before it is tokenized here.
+there, vocabularies in older forms are converted there, and every text is tokenized, and every sequence of tokens
+decoded, there before it is here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import re
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from mpu_cli.boundary.files import LARGEST_TOKENIZER
 from mpu_cli.errors import MpuError, first_line
 from mpu_cli.subprocesses import python_command, safe_environment
 
@@ -66,20 +70,33 @@ class Process:
             return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
 
     def load(self, text: str) -> Outcome:
-        """Whether the tokenizers library reads a tokenizer.json of this content. Raises LimitError."""
+        """Whether the tokenizers library reads a tokenizer.json of this content, and how many tokens it adds to its
+        vocabulary. Raises LimitError."""
         with self._lock:
             return self._load(text)
 
     def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
         """How many tokens each text has with the tokenizer of this JSON. Raises LimitError."""
         with self._lock:
-            self.start()
-            if self._tokenizer != hash(tokenizer):
-                worked, problem = self._load(tokenizer)
-                if not worked:
-                    raise LimitError(str(problem))
+            self._take(tokenizer)
             seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
             return self._ask("tokenize", {"texts": texts, "special": special}, seconds, SHOWN * 8 * len(texts) + 100)
+
+    def convert(self, folder: Path) -> Outcome:
+        """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
+        the tokenizers library. Raises LimitError."""
+        size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
+        with self._lock:
+            request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
+            [outcome] = self._ask("convert", request, SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
+        return outcome
+
+    def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
+        """How many characters the text of each sequence of tokens has. Raises LimitError."""
+        with self._lock:
+            self._take(tokenizer)
+            values = {"sequences": sequences, "skip_special": skip_special}
+            return self._ask("decode", values, _seconds(sequences), SHOWN * 8 * len(sequences) + 100)
 
     def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
         """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
@@ -87,6 +104,14 @@ class Process:
         with self._lock:
             longest = sum(map(len, patterns)) + SHOWN
             return self._ask("match", {"patterns": patterns, "names": names}, SECONDS, 8 * longest * (len(names) + 1))
+
+    def _take(self, tokenizer: str) -> None:
+        """Have it hold the tokenizer of this JSON."""
+        self.start()
+        if self._tokenizer != hash(tokenizer):
+            worked, problem = self._load(tokenizer)
+            if not worked:
+                raise LimitError(str(problem))
 
     def _load(self, text: str) -> Outcome:
         [outcome] = self._ask("load", {"json": text}, SECONDS + len(text) / 1e6, SHOWN * 8)
@@ -164,7 +189,8 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    held: list[Any] = []
+    tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
+    tokenizers: list[Tokenizer] = []  # the one that was loaded last
     # What renders takes a second to import, in which tokenizers can be read already.
     importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
     importing.start()
@@ -172,6 +198,8 @@ def serve() -> None:
     def ready(values: dict[str, Any]) -> list[Outcome]:
         if values["for"] == "render":
             importing.join()
+        elif values["for"] == "convert":
+            import_module("transformers.models.auto.tokenization_auto")
         return []
 
     def render(values: dict[str, Any]) -> list[Outcome]:
@@ -185,16 +213,36 @@ def serve() -> None:
         return [_outcome(one, dialogue) for dialogue in dialogues]
 
     def load(values: dict[str, Any]) -> list[Outcome]:
-        def read(text: str) -> None:
-            held[:] = [Tokenizer.from_str(text)]
+        def read(text: str) -> int:
+            tokenizers[:] = [Tokenizer.from_str(text)]
+            return len(tokenizers[0].get_added_tokens_decoder())
 
         return [_outcome(read, values["json"])]
 
     def tokenize(values: dict[str, Any]) -> list[Outcome]:
         def encode(text: str) -> int:
-            return len(held[0].encode(text, add_special_tokens=values["special"]).ids)
+            return len(tokenizers[0].encode(text, add_special_tokens=values["special"]).ids)
 
         return [_outcome(encode, text) for text in values["texts"]]
+
+    def convert(values: dict[str, Any]) -> list[Outcome]:
+        from transformers import AutoTokenizer
+
+        def canonical(folder: str) -> str:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            text = backend.to_str() if backend else ""
+            if len(text) > values["longest"]:
+                raise ValueError("it is too large")
+            return text
+
+        return [_outcome(canonical, values["folder"])]
+
+    def decode(values: dict[str, Any]) -> list[Outcome]:
+        def length(ids: list[int]) -> int:
+            return len(tokenizers[0].decode(ids, skip_special_tokens=values["skip_special"]))
+
+        return [_outcome(length, ids) for ids in values["sequences"]]
 
     def match(values: dict[str, Any]) -> list[Outcome]:
         def pattern_of(name: str) -> str:
@@ -205,7 +253,7 @@ def serve() -> None:
 
     work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
         "ready": ready, "render": render, "load": load, "tokenize": tokenize,
-        "match": match,
+        "match": match, "convert": convert, "decode": decode,
     }  # fmt: skip
     for line in sys.stdin.buffer:
         what, values, seconds = json.loads(line)

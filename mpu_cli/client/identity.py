@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
-from mpu_cli.boundary.files import private_folder, read_bounded
+from mpu_cli.boundary.files import LARGEST_TOKENIZER, private_folder, read_bounded
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import read_json_object
@@ -20,7 +20,7 @@ from mpu_cli.client.sets import records_digest
 from mpu_cli.client.tag import training_tag
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.models.source import LARGEST_TOKENIZER, Model
+from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared, flat
 from mpu_cli.options.unlearning import Lora, Privacy, Records, Unlearning

@@ -23,6 +23,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import ADVICE
 from mpu_cli.models.loading import memory_in_mind
+from mpu_cli.records.tokens import decode
 
 ROWS = 4  # times the batch size, because a step reads one token per row
 CACHE = 2 << 30  # bytes of keys and values that are kept at once
@@ -168,7 +169,7 @@ class _Stops(StoppingCriteria):
         self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
 
     def __call__(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        texts = self._tokenizer.batch_decode(input_ids[:, self._begin :], skip_special_tokens=True)
+        texts = decode(self._tokenizer, input_ids[:, self._begin :].tolist())
         return torch.tensor([any(stop in text for stop in self._stops) for text in texts], device=input_ids.device)
 
 
@@ -225,9 +226,8 @@ def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], item: Item) -> str:
     """``ids`` as text; OpenUnlearning takes spaces before punctuation away, the record's own text keeps them."""
-    return tokenizer.decode(
-        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=item.answer is None
-    )  # fmt: skip
+    [text] = decode(tokenizer, [list(ids)], clean_up_tokenization_spaces=item.answer is None)
+    return text
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, stops: Sequence[str]) -> Answer:

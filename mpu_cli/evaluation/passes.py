@@ -26,6 +26,7 @@ from mpu_cli.models.limits import longest_input
 from mpu_cli.models.source import TOKENIZER_FILES
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
+from mpu_cli.records.tokens import decode
 
 SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
 
@@ -179,9 +180,9 @@ def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance:
     for part in parts:
         scores = [[next(scored) for _ in group] for group in groups[part]]
         if part == "answer":
+            texts = decode(run.tokenizer, [list(item.labels) for [item] in groups[part]])
             found[f"{split.name}.answer"] = [
-                reading(item, each, run.tokenizer.decode(list(item.labels), skip_special_tokens=True))
-                for [item], [each] in zip(groups[part], scores, strict=True)
+                reading(item, each, text) for [item], [each], text in zip(groups[part], scores, texts, strict=True)
             ]
         elif part == "paraphrased":
             found[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]

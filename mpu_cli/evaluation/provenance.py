@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpu_cli.boundary.files import read_bounded
+from mpu_cli.boundary.files import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.checkpoint.dtypes import WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -22,7 +22,7 @@ from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Checkpoin
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
 from mpu_cli.evaluation.endpoint import Endpoint
 from mpu_cli.models.device import device_of, name_of
-from mpu_cli.models.source import LARGEST_JSON, LARGEST_TOKENIZER, Model
+from mpu_cli.models.source import LARGEST_JSON, Model
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.version import __version__
 

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mpu_cli.boundary.cleaning import check_token_count
 from mpu_cli.boundary.limited import PROCESS, LimitError
 from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
@@ -45,7 +46,7 @@ from mpu_cli.models.device import device_of, processes_of
 from mpu_cli.models.memory import has_separate_heads, in_memory
 from mpu_cli.models.network import build, concrete, network_of, parts_of
 from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
-from mpu_cli.models.source import Model, cached
+from mpu_cli.models.source import VOCABULARY_FILES, Model, cached
 from mpu_cli.models.staging import staged, staged_adapter
 from mpu_cli.options.unlearning import Quantization
 
@@ -111,11 +112,25 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a staged folder, which is first read in a process with limits. Raises LimitError there."""
-    if (file := folder / "tokenizer.json").exists():
-        worked, problem = PROCESS.load(file.read_text(encoding="utf-8"))
+    """The tokenizer of a staged folder, which is first read in a process with limits. Raises LimitError there.
+
+    Vocabularies in older forms are converted there, and only what came of that is read here.
+    """
+    file = folder / "tokenizer.json"
+    vocabularies = [folder / name for name in VOCABULARY_FILES if (folder / name).exists()]
+    if vocabularies and not file.exists():
+        worked, outcome = PROCESS.convert(folder)
         if not worked:
-            raise LimitError(f"tokenizer.json: {problem}")
+            raise LimitError(f"{vocabularies[0].name}: {outcome}")
+        if outcome:
+            file.write_text(outcome, encoding="utf-8")
+    if file.exists():
+        worked, outcome = PROCESS.load(file.read_text(encoding="utf-8"))
+        if not worked:
+            raise LimitError(f"{file.name}: {outcome}")
+        check_token_count(outcome)
+        for path in vocabularies:
+            path.unlink()
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 

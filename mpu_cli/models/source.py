@@ -13,9 +13,10 @@ from mpu_cli.checkpoint.reader import SHARD, Checkpoint, open_checkpoint, read_j
 from mpu_cli.errors import MpuError
 
 # Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json",
+    "chat_template.json", *VOCABULARY_FILES,
 )  # fmt: skip
 SIDE_FILES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
@@ -29,7 +30,6 @@ RESULT_FILES = (
 )  # fmt: skip
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
-LARGEST_TOKENIZER = 64 << 20  # bytes of one that tokenizers parses
 
 # How transformers writes numbers in a config that JSON does not have: {"__float__": "Infinity"}.
 _NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.boundary.cleaning import JSON_FILES, LONGEST_TEMPLATE, clean_config
-from mpu_cli.boundary.files import copy_bounded, open_regular, private_scratch
+from mpu_cli.boundary.files import LARGEST_TOKENIZER, copy_bounded, open_regular, private_scratch
 from mpu_cli.boundary.limited import PROCESS
 from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
@@ -30,7 +30,7 @@ from mpu_cli.checkpoint.reader import (
     read_json_object,
 )
 from mpu_cli.errors import MpuError
-from mpu_cli.models.source import LARGEST_JSON, LARGEST_TOKENIZER, Model
+from mpu_cli.models.source import LARGEST_JSON, Model
 
 # Names for the number of layers: libraries build that many before they look at the weights.
 _LAYERS = (

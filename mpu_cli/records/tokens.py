@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from mpu_cli.boundary.limited import PROCESS, LimitError
 from mpu_cli.errors import MpuError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST, MORE = 8, 1_000  # tokens for each character (its bytes are four), and besides
+LONGEST_TEXT = 1_000  # characters for each token
 
 Tokens = list[int]
 
@@ -72,6 +74,25 @@ def of_texts(
     return [failed[i] if i in failed else next(ids) for i in range(len(texts))]
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Tokens], **options: Any) -> list[str]:
+    """The text of each sequence, without special tokens; ``options`` are those of the tokenizer's ``decode``.
+
+    Raises MpuError if its decoder takes or makes too much.
+    """
+    if sequences and (json := _backend_json(tokenizer)):
+        problem = "the model's tokenizer cannot turn tokens into text"
+        try:
+            outcomes = PROCESS.decode(json, sequences, True)
+        except LimitError as error:
+            raise MpuError(f"{problem}: {error}") from error
+        for (worked, length), ids in zip(outcomes, sequences, strict=True):
+            if not worked:
+                raise MpuError(f"{problem}: {length}")
+            if length > LONGEST_TEXT * len(ids) + MORE:
+                raise MpuError(f"{problem}: {len(ids)} tokens become {length:,} characters")
+    return [tokenizer.decode(ids, skip_special_tokens=True, **options) for ids in sequences]
+
+
 def with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True
 ) -> list[TokenizedText | ValueError]:
@@ -88,13 +109,25 @@ def with_offsets(
 def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> dict[int, ValueError]:
     """By index, why texts cannot be tokenized, found out in the process with limits."""
     failed: dict[int, ValueError] = {}
-    if texts and (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        for i, (worked, outcome) in enumerate(PROCESS.tokenize(backend.to_str(), texts, special)):
+    if texts and (json := _backend_json(tokenizer)):
+        for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special)):
             if not worked:
                 failed[i] = ValueError(outcome)
             elif outcome > MOST * len(texts[i]) + MORE:
                 failed[i] = ValueError(f"{len(texts[i])} characters become {outcome:,} tokens")
     return failed
+
+
+_JSON: WeakKeyDictionary[PreTrainedTokenizerBase, str] = WeakKeyDictionary()
+
+
+def _backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer.json of ``tokenizer``, "" if it is not of the tokenizers library. Writing it takes a tenth of a
+    second, and generating asks at every step."""
+    if tokenizer not in _JSON:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        _JSON[tokenizer] = backend.to_str() if backend is not None else ""
+    return _JSON[tokenizer]
 
 
 def _offsets_of_backend(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[TokenizedText]:
