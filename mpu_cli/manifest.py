@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from mpu_cli.checkpoint.reader import read_json_object
+from msgspec import field
+
+from mpu_cli.boundary.documents import (
+    Count,
+    Document,
+    Layers,
+    Numbers,
+    RunName,
+    Word,
+    Words,
+    is_ascending,
+    parse_document,
+    read_json_object,
+)
 from mpu_cli.errors import MpuError
 
 VERSION = 2
 READABLE = (1, 2)  # version 1 recorded neither a copy's symmetries nor how a delta was trained
-KINDS = ("full", "lora")
-LONGEST_RUN, MOST_FACTS, MOST_COPIES, MOST_LAYERS = 200, 20, 10**6, 10_000
-_WORD = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 MANIFEST_NAME = "mpu.json"
 TAGS = {  # of a delta's training, in words
@@ -79,6 +88,32 @@ class DeltaManifest:
     trained: dict[str, str] | None = None
 
 
+class _CopyFacts(Document):
+    """What of a copy is in ``mpu.json``, and in the metadata of its weights and of its deltas."""
+
+    run: RunName
+    round: Count
+    copy: Count
+    copies: Count
+    copy_id: Word
+    symmetries: Word | None = None
+    omitted_layers: Layers = field(default_factory=list)
+
+
+class _DeltaFacts(Document):
+    algorithm: Word
+    kind: Literal["full", "lora"]
+    inverted: bool
+    privacy: Numbers | None = None
+    trained: Words | None = None
+
+
+class _ModelFacts(Document):
+    run: RunName
+    round: Count
+    permanent: bool = False
+
+
 def copy_facts(manifest: CopyManifest) -> dict[str, object]:
     """The content of a copy's ``mpu.json``."""
     return {"format": "mpu-copy", "version": VERSION, **manifest.facts()}
@@ -116,12 +151,12 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
         return None
-    facts = read_json_object(path, links=False)
-    if facts.get("format") != "mpu-copy":
+    entries = read_json_object(path, links=False)
+    if entries.get("format") != "mpu-copy":
         return None
-    if metadata is not None and facts_of(metadata) != facts:
+    if metadata is not None and facts_of(metadata) != entries:
         raise MpuError(f"{path}: does not match the metadata of the weights next to it")
-    return _copy_manifest(facts, path)
+    return _copy_manifest(entries, path)
 
 
 def read_model_manifest(folder: Path) -> ModelManifest | None:
@@ -129,77 +164,44 @@ def read_model_manifest(folder: Path) -> ModelManifest | None:
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
         return None
-    facts = read_json_object(path, links=False)
-    if facts.get("format") != "mpu-model" or "run" not in facts:
+    entries = read_json_object(path, links=False)
+    if entries.get("format") != "mpu-model" or "run" not in entries:
         return None
-    _check_version(facts, path)
-    run, number = facts["run"], facts.get("round")
-    if not isinstance(run, str) or type(number) is not int or number < 1:
-        raise MpuError(f"{path}: run or round is invalid", "get it again")
-    return ModelManifest(run, number, facts.get("permanent") is True)
+    facts = _parse(_ModelFacts, entries, path)
+    return ModelManifest(facts.run, facts.round, facts.permanent)
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
-    facts = facts_of(metadata)
-    if facts.get("format") != "mpu-delta":
+    entries = facts_of(metadata)
+    if entries.get("format") != "mpu-delta":
         raise MpuError(f"{path}: not a delta made by mpu (its metadata does not say so)")
-    _check_version(facts, path)
-    origin = _copy_manifest(facts, path) if "run" in facts else None
-    kind, inverted = facts.get("kind"), facts.get("inverted")
-    if kind not in KINDS or not isinstance(inverted, bool):
-        raise MpuError(f"{path}: delta of unknown kind {str(kind)[:80]!r}", "update mpu")
-    algorithm = facts.get("algorithm")
-    if not isinstance(algorithm, str) or not _WORD.fullmatch(algorithm):
-        raise MpuError(f"{path}: names no algorithm", "get it again")
-    privacy, trained = facts.get("privacy"), facts.get("trained")
-    if privacy is not None and not _is_table(privacy, int | float):
-        raise MpuError(f"{path}: its privacy is not a table of numbers", "get it again")
-    if trained is not None and not (_is_table(trained, str) and all(map(_WORD.fullmatch, trained.values()))):
-        raise MpuError(f"{path}: its training tags are not words", "get it again")
-    return DeltaManifest(origin, algorithm, kind, inverted, privacy, trained)
+    facts = _parse(_DeltaFacts, entries, path)
+    origin = _copy_manifest(entries, path) if "run" in entries else None
+    return DeltaManifest(origin, facts.algorithm, facts.kind, facts.inverted, facts.privacy, facts.trained)
 
 
-def _is_table(value: object, of: Any) -> bool:
-    """Whether ``value`` is a small table of values of one type under plain names."""
-    return (
-        isinstance(value, dict)
-        and len(value) <= MOST_FACTS
-        and all(_WORD.fullmatch(name) for name in value)
-        and all(isinstance(each, of) and not isinstance(each, bool) for each in value.values())
-    )
+FactsOf = TypeVar("FactsOf", bound=Document)
 
 
-def are_layers(value: object) -> bool:
-    """Whether ``value`` lists numbers of layers, ascending."""
-    if not isinstance(value, list) or len(value) > MOST_LAYERS or not all(type(n) is int and n >= 0 for n in value):
-        return False
-    return value == sorted(set(value))
-
-
-def _check_version(facts: Mapping[str, object], path: Path) -> None:
-    if facts.get("version") not in READABLE:
+def _parse(schema: type[FactsOf], entries: Mapping[str, object], path: Path) -> FactsOf:
+    if entries.get("version") not in READABLE:
         raise MpuError(
-            f"{path}: format version {str(facts.get('version'))[:80]} is not supported (this mpu reads 1 to {VERSION})",
+            f"{path}: format version {str(entries.get('version'))[:80]} is not supported "
+            f"(this mpu reads 1 to {VERSION})",
             "update mpu",
         )
+    return parse_document(schema, entries, path)
 
 
-def _copy_manifest(facts: Mapping[str, Any], path: Path) -> CopyManifest:
-    _check_version(facts, path)
-    run, copy_id = facts.get("run"), facts.get("copy_id")
-    numbers = [n for n in map(facts.get, ("round", "copy", "copies")) if type(n) is int and n > 0]
-    if not isinstance(run, str) or not isinstance(copy_id, str) or not _WORD.fullmatch(copy_id) or len(numbers) < 3:
-        raise MpuError(f"{path}: does not say which copy it belongs to", "get it again")
-    if len(run) > LONGEST_RUN or not run.isprintable() or max(numbers) > MOST_COPIES:
-        raise MpuError(f"{path}: its run, round or copy is not plausible", "get it again")
-    round_, copy, copies = numbers
-    if copy > copies:
-        raise MpuError(f"{path}: claims to be copy {copy} of {copies}", "get it again")
-    symmetries = facts.get("symmetries")
-    omitted = facts.get("omitted_layers", [])
-    if not are_layers(omitted):
+def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
+    facts = _parse(_CopyFacts, entries, path)
+    if not facts.run.isprintable():
+        raise MpuError(f"{path}: its run is not a name", "get it again")
+    if facts.copy > facts.copies:
+        raise MpuError(f"{path}: claims to be copy {facts.copy} of {facts.copies}", "get it again")
+    if not is_ascending(facts.omitted_layers):
         raise MpuError(f"{path}: the layers that it lacks are not ascending numbers", "get it again")
     return CopyManifest(
-        run, round_, copy, copies, copy_id, symmetries if isinstance(symmetries, str) else None, tuple(omitted)
+        facts.run, facts.round, facts.copy, facts.copies, facts.copy_id, facts.symmetries, tuple(facts.omitted_layers)
     )

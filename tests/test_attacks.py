@@ -1076,7 +1076,7 @@ class TestSmallThings:
         facts = json.loads(open_checkpoint(path).metadata["mpu"]) | {"algorithm": "npo |\n# Owned\n![](http://x)"}
         save_file(load_file(path), path, as_metadata(facts))
         refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=place)
-        assert "names no algorithm" in refused.err
+        assert "algorithm: not of the form" in refused.err
 
     def test_facts_of_a_delta_are_plain(self, tmp_path: Path) -> None:
         from mpu_cli.manifest import delta_manifest

@@ -18,6 +18,7 @@ DEEPEST = 6  # levels of JSON in each other
 MOST_ITEMS = 100_000  # of a list or table
 LONGEST_TOKEN = 1_000  # characters
 MAX_ADDED_TOKENS = 20_000  # Gemma 3 has 6,415
+MAX_TOKEN_NUMBER = 1 << 22  # 262,144 tokens are the most that are known
 LONGEST_TEMPLATE = 1 << 18  # characters of a chat template; the longest that are known have 30,000
 LARGEST_NUMBER = 2**53
 _WORD = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # no slash, colon, tilde or space
@@ -90,7 +91,7 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
         limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
         raw = config.get(name, _MISSING)
         if isinstance(raw, list | dict):
-            check_token_count(len(raw))
+            check_tokens(len(raw))
         value = _texts(raw, limit)
         if name == "chat_template" and not _is_template(value):
             continue
@@ -101,13 +102,16 @@ def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
 
 def clean_tokens(table: Mapping[str, object]) -> dict[str, object]:
     """A special_tokens_map.json or added_tokens.json: tokens by role, or numbers by token."""
-    check_token_count(len(table))
+    check_tokens(len(table))
     values = {name: _texts(value, LONGEST_TOKEN) for name, value in table.items() if len(name) <= LONGEST_TOKEN}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
-def check_token_count(count: int) -> None:
-    """Raise MpuError for more tokens beside a vocabulary than libraries can read in seconds."""
+def check_tokens(count: int, largest: int = 0) -> None:
+    """Raise MpuError for more tokens beside a vocabulary, or a larger number of a token, than libraries can read in
+    seconds: they make lists as long as the largest number."""
+    if largest > MAX_TOKEN_NUMBER:
+        raise MpuError(f"a token has the number {largest:,}, and mpu takes {MAX_TOKEN_NUMBER:,}")
     if count > MAX_ADDED_TOKENS:
         raise MpuError(f"{count:,} added tokens, and mpu takes {MAX_ADDED_TOKENS:,}: libraries take minutes for them")
 

@@ -70,8 +70,8 @@ class Process:
             return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
 
     def load(self, text: str) -> Outcome:
-        """Whether the tokenizers library reads a tokenizer.json of this content, and how many tokens it adds to its
-        vocabulary. Raises LimitError."""
+        """Whether the tokenizers library reads a tokenizer.json of this content; then how many tokens it adds to its
+        vocabulary, and the largest number of a token. Raises LimitError."""
         with self._lock:
             return self._load(text)
 
@@ -213,9 +213,9 @@ def serve() -> None:
         return [_outcome(one, dialogue) for dialogue in dialogues]
 
     def load(values: dict[str, Any]) -> list[Outcome]:
-        def read(text: str) -> int:
+        def read(text: str) -> list[int]:
             tokenizers[:] = [Tokenizer.from_str(text)]
-            return len(tokenizers[0].get_added_tokens_decoder())
+            return [len(tokenizers[0].get_added_tokens_decoder()), max(tokenizers[0].get_vocab().values(), default=0)]
 
         return [_outcome(read, values["json"])]
 

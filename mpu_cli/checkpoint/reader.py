@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mpu_cli.boundary.files import SMALL, open_regular, read_bounded
+from msgspec import Meta
+
+from mpu_cli.boundary.documents import Document, read_document
+from mpu_cli.boundary.files import open_regular
 from mpu_cli.checkpoint.header import MAX_HEADER, TensorInfo, read_header, short
 from mpu_cli.errors import MpuError
 
@@ -157,15 +159,14 @@ def _weights_in(directory: Path) -> Path:
     raise MpuError(f"{directory}: no weights found ({WEIGHTS_NAME} or {INDEX_NAME})")
 
 
+class _ShardIndex(Document):
+    """``…safetensors.index.json``: the file of each tensor."""
+
+    weight_map: Annotated[dict[str, str], Meta(min_length=1)]
+
+
 def _open_shards(index: Path, links: bool) -> Checkpoint:
-    table = read_json_object(index, MAX_HEADER, links=links)
-    weight_map = table.get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise MpuError(f"{index}: no valid weight_map from tensors to files")
+    weight_map = read_document(_ShardIndex, index, "download it again", limit=MAX_HEADER, links=links).weight_map
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] | None = None
     headers = 0
@@ -194,18 +195,6 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     if lost := sorted(set(weight_map) - set(tensors)):
         raise MpuError(f"{index}: tensor {short(lost[0])} is not in {weight_map[lost[0]]}, to which the index maps it")
     return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata or {}, links=links)
-
-
-def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True) -> dict[str, object]:
-    """The JSON object in a regular file of at most ``limit`` bytes. Raises MpuError if there is none."""
-    content = read_bounded(path, limit, links=links)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: not JSON ({(str(error) or type(error).__name__).splitlines()[0]})") from error
-    if not isinstance(value, dict):
-        raise MpuError(f"{path}: not a JSON object")
-    return value
 
 
 def listed(names: Iterable[str], limit: int = 3) -> str:

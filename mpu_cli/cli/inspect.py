@@ -127,7 +127,8 @@ def _identity(path: Path) -> dict[str, object]:
 
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
-    from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, open_checkpoint, read_json_object
+    from mpu_cli.boundary.documents import read_json_object
+    from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, open_checkpoint
     from mpu_cli.manifest import delta_manifest, facts_of, read_copy_manifest
 
     checkpoint = open_checkpoint(path, links=False)
@@ -206,7 +207,7 @@ def _of_card(folder: Path) -> dict[str, object]:
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """What a JSON file of mpu's says of itself; None for anything else."""
-    from mpu_cli.checkpoint.reader import read_json_object
+    from mpu_cli.boundary.documents import read_json_object
     from mpu_cli.client.ledger import LOSSES_OF, read_ledger, summary
     from mpu_cli.evaluation.retain import LARGEST_RESULT
     from mpu_cli.resumption import read_lines
@@ -248,7 +249,8 @@ def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _folder(path: Path) -> dict[str, object] | None:
     """What a directory that is not a checkpoint holds: a run, checkpoints of a training, or deltas; else None."""
-    from mpu_cli.checkpoint.reader import open_checkpoint, read_json_object
+    from mpu_cli.boundary.documents import read_json_object
+    from mpu_cli.checkpoint.reader import open_checkpoint
     from mpu_cli.cli.workplace import workplace
     from mpu_cli.manifest import facts_of
     from mpu_cli.resumption import read_lines

@@ -13,7 +13,7 @@ from blake3 import blake3
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.client.processes import from_first
 from mpu_cli.errors import MpuError
 from mpu_cli.resumption import write_atomically

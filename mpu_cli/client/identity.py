@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, private_folder, read_bounded
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import read_json_object
 from mpu_cli.client.checkpoints import Checkpoints
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from mpu_cli.boundary.documents import Document, Scale, parse_document
 from mpu_cli.errors import MpuError
 from mpu_cli.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.sealing import default_identity_path
@@ -26,8 +27,8 @@ LOSSES_OF = "losses_of"  # a line that adds to an earlier one
 class Mechanism:
     """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
 
-    noise_multiplier: float
-    sample_rate: float
+    noise_multiplier: Scale
+    sample_rate: Scale
     steps: int
 
 
@@ -50,6 +51,14 @@ class Entry:
     mechanism: Mechanism | None = None
     data: str = ""
     surroundings: str = ""
+
+
+class _Losses(Document):
+    """A later line, with the losses of the training ``losses_of``, an identity."""
+
+    losses_of: str
+    forget: float | None
+    retain: float | None
 
 
 def default_ledger_path() -> Path:
@@ -75,17 +84,14 @@ def read_ledger(path: Path) -> list[Entry]:
     for line in read_lines(path, hint):
         values = {name: value for name, value in line.items() if name != "time"}
         if LOSSES_OF in values:
-            of = values.pop(LOSSES_OF)
-            entries = [replace(each, **values) if each.identity == of else each for each in entries]
+            losses = parse_document(_Losses, values, f"{path}: damaged", hint)
+            entries = [
+                replace(each, forget=losses.forget, retain=losses.retain) if each.identity == losses.losses_of else each
+                for each in entries
+            ]
             continue
         values.setdefault("weights", values.pop("copy_id", None))  # its earlier name
-        mechanism = values.pop("mechanism", None)
-        try:
-            entry = Entry(**values, mechanism=Mechanism(**mechanism) if mechanism else None)
-        except TypeError as error:
-            raise MpuError(f"{path}: damaged ({error})", hint) from error
-        if not all(isinstance(text, str) for text in (entry.identity, entry.run, entry.weights)):
-            raise MpuError(f"{path}: damaged (a training has no name)", hint)
+        entry = parse_document(Entry, values, f"{path}: damaged", hint)
         entries.append(entry)
     return entries
 

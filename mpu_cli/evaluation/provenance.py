@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.checkpoint.dtypes import WORD
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Checkpoint, read_json_object
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Checkpoint
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
 from mpu_cli.evaluation.endpoint import Endpoint
 from mpu_cli.models.device import device_of, name_of

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpu_cli.checkpoint.reader import read_json_object
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.errors import MpuError
 
 LARGEST_RESULT = 1 << 30  # bytes: per-example values of large splits

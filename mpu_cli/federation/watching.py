@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from mpu_cli.boundary.documents import Document, Text, parse_document
 from mpu_cli.boundary.files import private_folder, private_umask
 from mpu_cli.client.checks import check_options
 from mpu_cli.client.dataset import Dataset
@@ -25,7 +26,31 @@ from mpu_cli.options.unlearning import Checks, Unlearning
 from mpu_cli.resumption import alone_in, append_line, read_lines
 
 DAY = 86_400.0  # seconds
-BEGUN, ANSWERED, FAILED = "begun", "answered", "failed"  # what becomes of a copy, in the worker's own file
+# what becomes of a copy, in the worker's own file
+BEGUN: Literal["begun"] = "begun"
+ANSWERED: Literal["answered"] = "answered"
+FAILED: Literal["failed"] = "failed"
+
+
+class Answer(Document):
+    """A line of the worker's own file: what became of a copy. ``state`` is empty in lines of mpu before 0.2, which
+    noted only deltas that left."""
+
+    copy: Text
+    state: Literal["begun", "answered", "failed", ""] = ""
+    digest: Text = ""
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """What was done about copies so far, in order. Raises MpuError if the file is damaged."""
+    hint = "choose another --work"
+    answers: list[Answer] = []
+    for line in read_lines(path, hint):
+        answer = parse_document(Answer, line, f"{path}: damaged", hint)
+        if is_name(answer.copy, COPY):
+            states = [answer] if answer.state else [Answer(copy=answer.copy, state=s) for s in (BEGUN, ANSWERED)]
+            answers += states
+    return answers
 
 
 @dataclass(frozen=True)
@@ -102,7 +127,7 @@ class Watching:
             hint = error.hint if isinstance(error, MpuError) else None
             self.observer.warn(f"{copy}: {problem.removeprefix(f'{copy}: ')}" + (f"; {hint}" if hint else ""))
             self._mark_failed(copy)
-            if self._last(copy).get("state") == BEGUN:
+            if self._last(copy) == BEGUN:
                 self._note(copy, FAILED)
         finally:
             shutil.rmtree(self.work / "arrived", ignore_errors=True)
@@ -121,16 +146,16 @@ class Watching:
         """Raises MpuError if the copy's round is over."""
         if self._delta(copy).exists():
             return  # it may leave again
-        if ANSWERED in (line["state"] for line in self._lines(copy)):
+        if ANSWERED in (answer.state for answer in self._answers(copy)):
             raise MpuError(f"{copy}: was answered before, and its round is over")
 
     def _begin(self, copy: str, digest: str) -> None:
         """Count a training before it begins, unless it was begun on the same files and stopped. Raises MpuError if
         there were as many as may be."""
-        last = self._last(copy)
-        if last.get("state") == BEGUN and last.get("digest") == digest:
+        answers = self._answers(copy)
+        if answers and (answers[-1].state, answers[-1].digest) == (BEGUN, digest):
             return
-        begun = sum(line["state"] == BEGUN for line in self._lines())
+        begun = sum(answer.state == BEGUN for answer in self._answers())
         if self.most is not None and begun >= self.most:
             raise MpuError(f"{copy}: {begun} trainings were begun, and --max-deltas allows no more")
         append_line(self._ledger, {"copy": copy, "state": BEGUN, "digest": digest})
@@ -140,26 +165,23 @@ class Watching:
         return self.work / "answered.jsonl"
 
     def _note(self, copy: str, state: str) -> None:
-        if self._last(copy).get("state") != state:
+        if self._last(copy) != state:
             append_line(self._ledger, {"copy": copy, "state": state})
 
-    def _last(self, copy: str) -> dict[str, Any]:
-        return (self._lines(copy) or [{}])[-1]
+    def _last(self, copy: str) -> str:
+        """The last state of a copy, "" if nothing was done about it."""
+        answers = self._answers(copy)
+        return answers[-1].state if answers else ""
 
-    def _lines(self, of: str | None = None) -> list[dict[str, Any]]:
+    def _answers(self, copy: str | None = None) -> list[Answer]:
         """What was done about each copy so far, or about one, in order."""
-        lines: list[dict[str, Any]] = []
-        for line in read_lines(self._ledger, "choose another --work"):
-            if is_name(line.get("copy"), COPY) and of in (None, line["copy"]):
-                # There was no state when only deltas that left were noted.
-                lines += [line] if "state" in line else [line | {"state": BEGUN}, line | {"state": ANSWERED}]
-        return lines
+        return [answer for answer in read_answers(self._ledger) if copy in (None, answer.copy)]
 
     def _delta(self, copy: str) -> Path:
         return self.work / "deltas" / (copy + DELTA)
 
     def _clear(self, there: list[str]) -> None:
         """Remove kept deltas of copies that the other party no longer has here."""
-        for copy in {str(line["copy"]) for line in self._lines()} - set(there):
+        for copy in {answer.copy for answer in self._answers()} - set(there):
             delta = self._delta(copy)
             shutil.rmtree(delta) if delta.is_dir() else delta.unlink(missing_ok=True)

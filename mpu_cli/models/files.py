@@ -10,9 +10,10 @@ from pathlib import Path, PurePath
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.boundary.cleaning import JSON_FILES, clean_config, left_out_of
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.checkpoint.dtypes import OPTION, WORD
-from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, PICKLES, Checkpoint, read_json_object
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, PICKLES, Checkpoint
 from mpu_cli.checkpoint.writer import TensorSpecs
 from mpu_cli.manifest import MANIFEST_NAME
 from mpu_cli.models.source import FOR_PEOPLE, LARGEST_JSON, RESULT_FILES, Model

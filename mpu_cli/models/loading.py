@@ -27,7 +27,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mpu_cli.boundary.cleaning import check_token_count
+from mpu_cli.boundary.cleaning import check_tokens
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.limited import PROCESS, LimitError
 from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
@@ -38,7 +39,6 @@ from mpu_cli.checkpoint.reader import (
     Checkpoint,
     listed,
     open_checkpoint,
-    read_json_object,
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
@@ -128,7 +128,7 @@ def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
         worked, outcome = PROCESS.load(file.read_text(encoding="utf-8"))
         if not worked:
             raise LimitError(f"{file.name}: {outcome}")
-        check_token_count(outcome)
+        check_tokens(*outcome)
         for path in vocabularies:
             path.unlink()
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

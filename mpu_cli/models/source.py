@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.checkpoint.reader import SHARD, Checkpoint, open_checkpoint, read_json_object
+from mpu_cli.boundary.documents import read_json_object
+from mpu_cli.checkpoint.reader import SHARD, Checkpoint, open_checkpoint
 from mpu_cli.errors import MpuError
 
 # Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.

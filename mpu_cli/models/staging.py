@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.boundary.cleaning import JSON_FILES, LONGEST_TEMPLATE, clean_config
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, copy_bounded, open_regular, private_scratch
 from mpu_cli.boundary.limited import PROCESS
 from mpu_cli.checkpoint.header import short
@@ -27,7 +28,6 @@ from mpu_cli.checkpoint.reader import (
     Checkpoint,
     listed,
     open_checkpoint,
-    read_json_object,
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import LARGEST_JSON, Model

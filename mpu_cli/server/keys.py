@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import hmac
 import json
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pyrage
+from msgspec import Meta
 
 from mpu_cli.architectures.family import SETS
+from mpu_cli.boundary.documents import (
+    Count,
+    Document,
+    Finite,
+    Layers,
+    RunName,
+    Scale,
+    Seed,
+    Text,
+    Word,
+    as_entries,
+    is_ascending,
+    parse_document,
+)
 from mpu_cli.errors import MpuError, UsageError, first_line
-from mpu_cli.manifest import are_layers
 from mpu_cli.models.source import Model, cached, open_model
 from mpu_cli.randomness import Randomness
 from mpu_cli.sealing import (
@@ -28,14 +41,10 @@ from mpu_cli.sealing import (
 )
 from mpu_cli.server.calibration import Calibration
 from mpu_cli.server.publication import Publication, default_secret_path, server_secret
-from mpu_cli.server.scheme import SCHEMES, ZeroSum
+from mpu_cli.server.scheme import MOST_COPIES, SCHEMES, ZeroSum
 
 FORMAT, VERSION = "mpu-keys", 6
 SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",)}
-ENTRIES = {
-    "run", "round", "seed", "seed_is_secret", "noise", "kappa", "symmetries", "sigma", "copy_ids", "base", "reference",
-    "shared_kappa", "shared_sigma", "calibration", *SINCE[4], *SINCE[5], *SINCE[6],
-}  # fmt: skip
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -242,8 +251,8 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
     written = table.get("authenticator")
-    if secret is not None and isinstance(written, str):
-        authentic |= hmac.compare_digest(written.encode(), _authenticator(table, secret).encode())
+    if secret is not None and isinstance(written, str) and written.isascii():
+        authentic |= hmac.compare_digest(written, _authenticator(table, secret))
     table.pop("format")
     version = table.pop("version", None)
     if version not in range(1, VERSION + 1):
@@ -253,58 +262,81 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     if version == 1 and isinstance(table.get("alphas"), list):  # version 1 had only zero-sum noise
         table["noise"] = {"kind": ZeroSum.kind, "factors": table.pop("alphas")}
     try:
-        return replace(_keys_of(table), authentic=authentic)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, UsageError) as error:
-        raise MpuError(f"{path}: key data is incomplete or invalid") from error
+        return replace(_keys_of(table, path), authentic=authentic)
+    except UsageError as error:
+        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup") from error
 
 
-def _keys_of(table: dict[str, Any]) -> Keys:
+class _Noise(Document):
+    kind: Literal["zero-sum", "extrapolate"]
+    factors: Annotated[list[Finite], Meta(min_length=1, max_length=MOST_COPIES)]
+
+
+class _Base(Document):
+    path: Text
+    config: Text
+    fingerprint: Text
+
+
+class _Calibration(Document):
+    epsilon: Scale
+    delta: Scale
+    sensitivity: Scale
+    adversary: Word
+    bound: Word
+    rounds: Count
+    sigma: Scale
+    shared_sigma: Scale
+
+
+class _Entries(Document, forbid_unknown_fields=True):
+    """The entries of a key file, but format and version; what has a default came later than version 1."""
+
+    run: RunName
+    round: Count
+    seed: Seed
+    seed_is_secret: bool
+    noise: _Noise
+    kappa: Scale
+    symmetries: Word
+    sigma: dict[str, Scale]
+    copy_ids: Annotated[list[Word], Meta(min_length=1, max_length=MOST_COPIES)]
+    base: _Base
+    reference: Text | None
+    shared_kappa: Scale = 0.0
+    shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
+    calibration: _Calibration | None = None
+    omitted_layers: Layers = msgspec.field(default_factory=list)
+    permanent_seed: Seed | None = None
+    grouped: bool = False
+    authenticator: Text | None = None
+
+
+def _keys_of(table: Mapping[str, object], path: Path) -> Keys:
     """The keys with these entries, each of which is checked: a key file may have been sealed by someone else.
 
-    Raises KeyError, TypeError, ValueError, AttributeError or UsageError if one is missing, unknown or invalid.
+    Raises MpuError or UsageError if one is missing, unknown or invalid.
     """
-    later: dict[str, Any] = {"shared_kappa": 0.0, "shared_sigma": {}, "calibration": None}
-    given = {**later, "omitted_layers": [], "permanent_seed": None, "grouped": False, "authenticator": None, **table}
-    if set(given) != ENTRIES:
-        raise KeyError(f"entries {sorted(set(given) ^ ENTRIES)}")
-    calibration = None if given["calibration"] is None else Calibration(**given["calibration"])
-    base = BaseIdentity(**given["base"])
-    texts = [given["run"], given["symmetries"], base.path, base.config, base.fingerprint, *given["copy_ids"]]
-    numbers = [given["kappa"], given["shared_kappa"], *given["sigma"].values(), *given["shared_sigma"].values()]
-    if calibration:
-        texts += [calibration.adversary, calibration.bound]
-        numbers += [value for value in asdict(calibration).values() if not isinstance(value, str)]
-    factors, omitted, copy_ids = given["noise"]["factors"], given["omitted_layers"], given["copy_ids"]
-    seeds = [given["seed"], given["permanent_seed"] or given["seed"]]
-    sound = (
-        all(isinstance(text, str) for text in texts)
-        and all(isinstance(number, int | float) and math.isfinite(number) and number >= 0 for number in numbers)
-        and all(isinstance(entries, list) for entries in (factors, omitted, copy_ids))
-        and all(isinstance(factor, int | float) for factor in factors)
-        and len(factors) == len(copy_ids) >= 1
-        and are_layers(omitted)
-        and given["symmetries"] in SETS
-        and type(given["round"]) is int
-        and type(given["grouped"]) is bool
-        and all(re.fullmatch("[0-9a-f]{64}", seed) for seed in seeds)
-    )
-    if not sound:
-        raise ValueError("an entry is invalid")
+    entries = parse_document(_Entries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup")
+    sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
+    if not sound or entries.symmetries not in SETS:
+        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup")
     publication = Publication(
-        seed=bytes.fromhex(given["seed"]),
-        seed_is_secret=given["seed_is_secret"],
-        scheme=SCHEMES[given["noise"]["kind"]].checked(factors),
-        kappa=given["kappa"],
-        shared_kappa=given["shared_kappa"],
-        calibration=calibration,
-        symmetries=given["symmetries"],
-        run=given["run"],
-        round=given["round"],
-        omitted=tuple(omitted),
-        permanent_seed=bytes.fromhex(given["permanent_seed"]) if given["permanent_seed"] else None,
-        grouped=given["grouped"],
+        seed=bytes.fromhex(entries.seed),
+        seed_is_secret=entries.seed_is_secret,
+        scheme=SCHEMES[entries.noise.kind].checked(entries.noise.factors),
+        kappa=entries.kappa,
+        shared_kappa=entries.shared_kappa,
+        calibration=Calibration(**as_entries(entries.calibration)) if entries.calibration else None,  # type: ignore[arg-type]
+        symmetries=entries.symmetries,
+        run=entries.run,
+        round=entries.round,
+        omitted=tuple(entries.omitted_layers),
+        permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
+        grouped=entries.grouped,
     )
-    return Keys(publication, given["sigma"], tuple(copy_ids), base, given["reference"], given["shared_sigma"])
+    base = BaseIdentity(entries.base.path, entries.base.config, entries.base.fingerprint)
+    return Keys(publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma)
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from mpu_cli.architectures.layout import Layout
+from mpu_cli.boundary.documents import Above0, Finite, parse_document
 from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError
@@ -34,7 +35,7 @@ class Sample:
     """Some weights of a model, the same places in every model of one architecture: dtypes as safetensors has them."""
 
     dtypes: tuple[str, ...]
-    values: tuple[float, ...]
+    values: tuple[Finite, ...]
 
     def rounds_to(self, other: Sample) -> bool:
         """Whether these weights, rounded to the dtypes of ``other``, are its weights."""
@@ -58,8 +59,8 @@ class Entry:
     content: str
     sample: Sample
     noise_content: str = ""
-    permanent_sigma: Mapping[str, float] = field(default_factory=dict)
-    calibrated_sigma: float | None = None
+    permanent_sigma: dict[str, Above0] = field(default_factory=dict)
+    calibrated_sigma: Above0 | None = None
 
 
 def default_register_path() -> Path:
@@ -84,18 +85,9 @@ def read_register(path: Path) -> list[Entry]:
     hint = "put a backup in its place: what it lost cannot be checked"
     entries = []
     for line in read_lines(path, hint):
-        values = {name: value for name, value in line.items() if name != "time"}
-        try:
-            sample = Sample(*(tuple(values["sample"][name]) for name in ("dtypes", "values")))
-            entry = Entry(**{**values, "sample": sample})
-            scales = [*entry.permanent_sigma.values(), entry.calibrated_sigma or 1.0]
-            usable = all(isinstance(scale, float | int) and 0 < scale < math.inf for scale in scales)
-            usable &= all(isinstance(text, str) for text in (entry.content, entry.noise_content))
-            usable &= all(dtype in TORCH for dtype in sample.dtypes)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise MpuError(f"{path}: damaged ({error})", hint) from error
-        if not usable:
-            raise MpuError(f"{path}: damaged (a publication is incomplete)", hint)
+        entry = parse_document(Entry, line, f"{path}: damaged", hint)
+        if not set(entry.sample.dtypes) <= set(TORCH):
+            raise MpuError(f"{path}: damaged (a dtype is not known)", hint)
         entries.append(entry)
     return entries
 

@@ -21,8 +21,19 @@ import torch
 
 from mpu_cli.architectures.depth import without_layers
 from mpu_cli.architectures.layout import Layout, TensorLayout
+from mpu_cli.boundary.documents import (
+    Count,
+    Document,
+    Finite,
+    Hexadecimal,
+    RunName,
+    Scale,
+    Word,
+    Words,
+    read_document,
+)
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, read_json_object
+from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, restore
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.errors import MpuError
@@ -49,12 +60,22 @@ class Part:
     """What is kept of a delta: its copy, a digest of its tensors' names, its norm, and its cosine with the sum of those
     before it (None for the first)."""
 
-    copy: int
-    names: str
-    norm: float
-    cosine: float | None
-    algorithm: str
-    trained: dict[str, str] | None
+    copy: Count
+    names: Hexadecimal
+    norm: Scale
+    cosine: Finite | None
+    algorithm: Word
+    trained: Words | None
+
+
+class SumFacts(Document):
+    """What ``mpu.json`` beside a running sum says of it."""
+
+    run: RunName
+    round: Count
+    copy_ids: list[Word]
+    parts: list[Part]
+    norm: Scale
 
 
 @dataclass(frozen=True)
@@ -97,14 +118,10 @@ def read_running(folder: Path, keys: Keys) -> Running:
         if folder.exists() and any(folder.iterdir()):
             raise MpuError(f"{folder}: already exists and holds no running sum", "choose another folder")
         return Running(folder, (), 0.0, keys.copies)
-    facts: dict[str, Any] = dict(read_json_object(path))
-    if (facts.get("run"), facts.get("round"), facts.get("copy_ids")) != (keys.run, keys.round, list(keys.copy_ids)):
+    facts = read_document(SumFacts, path, "remove the folder, and ask for the deltas again")
+    if (facts.run, facts.round, facts.copy_ids) != (keys.run, keys.round, list(keys.copy_ids)):
         raise MpuError(f"{folder}: holds the sum of another publication or round", "use another folder for each round")
-    try:
-        parts = tuple(Part(**part) for part in facts["parts"])
-        return Running(folder, parts, float(facts["norm"]), keys.copies)
-    except (KeyError, TypeError, ValueError) as error:
-        raise MpuError(f"{path}: damaged ({error})", "remove the folder, and ask for the deltas again") from error
+    return Running(folder, tuple(facts.parts), facts.norm, keys.copies)
 
 
 def add(
