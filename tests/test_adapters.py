@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import with_adapter
-from tests.models import random_model
+from tests.models import random_model, save
 
 IDS = torch.arange(3, 19)[None]
 MODULES = ["q_proj", "v_proj", "up_proj"]
@@ -134,3 +134,16 @@ def test_what_is_not_honoured_is_refused(tmp_path: Path, entries: dict, complain
     edit(tmp_path, **entries)
     with pytest.raises(MpuError, match=complaint):
         with_adapter(random_model("llama-biases"), tmp_path)
+
+
+def test_an_adapter_beside_a_model(mpu: Callable, tmp_path: Path) -> None:
+    """transformers would add it to the weights: refused, and the file by itself is the model without it."""
+    base = save(random_model("llama"), tmp_path / "base")
+    make_adapter(base, "llama")
+    refused = mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", check=False)
+    assert (refused.status, "and a peft adapter" in refused.err) == (1, True)
+    weights = base / "model.safetensors"
+    mpu("publish", weights, "--copies", 2, "--kappa", 0, "--symmetries", "none", "--out", tmp_path, "--keys",
+        tmp_path / "keys.bin")  # fmt: skip
+    copy = load_file(tmp_path / "copy_1/model.safetensors")
+    assert all(torch.equal(tensor, copy[name]) for name, tensor in load_file(weights).items())

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, GenerationConfig
 
 from tests.models import CONFIGS, FAMILY_CONFIGS, random_model, read, save
 
 ALL = [*CONFIGS, *FAMILY_CONFIGS]
 THOROUGH = ("llama", "gpt2", "qwen3_moe", "llava", "glm4_moe", "falcon-7b", "nemotron_h")
+WITH_IMAGES = ("llava",)
 AMPLIFYING = ("qwen3_5", "qwen3_next")  # a delta net amplifies rounding
 WEIGHTS = "model.safetensors"
 IDS = torch.arange(8, 40)[None]
@@ -38,6 +39,14 @@ def tensors(folder: Path) -> dict[str, tuple]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
 
 
+def save_base(family: str, folder: Path) -> Path:
+    """A random model, with an image processor if it reads images."""
+    save(random_model(family), folder)
+    if family in WITH_IMAGES:
+        CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
 def check_beside(folder: Path, base: Path) -> None:
     """What transformers makes of the other files is the same."""
     ours, theirs = (AutoConfig.from_pretrained(each).to_dict() for each in (folder, base))
@@ -48,6 +57,9 @@ def check_beside(folder: Path, base: Path) -> None:
     assert ours(TEXT).input_ids == theirs(TEXT).input_ids
     assert ours.chat_template == theirs.chat_template
     assert ours.special_tokens_map == theirs.special_tokens_map
+    if (base / "preprocessor_config.json").exists():
+        ours, theirs = (AutoProcessor.from_pretrained(each) for each in (folder, base))
+        assert ours.to_dict() == theirs.to_dict()
 
 
 def without(config: dict) -> dict:
@@ -59,7 +71,7 @@ def without(config: dict) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL)
 def test_a_copy_without_noise_is_its_base(mpu: Callable, tmp_path: Path, family: str) -> None:
-    base = save(random_model(family), tmp_path / "base")
+    base = save_base(family, tmp_path / "base")
     mpu("publish", "base", "--copies", 2, "--only", 1, "--kappa", 0, cwd=tmp_path)
     assert difference(tmp_path / "copy_1", logits(base)) < (1e-4 if family.startswith(AMPLIFYING) else 1e-5)
     assert tensors(tmp_path / "copy_1") == tensors(base)
@@ -72,7 +84,7 @@ def test_a_copy_without_noise_is_its_base(mpu: Callable, tmp_path: Path, family:
 )
 def test_everything_comes_back(mpu: Callable, tmp_path: Path, family: str) -> None:
     """From a training that changes next to nothing."""
-    base = save(random_model(family), tmp_path / "base")
+    base = save_base(family, tmp_path / "base")
     mpu("publish", "base", "--copies", 2, "--kappa", 0, cwd=tmp_path)
     # As many as the look for traps needs.
     records = [{"question": "w4 w5", "answer": f"w6 w{n}"} for n in (7, 8, 9, 10)]

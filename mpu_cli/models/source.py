@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.boundary.documents import read_json_object
-from mpu_cli.checkpoint.reader import SHARD, Checkpoint, open_checkpoint
+from mpu_cli.checkpoint.reader import ADAPTER_CONFIG, SHARD, Checkpoint, open_checkpoint
 from mpu_cli.errors import MpuError
 
 # Copied along with the weights. Nothing else is: a directory may contain files that must not be shared.
@@ -136,6 +136,11 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
             f"{config_path}: no such file",
             "put the model's config.json next to its weights (publish, verify, invert "
             "and aggregate also take --model-config)",
+        )
+    if path.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG):
+        raise MpuError(
+            f"{folder}: holds the weights of a model and a peft adapter, which transformers would add to them",
+            f"merge them with peft (merge_and_unload), or pass {checkpoint.path} for the model without the adapter",
         )
     _check_unwrapped(checkpoint)
     config_links = links or config is not None
