@@ -11,7 +11,7 @@ from functools import cache
 
 LARGE_MODEL = 1 << 28  # bytes of weights from which on memory matters more than some of the time
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-KEPT = 31 << 20  # bytes of the largest block that is kept; glibc allows 32 MiB
+LARGEST_CACHED_BLOCK = 31 << 20  # bytes of the largest block that is kept; glibc allows 32 MiB
 RETURNED = 8 << 20  # bytes of the smallest block that is returned as soon as it is freed
 
 
@@ -32,13 +32,13 @@ def suit_heap_to(weights: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """From now on, keep freed blocks up to KEPT, for work that needs blocks of the same few sizes again and again.
+    """From now on, keep freed blocks of bounded size, for work that needs the same few sizes again and again.
 
     Otherwise, an aggregation got new pages for every slice, which took as long as its computations.
     """
     if libc := _glibc():
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * KEPT)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_CACHED_BLOCK)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_CACHED_BLOCK)
 
 
 def return_freed_memory() -> None:

@@ -30,7 +30,8 @@ from mpu_cli.errors import MpuError
 
 VERSION = 2
 READABLE = (1, 2)  # version 1 recorded neither a copy's symmetries nor how a delta was trained
-LEFT, RIGHT = ".lora_B", ".lora_A"  # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
+# of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
+LEFT_FACTOR, RIGHT_FACTOR = ".lora_B", ".lora_A"
 MANIFEST_NAME = "mpu.json"
 TAGS = {  # of a delta's training, in words
     "records": "records",

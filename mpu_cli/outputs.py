@@ -13,8 +13,8 @@ SUFFIX = ".safetensors"
 
 def next_round(folder: Path) -> tuple[str | None, int]:
     """The run and round in which the model in ``folder`` is published: those after the one that made it."""
-    made = read_model_manifest(folder)
-    return (made.run, made.round + 1) if made else (None, 1)
+    manifest = read_model_manifest(folder)
+    return (manifest.run, manifest.round + 1) if manifest else (None, 1)
 
 
 def round_of_copy(copy: Path) -> int:

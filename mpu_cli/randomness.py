@@ -99,9 +99,11 @@ def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False)
     word, real = (np.int64, np.float64) if double else (np.int32, np.float32)
     largest = np.iinfo(word).max
     unit = 2.0 ** -(np.iinfo(word).bits - 1)
-    first, last = start // CELL, -(-stop // CELL)
+    first_cell, last = start // CELL, -(-stop // CELL)
     nbytes = CELL * np.dtype(word).itemsize
-    bits = np.frombuffer(keystream(key, first * nbytes, (last - first) * nbytes), word).reshape(-1, 2, CELL // 2)
+    bits = np.frombuffer(keystream(key, first_cell * nbytes, (last - first_cell) * nbytes), word).reshape(
+        -1, 2, CELL // 2
+    )
     radius = np.bitwise_and(bits[:, 0], largest).astype(real)
     radius += 1
     radius *= unit
@@ -114,4 +116,4 @@ def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False)
     np.cos(angle, out=out[:, 0])
     np.sin(angle, out=out[:, 1])
     out *= radius[:, None]
-    return torch.from_numpy(out.reshape(-1)[start - first * CELL : stop - first * CELL])
+    return torch.from_numpy(out.reshape(-1)[start - first_cell * CELL : stop - first_cell * CELL])

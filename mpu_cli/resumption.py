@@ -78,15 +78,15 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def differences(before: Mapping[str, object], now: Mapping[str, object], place: str = "") -> Iterator[str]:
+def differences(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     """What differs between two tables of facts, such as ``experiment.kappa 0.01 → 0.02``."""
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from differences(old, new, f"{place}{name}.")
+            yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             change = f" {old} → {new}"
-            yield place + name + (change if len(change) <= SHOWN else "")
+            yield prefix + name + (change if len(change) <= SHOWN else "")
 
 
 def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, Any]]:

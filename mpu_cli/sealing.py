@@ -160,7 +160,7 @@ def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.
         with tarfile.open(fileobj=end, mode="w|", bufsize=_BUFFER) as archive:
             archive.add(folder, name, filter=anonymous)
 
-    with _piped(write) as archived, open(target, "xb") as sealed:
+    with _run_through_pipe(write) as archived, open(target, "xb") as sealed:
         pyrage.encrypt_io(archived, sealed, [recipient])
 
 
@@ -182,42 +182,42 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
                 pass
 
     try:
-        with _piped(unpack, reads=True) as plain, open_regular(path) as sealed:
+        with _run_through_pipe(unpack, reads=True) as plain, open_regular(path) as sealed:
             pyrage.decrypt_io(sealed, plain, list(identities))
     except pyrage.DecryptError as error:
         if "no matching keys" in str(error).lower():
             raise MpuError(f"{path}: sealed for another identity", "specify the right one with --identity") from error
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
     except MpuError as error:
         raise MpuError(
             f"{path}: decrypted, but contains no copy of a model ({error.problem}); `mpu inspect` says what it is"
         ) from error
     except OSError as error:
         if error.errno is None:  # a decryption error after decryption has started
-            raise _damaged(path, error) from error
+            raise _damage_error(path, error) from error
         raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
     return unpacked[0]
 
 
-def _damaged(path: Path, error: Exception) -> MpuError:
+def _damage_error(path: Path, error: Exception) -> MpuError:
     return MpuError(f"{path}: damaged or truncated ({first_line(error)})", "get it again")
 
 
 @contextmanager
-def _piped(work: Callable[[BinaryIO], None], *, reads: bool = False) -> Iterator[BinaryIO]:
+def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) -> Iterator[BinaryIO]:
     """Run ``work`` in a thread on one end of a pipe (``reads``: the read end); the block gets the other end.
 
     An exception in ``work`` is raised after the block, unless the block raised one itself.
     """
     reading, writing = os.pipe()
     ends = os.fdopen(reading, "rb", _BUFFER), os.fdopen(writing, "wb", _BUFFER)
-    own, other = ends if reads else reversed(ends)
+    worker_end, other = ends if reads else reversed(ends)
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            with own:
-                work(own)
+            with worker_end:
+                work(worker_end)
         except BrokenPipeError:
             pass  # the block ended early, and its own exception says why
         except BaseException as error:

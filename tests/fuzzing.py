@@ -33,20 +33,20 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import endpoint
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.federation.spool import COPY, FILE, checked
+from mpu_cli.federation.spool import COPY, FILE, validate_name
 from mpu_cli.federation.watching import read_answers
 from mpu_cli.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.models.loading import skeleton, tokenizer_of
 from mpu_cli.models.source import open_model
-from mpu_cli.models.staging import staged, staged_adapter
+from mpu_cli.models.staging import staged_adapter, staged_model
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import question
 from mpu_cli.sealing import open_folder, seal_folder
+from mpu_cli.server.incremental import read_running
 from mpu_cli.server.keys import BaseIdentity, Keys, seal, unseal
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.register import read_register
-from mpu_cli.server.running import read_running
 from mpu_cli.toml import read_toml
 from tests.models import write_records
 
@@ -146,7 +146,7 @@ def _copy(folder: Path) -> None:
     model = open_model(str(folder), links=False)
     read_copy_manifest(folder, model.checkpoint.metadata)
     layout_of(model.checkpoint.tensors, model.config, model.source)
-    with staged(model):
+    with staged_model(model):
         pass
 
 
@@ -255,7 +255,7 @@ def _names(folder: Path) -> None:
     for line in (folder / "names").read_text(errors="replace").split("\n"):
         for pattern in (COPY, FILE):
             try:
-                name = checked(line, pattern)
+                name = validate_name(line, pattern)
             except ValueError:
                 continue
             assert (folder / name).resolve().is_relative_to(folder.resolve()), name
@@ -403,7 +403,7 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
 # Every module that parses JSON, TOML or age: the targets that play it, or why nobody else writes what it reads.
 READERS: dict[str, tuple[str, ...] | str] = {
     "boundary/documents.py": ("manifest", "keys", "sum"),
-    "boundary/limited.py": "a pipe to a process of its own",
+    "boundary/sandbox.py": "a pipe to a process of its own",
     "checkpoint/header.py": ("header", "delta"),
     "checkpoint/reader.py": ("index",),
     "cli/inspect.py": ("inspected copy", "inspected delta", "result", "run", "log", "card", "keys, sealed"),
@@ -438,7 +438,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "sealing.py": ("sealed copy",),
     "server/keys.py": ("keys", "keys, sealed"),
     "server/register.py": ("register",),
-    "server/running.py": ("sum",),
+    "server/incremental.py": ("sum",),
     "toml.py": ("recipe",),
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import string
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -404,6 +406,19 @@ def save_tokenizer(folder: Path, *, by_bytes: bool = False) -> Path:
     ids = AutoTokenizer.from_pretrained(folder)("w4 w5 w90").input_ids
     assert len(set(ids)) >= 3, f"the tokenizer in {folder} does not tell words apart: {ids}"
     return folder
+
+
+# One family of each kind of wiring: norms, rotary positions, fused tensors, experts, latents, state spaces, images.
+REPRESENTATIVES = {
+    "llama", "llama-biases", "gpt2", "qwen3", "phi3-partial", "gpt_neox", "cohere2", "gemma2", "gemma3n_text", "olmo2",
+    "falcon-7b", "mixtral", "mixtral-fused", "gpt_oss", "deepseek_v3", "mamba2", "nemotron_h", "qwen3_next",
+    "falcon_h1", "lfm2", "llava", "llama4_text", "bloom", "mpt", "codegen", "opt",
+}  # fmt: skip
+
+
+def by_kind(families: Iterable[str], fast: Collection[str] = frozenset(REPRESENTATIVES)) -> list[Any]:
+    """Parameters of a test: ``fast`` families in the fast tier, the others, which share what they do, in the slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in families]
 
 
 @dataclass(frozen=True)

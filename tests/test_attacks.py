@@ -27,7 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.boundary import limited
+from mpu_cli.boundary import sandbox
 from mpu_cli.boundary.archives import unpack_folder
 from mpu_cli.boundary.cleaning import clean_config
 from mpu_cli.boundary.folder import Folder
@@ -36,7 +36,7 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned, restore
 from mpu_cli.client.copycheck import against_others
 from mpu_cli.client.leakage import moved_rows
-from mpu_cli.client.ledger import Entry, default_ledger_path
+from mpu_cli.client.ledger import LedgerEntry, default_ledger_path
 from mpu_cli.client.private import with_noise
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool
@@ -224,7 +224,7 @@ class TestAChatTemplateThatNeverEnds:
         ids=["loops", "text", "doubling", "number"],
     )
     def test_it_is_stopped(self, mpu: Callable, place: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(limited, "SECONDS", 2.0)
+        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
         copy = published(mpu, place)
         (copy / "chat_template.jinja").write_text(template)
         started = time.monotonic()
@@ -399,9 +399,9 @@ class TestTheSpool:
         """Two copies in a spool."""
         mpu("publish", "base", "--copies", 2, "--run", "r", "--seed", 1, cwd=place)
         spool = Spool(place / "spool")
-        spool.arrived(f"{self.RUN}/copy_1").parent.mkdir(parents=True)
+        spool.inbox_path(f"{self.RUN}/copy_1").parent.mkdir(parents=True)
         for k in (1, 2):
-            shutil.move(place / f"copy_{k}", spool.arrived(f"{self.RUN}/copy_{k}"))
+            shutil.move(place / f"copy_{k}", spool.inbox_path(f"{self.RUN}/copy_{k}"))
         return spool
 
     def watch(self, mpu: Callable, place: Path, *options: object):
@@ -441,7 +441,7 @@ class TestTheSpool:
         """A link in place of its weights, or of the whole folder."""
         spool = self.arrive(mpu, place)
         private = save(random_model("llama", seed=9), place / "private")
-        first, second = (spool.arrived(f"{self.RUN}/copy_{k}") for k in (1, 2))
+        first, second = (spool.inbox_path(f"{self.RUN}/copy_{k}") for k in (1, 2))
         (first / "model.safetensors").unlink()
         (first / "model.safetensors").symlink_to(private / "model.safetensors")
         second.rename(place / "moved")
@@ -455,7 +455,7 @@ class TestTheSpool:
     def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, place: Path) -> None:
         """Odd names, FIFOs, endless files, too few rows of embeddings, templates that never end."""
         spool = self.arrive(mpu, place)
-        good = spool.arrived(f"{self.RUN}/copy_2")
+        good = spool.inbox_path(f"{self.RUN}/copy_2")
         inbox = good.parent
         for name in ("copy_²", "copy_a", "copy_1.x"):
             (inbox / name).mkdir()
@@ -498,7 +498,7 @@ class TestTheSpool:
     def test_what_is_taken_cannot_be_changed_any_more(self, place: Path) -> None:
         """A file that shrinks while it is mapped ends a process; one in a private copy cannot."""
         spool = Spool(place / "spool")
-        copy = spool.arrived("r/round_1/copy_1")
+        copy = spool.inbox_path("r/round_1/copy_1")
         copy.mkdir(parents=True)
         (copy / "model.safetensors").write_bytes(bytes(5000))
         (copy / "unknown.bin").write_bytes(b"x")
@@ -511,7 +511,7 @@ class TestTheSpool:
         spool = Spool(tmp_path / "spool")
         for offset in (-1, 5, 2**62):
             spool.put("r/round_1/copy_1", "w", offset, b"x")
-        assert spool.held("r/round_1/copy_1") == {}
+        assert spool.received_sizes("r/round_1/copy_1") == {}
         for name in ("../w", "a/../../w", "", "a\0b", "/etc/x"):
             with pytest.raises(ValueError, match="not a name"):
                 spool.put("r/round_1/copy_1", name, 0, b"x")
@@ -796,8 +796,8 @@ class TestACraftedCopy:
     def test_another_publication_of_the_same_name(self) -> None:
         """What --seed names alike is not compared; copies of one publication are."""
 
-        def entry(copy: int, weights: str) -> Entry:
-            return Entry(weights, "run", 1, copy, weights, "npo", 4, data="records")
+        def entry(copy: int, weights: str) -> LedgerEntry:
+            return LedgerEntry(weights, "run", 1, copy, weights, "npo", 4, data="records")
 
         old = [replace(entry(1, "a"), forget=0.04), replace(entry(2, "b"), forget=0.04)]
         again = replace(entry(1, "c"), forget=5.0)
@@ -942,7 +942,7 @@ class TestATokenizerThatNeverEnds:
         """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
         for name in ("tokenizers", "json", "transformers"):
             (place / f"{name}.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
-        process = limited.Process()
+        process = sandbox.Process()
         monkeypatch.chdir(place)
         try:
             assert process.load("{}")[0] is False
@@ -954,13 +954,13 @@ class TestATokenizerThatNeverEnds:
     def test_it_ends_without_its_parent(self) -> None:
         """Whoever started it may have been killed: then the limit of time ends it."""
         program = (
-            "import mpu_cli.boundary.limited as limited, threading, time, os\n"
-            "limited.SECONDS = 8.0\n"
+            "import mpu_cli.boundary.sandbox as sandbox, threading, time, os\n"
+            "sandbox.SECONDS = 8.0\n"
             "loops = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
-            "ask = lambda: limited.PROCESS.render({'chat_template': loops}, [[]], 1000)\n"
+            "ask = lambda: sandbox.PROCESS.render({'chat_template': loops}, [[]], 1000)\n"
             "threading.Thread(target=ask, daemon=True).start()\n"
-            "while limited.PROCESS._process is None: time.sleep(0.05)\n"
-            "print(limited.PROCESS._process.pid, flush=True)\n"
+            "while sandbox.PROCESS._process is None: time.sleep(0.05)\n"
+            "print(sandbox.PROCESS._process.pid, flush=True)\n"
             "time.sleep(6)\nos._exit(1)\n"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

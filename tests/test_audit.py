@@ -23,7 +23,7 @@ from mpu_cli.auditing.align import (
 )
 from mpu_cli.auditing.shrinkage import AS_IT_IS, SCALED, SPECTRAL, estimates
 from mpu_cli.models.source import open_model
-from mpu_cli.server.hidden import seen_of
+from mpu_cli.server.leakage_estimate import seen_of
 from mpu_cli.symmetry.axis import AxisMap, map_columns
 from mpu_cli.symmetry.sampling import plane_matrices
 from tests.models import CONFIGS, SHARED, needs_shared, random_model, save

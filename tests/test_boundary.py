@@ -17,8 +17,8 @@ from mpu_cli.boundary.cleaning import clean_chat_template, clean_config, clean_t
 from mpu_cli.boundary.names import CONFIG, ROPE
 from mpu_cli.models.network import parts_of
 from mpu_cli.models.source import open_model
-from mpu_cli.models.staging import staged
-from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, load, needs_shared, random_model, save
+from mpu_cli.models.staging import staged_model
+from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, by_kind, load, needs_shared, random_model, save
 
 LABELS = {"id2label", "label2id", "problem_type"}  # of classifiers
 
@@ -58,7 +58,7 @@ def test_a_staged_model_is_the_same(tmp_path: Path, family: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     ids = tokenizer(text, return_tensors="pt").input_ids
     for folder in (base, tmp_path / "shards"):
-        with staged(open_model(str(folder))) as ours:
+        with staged_model(open_model(str(folder))) as ours:
             model, other = AutoModelForCausalLM.from_pretrained(ours), AutoTokenizer.from_pretrained(ours)
         assert torch.equal(model(ids).logits, expected(ids).logits)
         assert other(text).input_ids == tokenizer(text).input_ids
@@ -113,7 +113,7 @@ def test_loading_says_which_folder_was_meant(tmp_path: Path) -> None:
         load(base, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "qwen3_5_text"])
+@pytest.mark.parametrize("family", by_kind(["falcon_h1", "jamba", "qwen3_5_text"]))
 def test_state_space_models_fetch_no_kernels(tmp_path: Path, family: str) -> None:
     """transformers would get and run them from the Hub if the package is there: a stand-in says if it is asked."""
     base = save(random_model(family), tmp_path / "base")

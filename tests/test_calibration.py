@@ -13,7 +13,7 @@ from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 from safetensors.torch import load_file
 
-from mpu_cli.options.publishing import Calibration
+from mpu_cli.options.publishing import CalibrationOptions
 from mpu_cli.server.calibration import calibrate
 from tests.models import random_model, save
 
@@ -22,7 +22,9 @@ GRID = [(epsilon, delta) for epsilon in (0.01, 0.1, 1.0, 3.0, 8.0) for delta in 
 
 def noise(epsilon: float, delta: float, sensitivity: float = 1.0, **options: object) -> float:
     """σ of the noise that all copies share."""
-    return calibrate(Calibration(epsilon=epsilon, dp_delta=delta, sensitivity=sensitivity, **options), 1.0).shared_sigma
+    return calibrate(
+        CalibrationOptions(epsilon=epsilon, dp_delta=delta, sensitivity=sensitivity, **options), 1.0
+    ).shared_sigma
 
 
 class TestCalibrate:
@@ -50,7 +52,7 @@ class TestCalibrate:
         assert accountant.get_epsilon(1e-5) == pytest.approx(2.0, rel=1e-3)
 
     def test_one_copy_has_what_it_needs_from_its_own_noise(self) -> None:
-        found = calibrate(Calibration(epsilon=1.0, dp_delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
+        found = calibrate(CalibrationOptions(epsilon=1.0, dp_delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
         assert 0.5 * found.sigma == pytest.approx(noise(1.0, 1e-5))
         assert found.shared_sigma == 0
 
@@ -103,7 +105,7 @@ class TestPublished:
         told = mpu(*common, tmp_path / "k.bin").err
         assert "every copy" in told
         assert "Computational" in told
-        told = mpu(*common, tmp_path / "k.bin", "--force", "--adversary", "one-copy").err
+        told = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--adversary", "one-copy").err
         assert "one copy of a round" in told
 
     @pytest.mark.parametrize(

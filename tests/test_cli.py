@@ -34,7 +34,7 @@ from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.options.declare import declared
+from mpu_cli.options.declare import declared_options
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import Loss, Unlearning
 from mpu_cli.records.encoding import Encoding
@@ -137,7 +137,7 @@ def test_choices_are_those_of_the_tables():
     """Options list their choices without importing their implementations; the two must stay in sync."""
 
     def choices(group, name):
-        return set(declared(group)[name].choices)
+        return set(declared_options(group)[name].choices)
 
     assert choices(Unlearning, "algo") == set(ALGORITHMS)
     assert choices(Unlearning, "optim") == set(OPTIMIZERS)
@@ -146,7 +146,7 @@ def test_choices_are_those_of_the_tables():
     assert choices(Publishing, "dtype") == set(OPTION)
     assert choices(Publishing, "symmetries") == set(SETS)
     assert choices(Publishing, "noise") == set(SCHEMES)
-    assert set(declared(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
+    assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
 
 
 def test_standard_output_carries_paths_only(mpu, tmp_path):

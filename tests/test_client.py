@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import forward
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.precision import as_wide_as
+from mpu_cli.client.reference_model import forward
 from mpu_cli.client.schedule import schedule
 from mpu_cli.manifest import delta_manifest
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
@@ -97,7 +97,7 @@ class TestSchedule:
 
 def at_layer(algorithm: str, layer: int) -> list[object]:
     """The layer option, for algorithms that have one; its default is too high for small models."""
-    return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].own else []
+    return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].constant_names else []
 
 
 def one_now(names: Iterable[str], *chosen: str) -> list:

@@ -21,7 +21,7 @@ from mpu_cli.options.publishing import parse_layers
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, plan_publish, publish
 from mpu_cli.server.scheme import ZeroSum
-from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, random_model, read, save, write_records
+from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, by_kind, random_model, read, save, write_records
 from tests.protocol import distance, tensors, unfactored
 
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("family", [*CONFIGS, *FAMILY_CONFIGS])
+@pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
 def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path, family: str) -> None:
     save(random_model(family), tmp_path / "base")
     base = open_model(str(tmp_path / "base"))

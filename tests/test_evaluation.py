@@ -26,13 +26,13 @@ from mpu_cli.evaluation import generation, membership, metrics
 from mpu_cli.evaluation.encoding import Item, OpenUnlearningEncoder, TrainedEncoder
 from mpu_cli.evaluation.generation import answer
 from mpu_cli.evaluation.readings import reading
-from mpu_cli.evaluation.recovery import with_earlier_turns
+from mpu_cli.evaluation.relearning_attacks import with_earlier_turns
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.evaluation.scoring import Scorer, TokenScores, passes_at_once
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.record import question
-from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, load, needs_shared, random_model, save
+from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, by_kind, load, needs_shared, random_model, save
 from tests.stopping import stopped
 
 TOFU = SHARED / "data" / "tofu"
@@ -107,7 +107,7 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> Non
 
 
 class TestScoring:
-    @pytest.mark.parametrize("family", [*CONFIGS, *FAMILY_CONFIGS])
+    @pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
     def test_items_that_begin_alike_are_scored_as_alone(self, family: str) -> None:
         """Compared with log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
         model = random_model(family)
@@ -199,7 +199,7 @@ class TestScoring:
         """They are the same; an item that is also asked for fully is."""
         model, items = random_model("llama"), items_of(random.Random(3), 10, 5)
         whole = Scorer(model).score(items, batch_size=8, moments=True)
-        parts = Scorer(model).score(items[::3], others=items, batch_size=8, moments=True)
+        parts = Scorer(model).score(items[::3], loss_items=items, batch_size=8, moments=True)
         asked = [*range(0, len(items), 3), *range(len(items))]
         for place, (number, scores) in enumerate(zip(asked, parts, strict=True)):
             torch.testing.assert_close(scores.losses, whole[number].losses, rtol=0, atol=1e-5)

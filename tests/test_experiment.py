@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment import rounds
-from mpu_cli.experiment.published import published
+from mpu_cli.experiment.literature import published_results
 from mpu_cli.experiment.recipes import read_recipe
 from mpu_cli.experiment.tables import degradation, pivot
 from mpu_cli.observer import Observer
@@ -548,7 +548,7 @@ def test_every_value_of_the_paper_is_in_one_recipe() -> None:
     assert len(rows) == 1576
     assert {row["table"] for row in rows} == set(RECIPES)
     for recipe in RECIPES:
-        lines = [line for line in published(PAPER / f"{recipe}.toml") if "paper" in line["mode"]]
+        lines = [line for line in published_results(PAPER / f"{recipe}.toml") if "paper" in line["mode"]]
         found = sorted((line["algo"], name, value) for line in lines for name, value in line["metrics"].items())
         own = [row for row in rows if row["table"] == recipe]
         assert found == sorted((row["algo"], row["metric"], float(row["value"])) for row in own), recipe
@@ -570,7 +570,7 @@ def test_every_value_of_the_paper_is_in_one_recipe() -> None:
 def test_the_papers_own_average() -> None:
     """Without gradient ascent, on Llama 3.2 1B: 0.72 % (truth ratio) and 0.25 % (utility) for MPU, 1.30 and 0.42 %
     for noised, computed from the file by hand."""
-    lines = [line for line in published(PAPER / "pum_main_comparison.toml") if "paper" in line["mode"]]
+    lines = [line for line in published_results(PAPER / "pum_main_comparison.toml") if "paper" in line["mode"]]
     found = {mode.rpartition(" ")[2]: each for mode, each in degradation(lines, [*lines[0]["metrics"]]).items()}
     expected = {"mpu": (0.72, 0.25), "noised": (1.30, 0.42)}
     for mode, (ratio, utility) in expected.items():

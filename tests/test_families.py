@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.architectures.families import FAMILIES
 from mpu_cli.architectures.family import LAYER_AXES, Permutation, QuarterTurns, Rotation
 from mpu_cli.architectures.layout import Layout, layout_of
-from mpu_cli.architectures.wrappers import WRAPPERS, supported
+from mpu_cli.architectures.wrappers import WRAPPERS, supported_families
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.models.staging import fields_of
@@ -34,6 +34,7 @@ from tests.models import (
     FAMILY_CONFIGS,
     FUSED,
     VOCABULARY,
+    by_kind,
     make_trained,
     random_model,
     read,
@@ -72,10 +73,10 @@ def opened(folder: Path) -> tuple[Model, Layout]:
 
 def test_every_family_is_tested() -> None:
     tested = {config["model_type"] for config in {**CONFIGS, **FAMILY_CONFIGS}.values()}
-    assert tested == set(supported())
+    assert tested == set(supported_families())
 
 
-@pytest.mark.parametrize("family", [*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)])
+@pytest.mark.parametrize("family", by_kind([*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)]))
 def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> None:
     """Without noise, in each set; and every tensor that a symmetry can move is moved."""
     base, layout = opened(make(family, tmp_path / "base"))
@@ -159,7 +160,7 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
         yield "signs of the residual stream", -1, draw(Permutation("r", ("model", "|model|"), signed=("model",)))
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", by_kind(ALL))
 def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -> None:
     folder = make(family, tmp_path / "base")
     _, layout = opened(folder)
@@ -235,7 +236,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_CONFIGS if name in WRAPPERS])
+@pytest.mark.parametrize("family", by_kind(name for name in FAMILY_CONFIGS if name in WRAPPERS))
 def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -> None:
     """What a tower writes into the residual stream moves with that, without noise; nothing of it is trained."""
     base, (image, pixels) = make(family, tmp_path / "base"), IMAGES[family]

@@ -74,15 +74,15 @@ class TestSpool:
         for offset, end in ((0, 80), (80, 200), (0, 80), (40, 90)):  # again, after a reply that was lost
             spool.put(COPY, "w", offset, data[offset:end])
         spool.put(COPY, "c", 100, data[100:])  # one before it is missing
-        assert spool.held(COPY) == {"w": 200}
+        assert spool.received_sizes(COPY) == {"w": 200}
         spool.put(COPY, "c", 0, b"\1" + data[1:])
         assert spool.complete(COPY, digests) == ["c"]
         assert spool.state(COPY) == "arriving"
-        assert spool.held(COPY) == {"w": 200}
+        assert spool.received_sizes(COPY) == {"w": 200}
         spool.put(COPY, "c", 0, data)
         assert spool.complete(COPY, digests) == spool.complete(COPY, digests) == []
         assert spool.state(COPY) == "waiting"
-        assert (spool.arrived(COPY) / "w").read_bytes() == data
+        assert (spool.inbox_path(COPY) / "w").read_bytes() == data
         assert list(spool.copies()) == [COPY]
 
 
@@ -98,7 +98,7 @@ class TestWatch:
             for k in (1, 2):
                 copy = place / f"r{number}/copy_{k}"
                 run = json.loads((copy / "mpu.json").read_text())["run"]
-                target = spool.arrived(f"{run}/round_{number}/copy_{k}")
+                target = spool.inbox_path(f"{run}/round_{number}/copy_{k}")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(copy, target)
             told = mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once", "--json")
@@ -127,7 +127,7 @@ class TestWatch:
         def arrive(seed: int) -> str:
             mpu("publish", place / "base", "--seed", seed, "--copies", 2, "--run", "r", "--out", place / f"p{seed}",
                 "--keys", place / f"p{seed}/keys.bin", "--force")  # fmt: skip
-            target = spool.arrived("r/round_1/copy_1")
+            target = spool.inbox_path("r/round_1/copy_1")
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(place / f"p{seed}/copy_1", target)
@@ -149,21 +149,21 @@ class TestWatch:
         arrive(1)
         assert "its round is over" in mpu(*watch, check=False).err
         spool.forget(copy)
-        shutil.move(place / "p1/copy_2", spool.arrived("r/round_1/copy_2"))
+        shutil.move(place / "p1/copy_2", spool.inbox_path("r/round_1/copy_2"))
         assert "--max-deltas allows no more" in mpu(*watch, check=False).err
         assert not list((spool.root / "out").rglob("*.safetensors"))
 
     def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, place: Path) -> None:
         spool = Spool(place / "spool")
         mpu("publish", place / "base", "--out", place, "--keys", place / "keys.bin")
-        spool.arrived(COPY).parent.mkdir(parents=True)
-        shutil.move(place / "copy_1", spool.arrived(COPY))  # not the run that its name says
+        spool.inbox_path(COPY).parent.mkdir(parents=True)
+        shutil.move(place / "copy_1", spool.inbox_path(COPY))  # not the run that its name says
         outcome = mpu(
             "watch", spool.root, *records(place, "a"), *TRAINING, "--work", place / "work", "--once", check=False
         )
         assert outcome.status == 1
         assert "does not hold the copy that its name says" in outcome.err
-        assert spool.failed(COPY).read_bytes() == b""
+        assert spool.failure_path(COPY).read_bytes() == b""
         assert spool.state(COPY) == "failed"
         inside = mpu("watch", spool.root, *records(place, "a"), "--work", spool.root / "work", check=False)
         assert inside.is_one_error

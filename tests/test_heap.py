@@ -54,7 +54,7 @@ def test_freed_memory_is_kept_or_returned(kind: str) -> None:
 def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None:
     """A step of training, scores, and norms of gradients."""
     script = """
-from mpu_cli.client.frozen import Reference
+from mpu_cli.client.reference_model import Reference
 from mpu_cli.client.losses import ALGORITHMS, Objective
 from mpu_cli.client.schedule import ExampleSet, Step
 from mpu_cli.client.training import train

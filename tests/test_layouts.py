@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.wrappers import WRAPPERS
-from tests.models import FAMILY_CONFIGS, random_model, read, save
+from tests.models import FAMILY_CONFIGS, by_kind, random_model, read, save
 
 WEIGHTS = "model.safetensors"
 IDS = torch.arange(8, 24)[None]
@@ -29,7 +29,7 @@ def close(folder: Path, base: Path) -> None:
     torch.testing.assert_close(logits(folder), logits(base), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", RENAMED)
+@pytest.mark.parametrize("family", by_kind(RENAMED, ["llava"]))
 def test_names_as_in_memory(mpu: Callable, place: Path, family: str) -> None:
     """As FSDP and DeepSpeed save them: copies, deltas of the language model alone, and the result have them, too."""
     model = random_model(family)
@@ -55,7 +55,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("family", WITHIN)
+@pytest.mark.parametrize("family", by_kind(WITHIN, ["llama4_text"]))
 def test_a_text_by_the_names_that_it_has_in_a_wrapper(mpu: Callable, place: Path, family: str) -> None:
     base = save(random_model(family), place / "base")
     expected = logits(base)

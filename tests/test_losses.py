@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu_cli.client.frozen import forward, freeze, steering_direction
 from mpu_cli.client.losses import ALGORITHMS, RETAIN, Frozen, TermInputs, score
+from mpu_cli.client.reference_model import forward, freeze, steering_direction
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.logits import Logits, separate_head

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mpu_cli.cli.output import bytes_of
-from mpu_cli.client.change import change_of
 from mpu_cli.client.checks import PRECISIONS, check_options
+from mpu_cli.client.delta import change_of
 from mpu_cli.client.precision import in_precision
 from mpu_cli.errors import UsageError
 from mpu_cli.experiment.memory import PROCESS, Work, peak_memory
@@ -22,7 +22,7 @@ from mpu_cli.models.quantized import is_quantized, shape_of
 from mpu_cli.models.source import open_model
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
-from tests.models import CONFIGS, FAMILY_CONFIGS, random_model, save
+from tests.models import CONFIGS, FAMILY_CONFIGS, by_kind, random_model, save
 
 WORK = Work(3, 20, 30)
 
@@ -141,7 +141,7 @@ def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precisio
         assert predicted.weights == held + scales + largest * dtype.itemsize + factors
 
 
-@pytest.mark.parametrize("family", sorted({**CONFIGS, **FAMILY_CONFIGS}))
+@pytest.mark.parametrize("family", by_kind(sorted({**CONFIGS, **FAMILY_CONFIGS})))
 def test_a_layer_gives_what_it_is_said_to(family: str) -> None:
     """What a layer's output is recorded as is the hidden state that transformers returns."""
     model = random_model(family)

@@ -13,10 +13,10 @@ from scipy import optimize, stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import Reference, forward, freeze
 from mpu_cli.client.ledger import read_ledger
 from mpu_cli.client.losses import ALGORITHMS, Objective, TermInputs
 from mpu_cli.client.private import Unit, plan, train_privately
+from mpu_cli.client.reference_model import Reference, forward, freeze
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encoding import Encoding, answer_tokens, pad

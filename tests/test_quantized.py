@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import check_is, load
-from mpu_cli.models.quantized import dequantized, is_quantized, share_in_4_bits
+from mpu_cli.models.quantized import dequantized_weight, is_quantized, share_in_4_bits
 from mpu_cli.models.source import open_model
 from tests.models import random_model, save, write_records
 from tests.protocol import tensors
@@ -52,7 +52,7 @@ def test_weights_are_the_nearest_of_sixteen_levels(base: Path) -> None:
         blocks = files[name].reshape(-1, 64)
         scale = blocks.abs().amax(1, keepdim=True)
         nearest = levels[(blocks / scale)[..., None].sub(levels).abs().argmin(-1)] * scale
-        torch.testing.assert_close(dequantized(parameter).reshape(-1, 64), nearest)
+        torch.testing.assert_close(dequantized_weight(parameter).reshape(-1, 64), nearest)
     total = sum(x.numel() for x in files.values())
     assert share_in_4_bits(model) == pytest.approx(sum(files[name].numel() for name in in_4_bits) / total)
 
@@ -105,7 +105,7 @@ def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: 
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            parameter.copy_(dequantized(rounded.get_parameter(name)))
+            parameter.copy_(dequantized_weight(rounded.get_parameter(name)))
     plain.save_pretrained(tmp_path / "rounded")
     for file in base.glob("*token*"):
         (tmp_path / "rounded" / file.name).write_bytes(file.read_bytes())

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpu_cli.client.frozen import forward
+from mpu_cli.client.datasets import alternates
+from mpu_cli.client.reference_model import forward
 from mpu_cli.client.refusals import REFUSALS
-from mpu_cli.client.sets import alternates
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import Observer
 from mpu_cli.records.encoding import IGNORED, Encoding, pad
@@ -187,7 +187,7 @@ class TestDialogues:
         [last] = read_records(tmp_path / "a.jsonl", observer=notes)
         assert "1 of 1 dialogues have earlier answers" in notes.texts[0]
         first, second = read_records(tmp_path / "a.jsonl", turns="all")
-        assert replace(second, place="") == replace(last, place="")
+        assert replace(second, location="") == replace(last, location="")
         assert (first.answer, [turn.content for turn in first.turns]) == ("w4", ["w9", "w3"])
 
     def test_eval_asks_with_the_whole_dialogue(self, mpu, tmp_path):

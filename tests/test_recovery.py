@@ -13,7 +13,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.evaluation.recovery import CONTEXT, REPHRASINGS, round_weights
+from mpu_cli.evaluation.relearning_attacks import CONTEXT, REPHRASINGS, round_weights
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from tests.models import VOCABULARY, random_model, save
 

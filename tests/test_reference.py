@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.frozen import forward
+from mpu_cli.client.reference_model import forward
 from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import OpenUnlearningEncoder

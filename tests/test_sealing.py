@@ -54,7 +54,7 @@ class TestSealedCopies:
     def test_a_store_in_between_sees_nothing(self, folder: Path) -> None:
         sealed = (folder / "sealed/copy_1.age").read_bytes()
         weights = (folder / "plain/copy_1/model.safetensors").read_bytes()
-        for word in (b"mpu", b"tokenizer", b"model.layers", weights[-64:]):
+        for word in (b"mpu.json", b"tokenizer", b"model.layers", weights[-64:]):
             assert word not in sealed[200:]
 
     def test_age_and_tar_open_it(self, folder: Path) -> None:

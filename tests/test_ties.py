@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mpu_cli.architectures.layout import described
+from mpu_cli.architectures.layout import expected_tensors
 from mpu_cli.architectures.wrappers import WRAPPERS
 from mpu_cli.models.network import build
 from tests.models import FAMILY_CONFIGS, load, random_model, save
@@ -92,7 +92,7 @@ def test_which_config_of_a_wrapper_ties(name: str) -> None:
             for part, tied in ((filled, outer), (filled["text_config"], text)):
                 if tied is None:
                     part.pop("tie_word_embeddings", None)
-            stored = any(tensor.endswith("lm_head.weight") for tensor in described(filled))
+            stored = any(tensor.endswith("lm_head.weight") for tensor in expected_tensors(filled))
             assert stored != bool(model.all_tied_weights_keys), (outer, text)
 
 

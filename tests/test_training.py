@@ -25,7 +25,7 @@ from transformers.integrations import sdpa_attention
 from mpu_cli.client import checkpoints, schedule, trainer, training
 from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.dataset import read_dataset
-from mpu_cli.client.frozen import Reference, forward
+from mpu_cli.client.reference_model import Reference, forward
 from mpu_cli.client.sharding import check_sharding
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError, UsageError
@@ -173,7 +173,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from mpu_cli.entry import main
-from mpu_cli.client import change, lora, sharding, training
+from mpu_cli.client import delta, lora, sharding, training
 
 begin = PartialState.__init__
 
@@ -194,7 +194,7 @@ def whole(model, whole=sharding.whole_head):
 
 PartialState.__init__ = claim
 training.whole_head = whole
-change.whole_parameters = lora.whole_parameters = gather
+delta.whole_parameters = lora.whole_parameters = gather
 sys.argv[1:] = shlex.split(os.environ["ARGUMENTS"])  # torchrun mistakes some of mpu's options for its own
 main()
 """
@@ -392,7 +392,7 @@ def test_micro_batches_pad_little() -> None:
     lengths = [9, 2, 8, 3, 7, 2]
     examples = [Example(list(range(n)), list(range(n))) for n in lengths]
     sets = {"forget": schedule.ExampleSet(examples, Reference())}
-    batches = schedule.MicroBatches([schedule.Step([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
+    batches = schedule.MicroBatches([schedule.TrainingStep([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
     shapes = [tuple(batches[i]["forget"]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
     read = sorted(int(batches[i]["forget"]["attention_mask"][row].sum()) for i in range(3) for row in range(2))
@@ -419,8 +419,17 @@ def test_an_interrupt_says_what_is_kept(folder, resume):
 class TestOutOfMemory:
     """A simulated accelerator's memory suffices for two records: what is trained does not depend on it."""
 
-    @pytest.mark.parametrize("where", ["forward", "backward"])
-    @pytest.mark.parametrize("more", [{"algo": "npo"}, {"algo": "undial"}, {"algo": "dpo", "micro_batch_size": 3}])
+    @pytest.mark.parametrize(
+        ("where", "more"),
+        [
+            ("forward", {"algo": "npo"}),
+            ("backward", {"algo": "dpo", "micro_batch_size": 3}),
+            pytest.param("backward", {"algo": "npo"}, marks=pytest.mark.slow),
+            pytest.param("forward", {"algo": "undial"}, marks=pytest.mark.slow),
+            pytest.param("backward", {"algo": "undial"}, marks=pytest.mark.slow),
+            pytest.param("forward", {"algo": "dpo", "micro_batch_size": 3}, marks=pytest.mark.slow),
+        ],
+    )
     def test_changes_nothing_but_a_line(self, folder, monkeypatch, where, more):
         wide, told = trained(folder, "wide", more), []
         narrow = trained(folder, "narrow", more, lambda: limit_memory(monkeypatch, 2, where), told)

@@ -16,7 +16,7 @@ from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.checks import check_logging, check_options
 from mpu_cli.client.dataset import Dataset, read_dataset
 from mpu_cli.client.ledger import default_ledger_path
-from mpu_cli.client.outcome import Result
+from mpu_cli.client.outcome import UnlearningResult
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import unlearn as run_unlearn
 from mpu_cli.errors import MpuError, Stopped, UsageError
@@ -24,7 +24,7 @@ from mpu_cli.evaluation.answers import Shown, answers_before_and_after
 from mpu_cli.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import declared, from_flat
+from mpu_cli.options.declare import declared_options, from_flat
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 from mpu_cli.records.files import RECORD_SUFFIXES
@@ -32,7 +32,7 @@ from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_
 
 
 @dataclass(frozen=True)
-class Task:
+class UnlearningTask:
     """A copy, where its delta goes, and the file of its reference probabilities."""
 
     copy: str
@@ -45,7 +45,7 @@ class UnlearnPlan:
     """``tasks``, one after the other; the records, ``data``; how they are trained on, ``options``, with ``checks`` of
     the copies and ``logging``; ``identity`` opens sealed copies; ``force`` replaces what is there."""
 
-    tasks: Sequence[Task]
+    tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
     checks: Checks
@@ -58,8 +58,8 @@ class UnlearnPlan:
 class Unlearned:
     """What came of one task. ``result``: None if its delta was there already."""
 
-    task: Task
-    result: Result | None
+    task: UnlearningTask
+    result: UnlearningResult | None
     answers: Sequence[Shown] = ()
 
 
@@ -78,8 +78,8 @@ def plan_unlearn(
     Raises UsageError for options that do not go together, and if one file would be that of several copies; MpuError for
     records that cannot be used.
     """
-    for_logging = {name: options.pop(name) for name in declared(Logging) if name in options}
-    for_checks = {name: options.pop(name) for name in declared(Checks) if name in options}
+    for_logging = {name: options.pop(name) for name in declared_options(Logging) if name in options}
+    for_checks = {name: options.pop(name) for name in declared_options(Checks) if name in options}
     how, logging = from_flat(Unlearning, options), from_flat(Logging, for_logging)
     data = read_dataset(how, observer)
     for warning in data.warnings():
@@ -100,7 +100,7 @@ def unlearn(
     force: bool = False,
     observer: Observer = SILENT,
     **options: Any,
-) -> Result:
+) -> UnlearningResult:
     """``mpu unlearn``: train ``copy`` to forget, and write the change of its weights to ``out`` (default:
     deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
 
@@ -119,14 +119,14 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
     they are trained on.
     """
     for task in plan.tasks:
-        with _opened(task, plan.identity, observer) as source:
+        with _open_copy(task, plan.identity, observer) as source:
             if plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
                 observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
                 yield Unlearned(task, None)
                 continue
             result = _train(source, task, plan, observer)
             answers: Sequence[Shown] = ()
-            if show and result.first:
+            if show and result.is_main_process:
                 answers = answers_before_and_after(
                     open_model(source, links=False), task.target, plan.data.forget[:show], plan.options.prompts,
                     plan.options.prompts.template, plan.options.training.device,
@@ -134,7 +134,7 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
         yield Unlearned(task, result, answers)
 
 
-def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Result:
+def _train(source: str, task: UnlearningTask, plan: UnlearnPlan, observer: Observer) -> UnlearningResult:
     if task.reference_file:
         task.reference_file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,9 +145,9 @@ def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Re
             observer=observer,
         )  # fmt: skip
     except (KeyboardInterrupt, Stopped):
-        kept = task.target.with_name(f"{task.target.name}.resume")
-        if plan.logging.resume and last_checkpoint(kept):
-            observer.note(f"checkpoints are kept in {kept}: the same command goes on from the last one")
+        resume_folder = task.target.with_name(f"{task.target.name}.resume")
+        if plan.logging.resume and last_checkpoint(resume_folder):
+            observer.note(f"checkpoints are kept in {resume_folder}: the same command goes on from the last one")
         elif plan.logging.resume:
             observer.note("there was no checkpoint yet: the same command starts over")
         else:
@@ -157,7 +157,7 @@ def _train(source: str, task: Task, plan: UnlearnPlan, observer: Observer) -> Re
         raise
 
 
-def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) -> list[Task]:
+def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) -> list[UnlearningTask]:
     several = len(copies) > 1
     if several and out is not None and Path(out).suffix == SUFFIX:
         raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
@@ -166,20 +166,20 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
         if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
             raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
         target = delta_path(f"{out}{os.sep}" if several and out is not None else out, copy, round_of_copy(Path(copy)))
-        own = reference_file
+        copy_reference_file = reference_file
         if reference_file is not None and several:
             if reference_file.is_file() or reference_file.suffix == SUFFIX:
                 raise UsageError(f"--reference-file {reference_file}: one file for {len(copies)} copies",
                                  "name a directory")  # fmt: skip
-            own = reference_file / (name_of_copy(copy) + SUFFIX)
-        tasks.append(Task(copy, target, own))
+            copy_reference_file = reference_file / (name_of_copy(copy) + SUFFIX)
+        tasks.append(UnlearningTask(copy, target, copy_reference_file))
     if twice := sorted({str(t.target) for t in tasks if [o.target for o in tasks].count(t.target) > 1}):
         raise UsageError(f"{twice[0]}: would be the delta of two copies", "unlearn on them one after the other")
     return tasks
 
 
 @contextmanager
-def _opened(task: Task, identity: Path | None, observer: Observer) -> Iterator[str]:
+def _open_copy(task: UnlearningTask, identity: Path | None, observer: Observer) -> Iterator[str]:
     """Where to read a copy: itself or, if it is sealed, a directory beside its delta that is removed afterwards."""
     path = Path(task.copy)
     if not path.is_file() or not is_sealed(path):
@@ -197,7 +197,7 @@ def _opened(task: Task, identity: Path | None, observer: Observer) -> Iterator[s
         yield str(open_folder(path, identities, transaction.scratch(task.target.parent)))
 
 
-def _has_delta(task: Task, opened: Path) -> bool:
+def _has_delta(task: UnlearningTask, opened: Path) -> bool:
     """Whether the delta of a copy, ``opened``, lies at its target. Raises MpuError if that of something else does."""
     if not task.target.exists():
         return False

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.api.paths import PathLike
-from mpu_cli.auditing.belief import Attempt, audit_as_believed
+from mpu_cli.auditing.assumptions import Attempt, audit_as_believed
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.benchmarks import benchmark_of
 from mpu_cli.evaluation.endpoint import KEY, endpoint_at
-from mpu_cli.evaluation.evaluate import Result as Evaluation
+from mpu_cli.evaluation.evaluate import EvalResult as Evaluation
 from mpu_cli.evaluation.evaluate import choose
 from mpu_cli.evaluation.evaluate import evaluate as _evaluate
 from mpu_cli.evaluation.plots import check_drawable, draw
@@ -87,9 +87,9 @@ def measure(
     adapted = is_adapter(Path(model))
     if base and not adapted:
         raise UsageError("--base: only an adapter has one")
-    of = (str(base) if base else adapter_base(Path(model))) if adapted else str(model)
+    source = (str(base) if base else adapter_base(Path(model))) if adapted else str(model)
     result = _evaluate(
-        open_model(of, links=False),
+        open_model(source, links=False),
         benchmark,
         how,
         adapter=Path(model) if adapted else None,

@@ -23,6 +23,9 @@ from mpu_cli.server.adapter import aggregate_adapter
 from mpu_cli.server.aggregate import aggregate as _aggregate
 from mpu_cli.server.agreement import Aggregation
 from mpu_cli.server.deltas import open_deltas
+from mpu_cli.server.incremental import Running, finish
+from mpu_cli.server.incremental import add as add_delta
+from mpu_cli.server.inverse import invert as _invert
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.owners import Combined, aggregate_owners
 from mpu_cli.server.publication import default_secret_path, publication_of, server_secret
@@ -31,9 +34,6 @@ from mpu_cli.server.publish import plan_publish as _plan_publish
 from mpu_cli.server.publish import publish as _publish
 from mpu_cli.server.round import AggregatePlan, owners_of
 from mpu_cli.server.round import plan_aggregate as _plan_aggregate
-from mpu_cli.server.running import Running, finish
-from mpu_cli.server.running import add as add_delta
-from mpu_cli.server.undo import invert as _invert
 
 
 def plan_publish(
@@ -44,7 +44,7 @@ def plan_publish(
     out: PathLike | None = None,
     keys: PathLike | None = None,
     only: Sequence[int] | None = None,
-    known: Keys | None = None,
+    existing_keys: Keys | None = None,
     copy_recipients: Sequence[str] = (),
     recipients: Sequence[str] = (),
     passphrase: str | None = None,
@@ -58,39 +58,45 @@ def plan_publish(
 ) -> PublishPlan:
     """What ``publish`` with the same arguments will read and write, after every check that needs no weights.
 
-    ``known``: the keys, if they exist already and ``only`` makes further copies; else those in the file ``keys``.
+    ``existing_keys``: the keys, if they exist already and ``only`` makes further copies; else those in the file
+    ``keys``.
     """
     how = from_flat(Publishing, options)
     if len(copy_recipients) > 1 and only is None and how.disguise.count is None:
         how = replace(how, disguise=replace(how.disguise, copies=len(copy_recipients)))
-    given = by_present_names(Publishing, options)
-    how = how.scaled(given, with_pretrained=pretrained is not None)
+    explicit_options = by_present_names(Publishing, options)
+    how = how.with_hiding_noise(explicit_options, with_pretrained=pretrained is not None)
     model = open_model(str(base), Path(config) if config else None)
-    made = read_model_manifest(model.folder)
-    if made and made.permanent and pretrained is None and not {"kappa", "permanent_noise", "epsilon"} & set(given):
+    manifest = read_model_manifest(model.folder)
+    if (
+        manifest
+        and manifest.permanent
+        and pretrained is None
+        and not {"kappa", "permanent_noise", "epsilon"} & set(explicit_options)
+    ):
         raise UsageError(
-            f"{base}: the copies of round {made.round} had noise that stays, and those of the next would not",
+            f"{base}: the copies of round {manifest.round} had noise that stays, and those of the next would not",
             "name the public model with --pretrained again, or choose --kappa or --permanent-noise",
         )
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round
     publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)
     path = Path(keys) if keys else keys_path(model.folder, number)
-    if known is None and only is not None and path.exists():
-        known = open_keys(path, identity=identity, passphrase=passphrase)
-    if known:
-        publication = publication.with_secrets_of(known.publication)
+    if existing_keys is None and only is not None and path.exists():
+        existing_keys = open_keys(path, identity=identity, passphrase=passphrase)
+    if existing_keys:
+        publication = publication.with_secrets_of(existing_keys.publication)
     if odd := [copy for copy in only or () if not 1 <= copy <= publication.copies]:
         raise UsageError(f"--only {odd[0]}: copies are numbered from 1 to {publication.copies}")
     count = publication.copies if only is None else len(set(only))
     if copy_recipients and len(copy_recipients) != count:
         raise UsageError(f"--copy-recipients: {len(copy_recipients)} for {count} copies", "give one for each copy")
-    own = Path(identity) if identity else None
-    sealer = _keys.sealer(recipients=recipients, passphrase=passphrase, identity=own, note=observer.note)
+    identity_path = Path(identity) if identity else None
+    sealer = _keys.sealer(recipients=recipients, passphrase=passphrase, identity=identity_path, note=observer.note)
     sealed_for = parse_recipients(copy_recipients, "--copy-recipients")
     target = Target(Path(out) if out else round_folder(Path("."), number), path, sealer, sealed_for, force)
     public = open_model(str(pretrained)) if pretrained else None
-    return _plan_publish(model, public, publication, target, only=only, known=known)
+    return _plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
 
 
 def publish(

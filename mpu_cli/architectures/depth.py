@@ -24,34 +24,34 @@ def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
         return Shallow(layout, {name: name for name in layout.tensors})
     if max(omitted) >= count:
         raise UsageError(f"--omit-layers: there is no layer {max(omitted)}", f"layers are numbered 0 to {count - 1}")
-    kept = [layer for layer in range(count) if layer not in omitted]
-    if not kept:
+    remaining_layers = [layer for layer in range(count) if layer not in omitted]
+    if not remaining_layers:
         raise UsageError("--omit-layers: none of the model's layers is left", "leave out fewer")
     prefix = layout.family.layer.removeprefix(layout.family.prefix) if layout.bare else layout.family.layer
-    new = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(kept)}
+    new = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(remaining_layers)}
     gone = tuple(prefix.format(i=layer) for layer in omitted)
-    numbers = {layer: i for i, layer in enumerate(kept)}
+    numbers = {layer: i for i, layer in enumerate(remaining_layers)}
 
-    def renamed(name: str) -> str:
-        own = next((old for old in new if name.startswith(old)), None)
-        return name if own is None else new[own] + name.removeprefix(own)
+    def renumbered_name(name: str) -> str:
+        old_prefix = next((old for old in new if name.startswith(old)), None)
+        return name if old_prefix is None else new[old_prefix] + name.removeprefix(old_prefix)
 
     def block(name: str) -> str:
-        return renamed(name + ".").removesuffix(".")  # a layer's block is its prefix without the dot
+        return renumbered_name(name + ".").removesuffix(".")  # a layer's block is its prefix without the dot
 
-    names = {name: renamed(name) for name in layout.tensors if not name.startswith(gone)}
+    names = {name: renumbered_name(name) for name in layout.tensors if not name.startswith(gone)}
     tensors = {
-        own: replace(
-            layout.tensors[name], name=own, block=block(layout.tensors[name].block),
+        new_name: replace(
+            layout.tensors[name], name=new_name, block=block(layout.tensors[name].block),
             layer=None if (layer := layout.tensors[name].layer) is None else numbers[layer],
         )
-        for name, own in names.items()
+        for name, new_name in names.items()
     }  # fmt: skip
     shallow = replace(
         layout,
-        sizes={**layout.sizes, "layers": len(kept)},
+        sizes={**layout.sizes, "layers": len(remaining_layers)},
         tensors=tensors,
-        structures=tuple(layout.structures[layer] for layer in kept),
-        layer_sizes=tuple(layout.layer_sizes[layer] for layer in kept) if layout.layer_sizes else (),
+        structures=tuple(layout.structures[layer] for layer in remaining_layers),
+        layer_sizes=tuple(layout.layer_sizes[layer] for layer in remaining_layers) if layout.layer_sizes else (),
     )
     return Shallow(shallow, names)

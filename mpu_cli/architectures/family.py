@@ -255,7 +255,7 @@ class Structure:
     ordered: tuple[str, ...] = ()
 
     @property
-    def shared(self) -> tuple[str, ...]:
+    def shared_symmetries(self) -> tuple[str, ...]:
         """The symmetries that this layer has in common with the one whose keys and values it reads."""
         return () if self.reads is None else ("attention", "qk", "vo", HEADS.name)
 
@@ -273,25 +273,25 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     signs, free = name in ("signed", EVERY), name != "paper"
     ffns: tuple[Symmetry, ...] = tuple(ffn.permutation(signs) for ffn in layer.ffns)
     experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups and free else ()
-    others = (*layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered)) if free else ()
+    state_symmetries = (*layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered)) if free else ()
     if layer.latent:
         latents = [Permutation(axis, (axis, f"|{axis}|"), (axis,) if signs else ()) for axis in layer.latents]
         heads = LatentHeads("attention", layer.latent, turns=name == "signed", order=free)
-        return (*ffns, *(latents if free else ()), heads, *experts, *others)
+        return (*ffns, *(latents if free else ()), heads, *experts, *state_symmetries)
     if not layer.attention:
-        return (*ffns, *experts, *others)
+        return (*ffns, *experts, *state_symmetries)
     if layer.keys_are_values:
-        both = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
-        return (*ffns, both, *((HEADS,) if free else ()), *experts, *others)
+        tied_turns = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
+        return (*ffns, tied_turns, *((HEADS,) if free else ()), *experts, *state_symmetries)
     values: Symmetry = (
         QuarterTurns("vo", VO, None) if name == "signed" or layer.elementwise else Rotation("vo", VO, None)
     )
     if name == "paper":
-        one: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
-        return (*ffns, *((turns, values) if norm or layer.elementwise else one))
+        joint_rotation: tuple[Symmetry, ...] = (Rotation("attention", ATTENTION, planes, rotary),)
+        return (*ffns, *((turns, values) if norm or layer.elementwise else joint_rotation))
     movable = (HEADS,) if layer.movable else ()
     qk: Symmetry = turns if norm or name == "signed" else Rotation("qk", QK, planes, rotary)
-    return (*ffns, qk, values, *movable, *experts, *others)
+    return (*ffns, qk, values, *movable, *experts, *state_symmetries)
 
 
 def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
@@ -328,10 +328,10 @@ class Family:
     constants, which are not parameters; ``dead`` are patterns of tensors that the model does not use and that must not
     be copied as they are. ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
 
-    Of a wrapper around a language model, ``text_config`` is the config entry that describes that model, ``stays`` are
-    prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are prefixes that files may have
-    with those in memory; ``ties`` says which configs may tie the head to the embedding, "outer", "text" or either, and
-    ``text_tied`` whether that of a text which does not say does.
+    Of a wrapper around a language model, ``text_config`` is the config entry that describes that model,
+    ``frozen_prefixes`` are prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are
+    prefixes that files may have with those in memory; ``ties`` says which configs may tie the head to the embedding,
+    "outer", "text" or either, and ``text_tied`` whether that of a text which does not say does.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
     layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
@@ -367,34 +367,34 @@ class Family:
     text_config: str | None = None
     ties: tuple[str, ...] = ("outer",)
     text_tied: bool = False
-    stays: tuple[str, ...] = ()
+    frozen_prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     note: str = ""
 
 
 def as_in_memory(family: Family) -> Family:
     """The table for files with the names that the model has in memory, as FSDP and DeepSpeed save them."""
-    return replace(_renamed(family, family.renamed), renamed=())
+    return replace(_with_renamed_prefixes(family, family.renamed), renamed=())
 
 
 def variants_of(family: Family) -> tuple[Family, ...]:
     """``family``, and its table by each of the other names that files may have."""
     in_files = tuple((in_memory, in_file) for in_file, in_memory in family.renamed)
-    return (family, as_in_memory(family), _renamed(family, in_files)) if family.renamed else (family,)
+    return (family, as_in_memory(family), _with_renamed_prefixes(family, in_files)) if family.renamed else (family,)
 
 
-def _renamed(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:
-    def renamed(name: str) -> str:
+def _with_renamed_prefixes(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:
+    def replace_prefix(name: str) -> str:
         before, after = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
         return after + name.removeprefix(before)
 
     return replace(
         family,
-        prefix=renamed(family.prefix),
-        layer=renamed(family.layer),
-        tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in family.tensors),
-        heads=tuple(map(renamed, family.heads)),
-        stays=tuple(map(renamed, family.stays)),
+        prefix=replace_prefix(family.prefix),
+        layer=replace_prefix(family.layer),
+        tensors=tuple(replace(tensor, name=replace_prefix(tensor.name)) for tensor in family.tensors),
+        heads=tuple(map(replace_prefix, family.heads)),
+        frozen_prefixes=tuple(map(replace_prefix, family.frozen_prefixes)),
     )
 
 

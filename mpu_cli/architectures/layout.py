@@ -32,9 +32,9 @@ from mpu_cli.architectures.family import (
     symmetries_of_model,
     variants_of,
 )
-from mpu_cli.architectures.wrappers import REFUSED, family_of, supported
+from mpu_cli.architectures.wrappers import REFUSED, family_of, supported_families
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
-from mpu_cli.checkpoint.reader import listed
+from mpu_cli.checkpoint.reader import quoted_list
 from mpu_cli.errors import MpuError, UsageError
 
 # axis → the size that it has (times the size of a head, for those of attention)
@@ -143,7 +143,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
         raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
 
 
-def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
+def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     """The tensors that files of a model with this config hold, in float32, as its family's table has them.
 
     For models of which there are no files; of what surrounds a language model, only what writes into it. Raises
@@ -151,11 +151,11 @@ def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     """
     where = "config"
     family = _family(config, where)
-    filled = _filled(family, config)
+    filled = _with_defaults(family, config)
     sizes = _sizes(family, filled, where)
     of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
     try:
-        expected = _expected(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+        expected = _expected_layouts(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
     except KeyError as error:
         raise MpuError(f"{where}: does not say how large {error} is") from error
     if _is_tied(family, config, filled, None):
@@ -165,7 +165,7 @@ def described(config: Mapping[str, object]) -> dict[str, TensorInfo]:
 
 
 def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
-    filled = _filled(family, config)
+    filled = _with_defaults(family, config)
     sizes = _sizes(family, filled, where)
     bare = not any(name.startswith(family.prefix) for name in tensors)
 
@@ -182,7 +182,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     apart = any("{e}" in t.name and t.layout in (None, *arrangement) for t in family.layer_tensors)
     if apart and sizes["experts"] > len(tensors):
         raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
-    expected = _expected(family, filled, sizes, of_layers, arrangement, here)
+    expected = _expected_layouts(family, filled, sizes, of_layers, arrangement, here)
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
@@ -190,11 +190,11 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     if _is_tied(family, config, filled, head):
         expected.pop(untied or "", None)
         if head and embedding not in tensors:  # the same tensor by the head's name
-            expected = _renamed(expected, embedding, head)
+            expected = _with_separate_block(expected, embedding, head)
         else:
             alias = head
     elif untied and head and head != untied:  # the same tensor by the other name, in its place
-        expected = _renamed(expected, untied, head)
+        expected = _with_separate_block(expected, untied, head)
     constants = _check_names(family, expected, tensors, alias, where)
     for name, layout in expected.items():
         shape = _shape(layout, sizes, of_layers)
@@ -215,7 +215,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
 
 
-def _expected(
+def _expected_layouts(
     family: Family,
     config: Config,
     sizes: Mapping[str, int],
@@ -233,8 +233,8 @@ def _expected(
         axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
         for e in range(sizes["experts"]) if "{e}" in tensor.name else (None,):
             name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
-            own = name if block is None or not tensor.trained else here(block)
-            expected[name] = TensorLayout(name, axes, layer, own, not tensor.trained, chunks, e)
+            block_name = name if block is None or not tensor.trained else here(block)
+            expected[name] = TensorLayout(name, axes, layer, block_name, not tensor.trained, chunks, e)
 
     for tensor in family.tensors:
         expect(tensor, "", None, None)
@@ -249,24 +249,25 @@ def _check_names(
     family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
 ) -> list[str]:
     """Which of ``tensors`` are constants. Raises MpuError if some are dead, missing or unknown."""
-    others = [name for name in tensors if name not in expected and not name.startswith(family.stays)]
-    if dead := sorted(name for name in others if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
+    unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
+    if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
         raise MpuError(
-            f"{where}: the weights contain {listed(dead)}, which the model does not use; a copy would give them away",
+            f"{where}: the weights contain {quoted_list(dead)}, which the model does not use; a copy would give them "
+            "away",
             "load the model with transformers and save it again, which leaves them out",
         )
-    ends, begins = family.buffers, family.stays
+    ends, begins = family.buffers, family.frozen_prefixes
     constants = [n for n in tensors if n not in expected and (n.endswith(ends) or n.startswith(begins))]
     if missing := set(expected) - set(tensors):
-        raise MpuError(f"{where}: the weights lack {listed(missing)}, which config.json requires")
+        raise MpuError(f"{where}: the weights lack {quoted_list(missing)}, which config.json requires")
     if unknown := set(tensors) - set(expected) - set(constants) - {alias}:
-        raise MpuError(f"{where}: the weights contain {listed(unknown)}, which config.json does not describe")
+        raise MpuError(f"{where}: the weights contain {quoted_list(unknown)}, which config.json does not describe")
     return constants
 
 
 def _shape(tensor: TensorLayout, sizes: Mapping[str, int], of_layers: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
-    own = sizes if tensor.layer is None else of_layers[tensor.layer]
-    return tuple(sum(axis_length(own, axis) for axis in group) for group in tensor.axes)
+    axis_sizes = sizes if tensor.layer is None else of_layers[tensor.layer]
+    return tuple(sum(axis_length(axis_sizes, axis) for axis in group) for group in tensor.axes)
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
@@ -278,7 +279,7 @@ def axis_length(sizes: Mapping[str, int], axis: str) -> int:
     return sizes[_LENGTHS.get(axis, axis)]
 
 
-def _renamed(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
+def _with_separate_block(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
     """``expected``, in which the tensor ``before`` is a block of its own, called ``name``."""
     tensor = expected[before]
     fresh = TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
@@ -322,17 +323,19 @@ def _exists(tensor: Tensor, config: Config, layer: int) -> bool:
     return bool(config.get(tensor.when) if isinstance(tensor.when, str) else tensor.when(config, layer))
 
 
-def _filled(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+def _with_defaults(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
-    given = {name: value for name, value in config.items() if value is not None}
+    entries = {name: value for name, value in config.items() if value is not None}
     if family.text_config and isinstance(text := config.get(family.text_config), dict):
-        own = {name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"}
-        given = {**given, **own, "model_type": config["model_type"]}
-    rope = given.get("rope_parameters")
+        text_entries = {
+            name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
+        }
+        entries = {**entries, **text_entries, "model_type": config["model_type"]}
+    rope = entries.get("rope_parameters")
     inner = (
         {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}
     )
-    return {**family.defaults, **inner, **given}
+    return {**family.defaults, **inner, **entries}
 
 
 def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
@@ -393,10 +396,11 @@ def _family(config: Mapping[str, object], where: str) -> Family:
     if family is None and (reason := REFUSED.get(str(model_type))):
         raise MpuError(f"{where}: architecture {model_type!r} is not supported: {reason}")
     if family is None:
-        inside = f" around {text_type!r}" if str(model_type) in supported() else ""
+        inside = f" around {text_type!r}" if str(model_type) in supported_families() else ""
         raise MpuError(
-            f"{where}: architecture {model_type!r}{inside} is not supported (supported: {', '.join(supported())}), and "
-            "mpu does not guess: a transform that does not fit would change what the model computes"
+            f"{where}: architecture {model_type!r}{inside} is not supported "
+            f"(supported: {', '.join(supported_families())}), and mpu does not guess: a transform "
+            "that does not fit would change what the model computes"
         )
     if config.get("quantization_config") is not None:
         raise MpuError(
@@ -406,9 +410,9 @@ def _family(config: Mapping[str, object], where: str) -> Family:
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for key, value in family.unless.items():
-        given = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
-        if given != value:
-            raise MpuError(f"{where}: {model_type} with {key} = {given!r} is not supported (only {value!r})")
+        actual = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
+        if actual != value:
+            raise MpuError(f"{where}: {model_type} with {key} = {actual!r} is not supported (only {value!r})")
     return family
 
 
@@ -434,10 +438,10 @@ def _sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer
     """``sizes`` with those that are a layer's own."""
     if not family.layer_sizes:
         return sizes
-    found = {name: _size(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()}
-    own = sizes | {name: value for name, value in found.items() if value is not None}
-    _check_heads(family, own, where)
-    return own
+    overrides = {name: _size(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()}
+    layer_sizes = sizes | {name: value for name, value in overrides.items() if value is not None}
+    _check_heads(family, layer_sizes, where)
+    return layer_sizes
 
 
 def _size(

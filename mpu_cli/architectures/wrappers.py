@@ -27,17 +27,17 @@ class Wrapper:
     """A model around one of the language models ``texts``, by the ``model_type`` of the text's config.
 
     In files, the language model's names begin with ``inner``, and the output head is called ``head``. ``writes``: the
-    tensors outside the language model of which one axis is the residual stream. ``stays``: prefixes of what surrounds
-    it. ``renamed``: prefixes in files with those in memory. ``tied``: what transformers assumes if the config does not
-    say whether the head is the embedding, and ``ties`` whose config says it. ``default``: the text's type if the config
-    does not say.
+    tensors outside the language model of which one axis is the residual stream. ``frozen_prefixes``: prefixes of what
+    surrounds it. ``renamed``: prefixes in files with those in memory. ``tied``: what transformers assumes if the config
+    does not say whether the head is the embedding, and ``ties`` whose config says it. ``default``: the text's type if
+    the config does not say.
     """
 
     model_type: str
     texts: Mapping[str, Family]
     inner: str
     writes: tuple[Tensor, ...]
-    stays: tuple[str, ...]
+    frozen_prefixes: tuple[str, ...]
     head: str = HEAD
     sizes: Sizes = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
@@ -60,7 +60,7 @@ class Wrapper:
             layer=self._name(text.layer),
             tensors=(*tensors, *self.writes),
             heads=(self.head,),
-            stays=self.stays,
+            frozen_prefixes=self.frozen_prefixes,
             renamed=self.renamed,
             defaults={**text.defaults, "tie_word_embeddings": self.tied},
             note="; ".join(filter(None, (self.note, text.note.replace("text only", "")))),
@@ -84,12 +84,12 @@ def vision(name: str) -> Rule:
     return lambda config, _: config["vision_config"][name]
 
 
-def merged(name: str) -> Rule:
+def merged_patch_width(name: str) -> Rule:
     """The width of a square of patches that are merged, of which each has the width ``name``."""
     return lambda config, _: config["vision_config"][name] * config["vision_config"].get("spatial_merge_size", 2) ** 2
 
 
-def written(name: str, axis: str, bias: bool | str = False) -> tuple[Tensor, ...]:
+def linear_to_residual(name: str, axis: str, bias: bool | str = False) -> tuple[Tensor, ...]:
     """A linear layer, from ``axis`` to the residual stream."""
     weight = Tensor(f"{name}.weight", ("model", axis), trained=False)
     if bias is False:
@@ -113,8 +113,8 @@ LLAVA = Wrapper(
     {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma": GEMMA, "gemma2": GEMMA2},
     inner="language_model.model.",
     head="language_model.lm_head.weight",
-    writes=written("multi_modal_projector.linear_2", "projected", "multimodal_projector_bias"),
-    stays=APART,
+    writes=linear_to_residual("multi_modal_projector.linear_2", "projected", "multimodal_projector_bias"),
+    frozen_prefixes=APART,
     sizes={"projected": "hidden_size"},
     renamed=RENAMED,
     ties=("outer", "text"),
@@ -133,7 +133,7 @@ GEMMA3_WRAPPER = replace(
     model_type="gemma3",
     texts={"gemma3_text": GEMMA3},
     writes=(Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),),
-    stays=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
+    frozen_prefixes=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
     sizes={"vision": vision("hidden_size")},
     default="gemma3_text",
     tied=True,
@@ -145,8 +145,8 @@ def part(config_name: str, *names: str) -> Rule:
     """The first of these entries of a part's config; None if the model has no such part."""
 
     def rule(config: Config, _: int) -> object:
-        own = config.get(config_name)
-        return next(own[name] for name in names if name in own) if own else None
+        part_config = config.get(config_name)
+        return next(part_config[name] for name in names if name in part_config) if part_config else None
 
     return rule
 
@@ -163,9 +163,9 @@ GEMMA4_WRAPPER = Wrapper(
     writes=tuple(
         replace(tensor, when=has(f"{name}_config"))
         for name in ("vision", "audio")
-        for tensor in written(f"model.embed_{name}.embedding_projection", name)
+        for tensor in linear_to_residual(f"model.embed_{name}.embedding_projection", name)
     ),
-    stays=("model.vision_tower.", "model.audio_tower."),
+    frozen_prefixes=("model.vision_tower.", "model.audio_tower."),
     sizes={"vision": part("vision_config", "hidden_size"), "audio": part("audio_config", "output_proj_dims")},
     tied=True,
     note="with images and sounds, whose towers stay as they are",
@@ -174,7 +174,7 @@ GEMMA4_UNIFIED_WRAPPER = replace(
     GEMMA4_WRAPPER,
     model_type="gemma4_unified",
     texts={"gemma4_unified_text": GEMMA4_UNIFIED},
-    stays=("model.vision_embedder.",),
+    frozen_prefixes=("model.vision_embedder.",),
     sizes={
         "vision": part("vision_config", "output_proj_dims"),
         "audio": part("audio_config", "output_proj_dims", "audio_embed_dim"),
@@ -190,22 +190,25 @@ QWEN2_VL = Wrapper(
     "qwen2_vl",
     {"qwen2_vl_text": QWEN2},
     inner="model.",
-    writes=written("visual.merger.mlp.2", "patches", bias=True),
-    stays=("visual.",),
-    sizes={"patches": merged("embed_dim")},
+    writes=linear_to_residual("visual.merger.mlp.2", "patches", bias=True),
+    frozen_prefixes=("visual.",),
+    sizes={"patches": merged_patch_width("embed_dim")},
     renamed=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     ties=("outer", "text"),
 )
 QWEN2_5_VL = replace(
-    QWEN2_VL, model_type="qwen2_5_vl", texts={"qwen2_5_vl_text": QWEN2}, sizes={"patches": merged("hidden_size")}
+    QWEN2_VL,
+    model_type="qwen2_5_vl",
+    texts={"qwen2_5_vl_text": QWEN2},
+    sizes={"patches": merged_patch_width("hidden_size")},
 )
 QWEN3_5_WRAPPER = Wrapper(
     "qwen3_5",
     {"qwen3_5_text": QWEN3_5},
     inner="model.language_model.",
-    writes=written("model.visual.merger.linear_fc2", "patches", bias=True),
-    stays=("model.visual.",),
-    sizes={"patches": merged("hidden_size")},
+    writes=linear_to_residual("model.visual.merger.linear_fc2", "patches", bias=True),
+    frozen_prefixes=("model.visual.",),
+    sizes={"patches": merged_patch_width("hidden_size")},
 )
 QWEN3_5_MOE_WRAPPER = replace(QWEN3_5_WRAPPER, model_type="qwen3_5_moe", texts={"qwen3_5_moe_text": QWEN3_5_MOE})
 QWEN3_VL = replace(
@@ -217,7 +220,7 @@ QWEN3_VL = replace(
         *(
             replace(tensor, when=deepstack(k))
             for k in range(16)
-            for tensor in written(f"model.visual.deepstack_merger_list.{k}.linear_fc2", "patches", bias=True)
+            for tensor in linear_to_residual(f"model.visual.deepstack_merger_list.{k}.linear_fc2", "patches", bias=True)
         ),
     ),
 )
@@ -232,8 +235,8 @@ LLAMA4_WRAPPER = Wrapper(
     {"llama4_text": LLAMA4},
     inner="language_model.model.",
     head="language_model.lm_head.weight",
-    writes=written("multi_modal_projector.linear_1", "vision"),
-    stays=("vision_model.", "multi_modal_projector."),
+    writes=linear_to_residual("multi_modal_projector.linear_1", "vision"),
+    frozen_prefixes=("vision_model.", "multi_modal_projector."),
     sizes={"vision": vision("vision_output_dim")},
     ties=("text",),
 )
@@ -242,13 +245,13 @@ MUSE_WRAPPER = Wrapper(
     "muse_glimmer",
     {"muse_glimmer_text": MUSE},
     inner="model.language_model.",
-    writes=written("model.vision_projection", "projected"),
-    stays=("model.vision_tower.", "model.vision_adapter."),
+    writes=linear_to_residual("model.vision_projection", "projected"),
+    frozen_prefixes=("model.vision_tower.", "model.vision_adapter."),
     sizes={"projected": "projector_hidden_size"},
 )
 
 
-def shuffled(config: Config, _: int) -> int:
+def shuffled_patch_width(config: Config, _: int) -> int:
     """The width of a square of patches, ``scale_factor`` to a side, that are shuffled into one."""
     return config["vision_config"]["hidden_size"] * config.get("scale_factor", 2) ** 2
 
@@ -257,9 +260,9 @@ SMOLVLM = Wrapper(
     "smolvlm",
     {"llama": LLAMA},
     inner="model.text_model.",
-    writes=written("model.connector.modality_projection.proj", "patches"),
-    stays=("model.vision_model.",),
-    sizes={"patches": shuffled},
+    writes=linear_to_residual("model.connector.modality_projection.proj", "patches"),
+    frozen_prefixes=("model.vision_model.",),
+    sizes={"patches": shuffled_patch_width},
 )
 
 _ALL = (
@@ -288,6 +291,6 @@ def family_of(model_type: object, text_type: object = None) -> Family | None:
     return FAMILIES.get(str(model_type))
 
 
-def supported() -> dict[str, Family]:
+def supported_families() -> dict[str, Family]:
     """A table for each ``model_type`` that is supported; of a wrapper, that with the first of its texts."""
     return FAMILIES | {name: next(iter(wrapper.families.values())) for name, wrapper in WRAPPERS.items()}

@@ -79,14 +79,14 @@ def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert
 def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
     """The weights at each coordinate of an axis, all places side by side: (coordinates, features)."""
     parts = []
-    for place in places:
-        held = tensors[place.tensor]
-        if place.expert is not None and held.ndim > 1 and place.dimension > 0:
-            held, dimension = held[place.expert], place.dimension - 1
+    for location in places:
+        weights = tensors[location.tensor]
+        if location.expert is not None and weights.ndim > 1 and location.dimension > 0:
+            weights, dimension = weights[location.expert], location.dimension - 1
         else:
-            dimension = place.dimension
-        part = held.index_select(dimension, place.index).movedim(dimension, 0)
-        parts.append(part.reshape(len(place.index), -1))
+            dimension = location.dimension
+        part = weights.index_select(dimension, location.index).movedim(dimension, 0)
+        parts.append(part.reshape(len(location.index), -1))
     return torch.cat(parts, 1)
 
 
@@ -166,9 +166,9 @@ def model_maps(
     ]
     aligned = undo(layout, [projection], copy, maps)
     places = places_of(layout, [projection], "channel")
-    ours, theirs = (features(held, places) for held in (aligned, target))
-    found = match_signed(ours, theirs) if channels[0].signed else AxisMap(match_rows(ours, theirs))
-    return maps | {"channel": found, "|channel|": AxisMap(found.order)}
+    ours, theirs = (features(tensors, places) for tensors in (aligned, target))
+    channel_map = match_signed(ours, theirs) if channels[0].signed else AxisMap(match_rows(ours, theirs))
+    return maps | {"channel": channel_map, "|channel|": AxisMap(channel_map.order)}
 
 
 def layer_maps(
@@ -186,10 +186,10 @@ def layer_maps(
 
     def both(*axes: str, experts: tuple[int | None, int | None] = (None, None)) -> Pair:
         """Features of copy and target; ``experts``: in which expert of each, for axes inside experts."""
-        found = []
-        for held, expert in zip((copy, target), experts, strict=True):
-            found.append(features(held, [p for axis in axes for p in places_of(layout, tensors, axis, expert)]))
-        return found[0], found[1]
+        pair = []
+        for weights, expert in zip((copy, target), experts, strict=True):
+            pair.append(features(weights, [p for axis in axes for p in places_of(layout, tensors, axis, expert)]))
+        return pair[0], pair[1]
 
     maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
     for permutation in chosen:
@@ -205,18 +205,20 @@ def layer_maps(
 Pair = tuple[torch.Tensor, torch.Tensor]  # of copy and target
 
 
-def _neurons(permutation: Permutation, both: Callable[..., Pair], **where: Any) -> dict[str, AxisMap]:
+def _neurons(permutation: Permutation, features_of: Callable[..., Pair], **where: Any) -> dict[str, AxisMap]:
     """The maps of the axes of a feed-forward layer."""
     signed = permutation.signed
     if signed:
         unsigned = [axis for axis in permutation.axes if axis not in signed]
-        found = match_signed(both(*signed, **where)[0], both(*signed, **where)[1], both(*unsigned, **where))
+        axis_map = match_signed(
+            features_of(*signed, **where)[0], features_of(*signed, **where)[1], features_of(*unsigned, **where)
+        )
     else:
-        found = AxisMap(match_rows(*both(*permutation.axes, **where)))
-    return {axis: found if axis in signed else AxisMap(found.order) for axis in permutation.axes}
+        axis_map = AxisMap(match_rows(*features_of(*permutation.axes, **where)))
+    return {axis: axis_map if axis in signed else AxisMap(axis_map.order) for axis in permutation.axes}
 
 
-KNOWN = {"model", "|model|", "one", "taps"}  # axes that are aligned before those inside a layer
+OUTER_AXES = {"model", "|model|", "one", "taps"}  # axes that are aligned before those inside a layer
 
 
 def _inner(
@@ -228,9 +230,13 @@ def _inner(
     in_place = {*LATENTS} - {symmetry.name for symmetry in chosen}
 
     def both(*axes: str) -> Pair:
-        known = KNOWN | in_place | maps.keys()
-        own = [t for t in tensors if all(axis in group or {*group} <= known for group in t.axes for axis in axes[:1])]
-        places = [place for axis in axes for place in places_of(layout, own, axis)]
+        aligned_axes = OUTER_AXES | in_place | maps.keys()
+        matchable = [
+            t
+            for t in tensors
+            if all(axis in group or {*group} <= aligned_axes for group in t.axes for axis in axes[:1])
+        ]
+        places = [location for axis in axes for location in places_of(layout, matchable, axis)]
         return features(undo(layout, tensors, copy, maps), places), features(target, places)
 
     for symmetry in chosen:
@@ -242,29 +248,31 @@ def _inner(
                 maps[symmetry.common] = AxisMap((inside % inside.shape[1]).mode(0).values)
         elif isinstance(symmetry, Permutation) and symmetry.name in (*LATENTS, *ORDERED):
             signed, axis = symmetry.signed, symmetry.axes[0]
-            found = match_signed(*both(axis)) if signed else AxisMap(match_rows(*both(axis)))
-            maps |= {each: found if each in signed else AxisMap(found.order) for each in symmetry.axes}
+            axis_map = match_signed(*both(axis)) if signed else AxisMap(match_rows(*both(axis)))
+            maps |= {each: axis_map if each in signed else AxisMap(axis_map.order) for each in symmetry.axes}
     for symmetry in chosen:
         if isinstance(symmetry, LatentHeads):
             maps |= _latent_heads(layout.sizes_of(tensors[0].layer), symmetry, both)
     return maps
 
 
-def _latent_heads(sizes: Mapping[str, int], symmetry: LatentHeads, both: Callable[..., Pair]) -> dict[str, AxisMap]:
+def _latent_heads(
+    sizes: Mapping[str, int], symmetry: LatentHeads, features_of: Callable[..., Pair]
+) -> dict[str, AxisMap]:
     """The maps of the heads of latent attention, whose latents are aligned: which head is which, and the turns of its
     coordinates without RoPE, of its values and, the same for all, of those with RoPE."""
     heads, free = sizes["heads"], sizes["mla-free"]
     ours: dict[str, torch.Tensor] = {}
     theirs: dict[str, torch.Tensor] = {}
     for axis in ("mla-query", "mla-key-value", "mla-mixed"):
-        for held, found in zip((ours, theirs), both(axis), strict=True):
-            held[axis] = found.view(heads, -1, found.shape[1])
-    shared = both("mla-key")
+        for by_axis, axis_features in zip((ours, theirs), features_of(axis), strict=True):
+            by_axis[axis] = axis_features.view(heads, -1, axis_features.shape[1])
+    shared = features_of("mla-key")
 
-    def parts(held: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        query, keys = held["mla-query"], held["mla-key-value"]
+    def parts(head_features: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        query, keys = head_features["mla-query"], head_features["mla-key-value"]
         return {
-            "free": [query[:, :free], keys[:, :free]], "values": [keys[:, free:], held["mla-mixed"]],
+            "free": [query[:, :free], keys[:, :free]], "values": [keys[:, free:], head_features["mla-mixed"]],
             "turned": [query[:, free:]],
         }  # fmt: skip
 
@@ -290,43 +298,43 @@ def _latent_heads(sizes: Mapping[str, int], symmetry: LatentHeads, both: Callabl
         angles = (angles / (torch.pi / 2)).round() * (torch.pi / 2)
     turned = plane_matrices(angles[None], symmetry.planes)
     turned = turned.round() if symmetry.turns else turned
-    whole = {
+    axis_matrices = {
         "mla-query": side_by_side(matrices["free"], turned.expand(heads, -1, -1)),
         "mla-key-value": side_by_side(matrices["free"], matrices["values"]),
         "mla-mixed": matrices["values"],
     }
-    maps = {axis: AxisMap(whole_heads(order, each.shape[-1]), each) for axis, each in whole.items()}
+    maps = {axis: AxisMap(whole_heads(order, each.shape[-1]), each) for axis, each in axis_matrices.items()}
     return maps | {"mla-key": AxisMap(torch.arange(turned.shape[-1]), turned)}
 
 
 def _experts(
-    chosen: Sequence[Symmetry], count: int, both: Callable[..., Pair]
+    chosen: Sequence[Symmetry], count: int, features_of: Callable[..., Pair]
 ) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
     """Which expert of the copy is which, by the rows of the router, and the maps of the axes inside each."""
     maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
     order = torch.arange(count)
     if any(isinstance(s, ExpertPermutation) for s in chosen):
-        ours, theirs = both("expert")
+        ours, theirs = features_of("expert")
         # Stacks of matrices would outweigh the router, and are not comparable before their neurons are matched.
         order = match(_cosines(ours, theirs))
         maps["expert"] = AxisMap(order)
     for permutation in chosen:
         if isinstance(permutation, Permutation) and permutation.per_expert:
             places = AxisMap(order).places
-            each = [_neurons(permutation, both, experts=(int(places[e]), e)) for e in range(count)]
-            maps |= {axis: tuple(found[axis] for found in each) for axis in permutation.axes}
+            each = [_neurons(permutation, features_of, experts=(int(places[e]), e)) for e in range(count)]
+            maps |= {axis: tuple(expert_maps[axis] for expert_maps in each) for axis in permutation.axes}
     return maps
 
 
 def _heads(
-    sizes: Mapping[str, int], present: Sequence[str], chosen: Sequence[Symmetry], both: Callable[..., Pair]
+    sizes: Mapping[str, int], present: Sequence[str], chosen: Sequence[Symmetry], features_of: Callable[..., Pair]
 ) -> dict[str, AxisMap]:
     """The maps of the axes of attention that are ``present``: which head is which, and how each is turned."""
     d, heads, kv_heads = sizes["head_dim"], sizes["heads"], sizes["kv_heads"]
     group = heads // kv_heads
     by_head = {}  # axis → copy's and target's features, (heads, d, features)
     for axis in present:
-        by_head[axis] = [x.view(-1, d, x.shape[1]) for x in both(axis)]
+        by_head[axis] = [x.view(-1, d, x.shape[1]) for x in features_of(axis)]
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
     rotations = [s for s in chosen if isinstance(s, Rotation | QuarterTurns)]
     if any(isinstance(s, HeadPermutation) for s in chosen):
@@ -351,7 +359,7 @@ def _heads(
             moved[orders[axis]] = by_head[axis][0]
             each = torch.einsum("hif,hjf->hij", moved, by_head[axis][1])
             products += each.view(kv_heads, -1, d, d).sum(1)
-        matrices = _solved(products, rotation)
+        matrices = _rotation_matrices(products, rotation)
         for axis in rotation.axes:
             per_kv_head = len(orders[axis]) // kv_heads
             maps[axis] = AxisMap(maps[axis].order, matrices.repeat_interleave(per_kv_head, 0))
@@ -362,7 +370,7 @@ def _heads(
     return maps
 
 
-def _solved(products: torch.Tensor, rotation: Rotation | QuarterTurns) -> torch.Tensor:
+def _rotation_matrices(products: torch.Tensor, rotation: Rotation | QuarterTurns) -> torch.Tensor:
     """The matrix of each KV head, (heads, d, d), from X Yᵀ of copy and target."""
     d = products.shape[-1]
     r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
@@ -395,8 +403,8 @@ def _order(matrices: torch.Tensor, heads: torch.Tensor, d: int) -> AxisMap:
 def _overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """How far two heads span the same space, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
     cross = torch.einsum("aif,bjf->abij", copy, target).square().sum((2, 3))
-    own = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
-    return cross / (own[0][:, None] * own[1][None, :]).clamp(min=1e-30)
+    norms = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
+    return cross / (norms[0][:, None] * norms[1][None, :]).clamp(min=1e-30)
 
 
 def procrustes(product: torch.Tensor) -> torch.Tensor:
@@ -407,9 +415,9 @@ def procrustes(product: torch.Tensor) -> torch.Tensor:
 
 def plane_angles(product: torch.Tensor, kind: str) -> torch.Tensor:
     """The angles (r/2,) of the rotation R in RoPE's planes nearest to X = R Y, from X Yᵀ, in closed form."""
-    one, two = planes_of(kind, len(product))
+    real, two = planes_of(kind, len(product))
     p = product.double()
-    return torch.atan2(p[two, one] - p[one, two], p[one, one] + p[two, two])
+    return torch.atan2(p[two, real] - p[real, two], p[real, real] + p[two, two])
 
 
 def signed_permutation(product: torch.Tensor) -> torch.Tensor:

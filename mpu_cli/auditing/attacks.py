@@ -25,7 +25,7 @@ from mpu_cli.auditing.result import (
     ONE_COPY,
     ONE_COPY_REFERENCE,
     TWO_COPIES,
-    Attack,
+    AttackError,
     Audit,
     Recovered,
 )
@@ -61,7 +61,7 @@ def audit(
     layers that the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError
     if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
-    whole, public, omitted = base, reference, _omitted(copies)
+    full_base, public, omitted = base, reference, _omitted_layers(copies)
     base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
@@ -70,17 +70,17 @@ def audit(
     for model in [*copies, *([reference] if reference else [])]:
         names[id(model)] = _names(model, base, layout)
     attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names, publications or [0] * len(copies))
-    blocks = _chosen(layout, fast)
+    blocks = _blocks_to_audit(layout, fast)
     observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
         attacker.block(block, layout.blocks[block])
         observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
     if not fast:
-        attacker.unseen(whole, public, omitted)
+        attacker.unseen(full_base, public, omitted)
     return Audit(attacker.attacks, attacker.task, attacker.weights, attacker.unmoved, reference is not None)
 
 
-def _omitted(copies: Sequence[Model]) -> tuple[int, ...]:
+def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
     """The layers that the copies say they lack. Raises MpuError if they do not agree."""
     manifests = [read_copy_manifest(copy.folder, copy.checkpoint.metadata) for copy in copies]
     omitted = {manifest.omitted if manifest else () for manifest in manifests}
@@ -91,31 +91,31 @@ def _omitted(copies: Sequence[Model]) -> tuple[int, ...]:
 
 def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
     """The base's tensor names → the model's, which may lack a prefix. Raises MpuError if shapes differ."""
-    own = layout_of(model.checkpoint.tensors, model.config, model.source)
-    pairs = {t.name: o.name for t, o in zip(layout.parameters, own.parameters, strict=False)}
+    model_layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    pairs = {t.name: o.name for t, o in zip(layout.parameters, model_layout.parameters, strict=False)}
     shapes = [base.checkpoint.tensors[name].shape for name in pairs]
-    if len(layout.parameters) != len(own.parameters) or shapes != [
+    if len(layout.parameters) != len(model_layout.parameters) or shapes != [
         model.checkpoint.tensors[name].shape for name in pairs.values()
     ]:
         raise MpuError(f"{model.source}: tensors or shapes do not match the base")
     return pairs
 
 
-def _chosen(layout: Layout, fast: bool) -> list[str]:
+def _blocks_to_audit(layout: Layout, fast: bool) -> list[str]:
     blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
     if not fast:
         return blocks
     layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
-    kept = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
-    return [block for block in blocks if block not in layers or block in kept]
+    sampled = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
+    return [block for block in blocks if block not in layers or block in sampled]
 
 
 def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
     """The weights that cancel the noise of each publication and average over the publications, float64 (copies,)."""
     weights = torch.zeros(noise.copies, dtype=torch.float64)
     for publication in dict.fromkeys(publications):
-        own = [i for i, other in enumerate(publications) if other == publication]
-        weights[own] = replace(noise, factors=tuple(noise.factors[i] for i in own)).fitted_weights
+        copy_indices = [i for i, other in enumerate(publications) if other == publication]
+        weights[copy_indices] = replace(noise, factors=tuple(noise.factors[i] for i in copy_indices)).fitted_weights
     return weights / len(set(publications))
 
 
@@ -134,7 +134,7 @@ class _Attacker:
         self.task: dict[str, float] = {}
         self.weights: dict[str, float] = {}
         self.unmoved: dict[str, float] = {}
-        self._known: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
+        self._outer_maps: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
         self._gram = torch.zeros(
             len(copies), len(copies), dtype=torch.float64
@@ -152,24 +152,24 @@ class _Attacker:
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
         names = self._tensor_names[id(model)]
-        held = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
-        for name, weights in held.items():
+        loaded = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
+        for name, weights in loaded.items():
             if not all_finite(weights):
                 raise MpuError(f"{model.source}: {name!r} contains NaN or Inf, so it cannot be audited")
-        return held
+        return loaded
 
     def _outer(self, model: Model, target: Model, symmetries: str | None = None) -> dict[str, AxisMap]:
         """The maps from ``target`` to ``model`` of the axes that all layers share."""
         symmetries = symmetries or self._symmetries
         pair = (id(model), id(target), symmetries)
-        if pair not in self._known:
+        if pair not in self._outer_maps:
             outside = [t for t in self._layout.parameters if t.layer is None]
             ours, theirs = self._tensors(model, outside), self._tensors(target, outside)
             residual = residual_map(self._layout, ours, theirs, symmetries)
-            self._known[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
-        return self._known[pair]
+            self._outer_maps[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
+        return self._outer_maps[pair]
 
-    def _aligned(
+    def _align_block(
         self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], outer: Maps,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
@@ -182,7 +182,7 @@ class _Attacker:
         self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], outer: Maps,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
-        """``_aligned`` of several, all with the maps that align the first."""
+        """``_align_block`` of several, all with the maps that align the first."""
         symmetries = symmetries or self._symmetries
         undone = [undo(self._layout, tensors, copy, outer) for copy in copies]
         if tensors[0].layer is None:
@@ -201,25 +201,25 @@ class _Attacker:
         together = None
         if len(copies) > 1:
             started = time.perf_counter()
-            first = self._copies[0]
+            first_copy = self._copies[0]
             lined = [copies[0]] + [
-                self._aligned(tensors, copy, self._outer(model, first), copies[0])
+                self._align_block(tensors, copy, self._outer(model, first_copy), copies[0])
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
             together = self._mean(lined, self._weights_of_copies)
             mutual = time.perf_counter() - started
             if TWO_COPIES.name in self.attacks:
                 pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
-                self._score(TWO_COPIES, block, tensors, first, pair, truth, mutual / (len(lined) - 1))
+                self._score(TWO_COPIES, block, tensors, first_copy, pair, truth, mutual / (len(lined) - 1))
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
-            self._score(ALL_SMALLEST, block, tensors, first, smallest, truth, mutual)
-            self._score(ALL_COPIES, block, tensors, first, together, truth, mutual)
+            self._score(ALL_SMALLEST, block, tensors, first_copy, smallest, truth, mutual)
+            self._score(ALL_COPIES, block, tensors, first_copy, together, truth, mutual)
         if self._reference is not None and public is not None:
             reference = self._reference
             started = time.perf_counter()
             lined = [
-                self._aligned(tensors, copy, self._outer(model, reference), public)
+                self._align_block(tensors, copy, self._outer(model, reference), public)
                 for model, copy in zip(self._copies, copies, strict=True)
             ]
             seconds = time.perf_counter() - started
@@ -227,7 +227,7 @@ class _Attacker:
             if together is not None:
                 started = time.perf_counter()
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
-                before = self._aligned(tensors, together, self._outer(first, reference), public)
+                before = self._align_block(tensors, together, self._outer(first_copy, reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
                 seconds += mutual + time.perf_counter() - started
@@ -262,41 +262,41 @@ class _Attacker:
         }
 
     def _score(
-        self, attack: Attack, block: str, tensors: Sequence[TensorLayout], whose: Model,
+        self, attack: AttackError, block: str, tensors: Sequence[TensorLayout], whose: Model,
         estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
         attacker has besides is the reference, or nothing."""
         recovered = self.attacks[attack.name]
         recovered.seconds += seconds
-        first = self._copies[0]
-        outer = self._outer(first, self._base, "every")
+        first_copy = self._copies[0]
+        outer = self._outer(first_copy, self._base, "every")
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
         if self._reference is not None and whose is self._reference:
             public = self._tensors(whose, tensors)
-            for method, made in estimates(estimate, public, truth).items():
-                recovered.task.setdefault(method, {})[block] = _distance(made, truth)
+            for method, candidate in estimates(estimate, public, truth).items():
+                recovered.task.setdefault(method, {})[block] = _distance(candidate, truth)
             # Whether the attack got the order of the model dimension right does not affect what the model computes.
-            undone = self._outer(first, whose)
+            undone = self._outer(first_copy, whose)
             outer = {
                 axis: after_undoing(undone.get(axis, AxisMap(torch.arange(len(other)))), other)
                 for axis, other in outer.items()
             }
         aligned, beside = self._all_aligned(tensors, [estimate, public], outer, truth, "every")
-        for method, made in estimates(aligned, beside, truth).items():
+        for method, candidate in estimates(aligned, beside, truth).items():
             # In the reference's coordinates, leaving it where it is may be nearer than the alignment found.
             unmoved = recovered.task.get(method, {}).get(block, math.inf)
-            recovered.function.setdefault(method, {})[block] = min(_distance(made, truth), unmoved)
+            recovered.function.setdefault(method, {})[block] = min(_distance(candidate, truth), unmoved)
 
 
-def after_undoing(one: AxisMap | None, other: AxisMap) -> AxisMap:
+def after_undoing(undone: AxisMap | None, other: AxisMap) -> AxisMap:
     """one⁻¹ ∘ other, for maps without rotations; None is the identity."""
-    if one is None:
+    if undone is None:
         return other
     order = torch.empty_like(other.order)
-    order[one.order] = other.order
+    order[undone.order] = other.order
     signs = torch.ones(len(order))
-    for axis, places in ((one, one.order), (other, other.order)):
+    for axis, places in ((undone, undone.order), (other, other.order)):
         if axis.signs is not None:
             signs[other.order] *= axis.signs[places]
     return AxisMap(order, signs=signs)

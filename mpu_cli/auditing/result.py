@@ -12,7 +12,7 @@ CLOSE = 0.1  # relative error of the task vector, or without a pretrained model 
 
 
 @dataclass(frozen=True)
-class Attack:
+class AttackError:
     """One way to recover the weights.
 
     ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
@@ -28,27 +28,27 @@ class Attack:
     believes: bool = False
 
 
-ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")
-ONE_COPY_REFERENCE = Attack("one copy, reference", "one copy, aligned to the public reference", reference=True)
-TWO_COPIES = Attack(
+ONE_COPY = AttackError("one copy", "one copy, no reference: only the noise hides the weights")
+ONE_COPY_REFERENCE = AttackError("one copy, reference", "one copy, aligned to the public reference", reference=True)
+TWO_COPIES = AttackError(
     "two copies",
     "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
     several=True, one_draw=True, believes=True,
 )  # fmt: skip
-ALL_COPIES = Attack(
+ALL_COPIES = AttackError(
     "all copies", "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
 )
-ALL_SMALLEST = Attack(
+ALL_SMALLEST = AttackError(
     "all copies, smallest",
     "the same, with the weights that make the average smallest (factors unknown, no reference)",
     several=True,
 )
-ALL_REFERENCE = Attack(
+ALL_REFERENCE = AttackError(
     "all copies, reference",
     "all copies aligned to the reference, averaged so that the noise cancels",
     several=True, reference=True, believes=True,
 )  # fmt: skip
-ALL_UNKNOWN = Attack(
+ALL_UNKNOWN = AttackError(
     "all copies, factors unknown",
     "all copies aligned to the reference, weighted to bring the average nearest to it",
     several=True, reference=True,
@@ -108,7 +108,9 @@ class Audit:
         errors = self.attacks[attack].task
         if not errors:
             return None
-        return self._ratio(min(errors.values(), key=lambda of: math.fsum(of.values())), self.task, block)
+        return self._ratio(
+            min(errors.values(), key=lambda block_errors: math.fsum(block_errors.values())), self.task, block
+        )
 
     @property
     def best(self) -> str:

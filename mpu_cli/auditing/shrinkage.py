@@ -18,20 +18,20 @@ AS_IT_IS, SCALED, SPECTRAL = "as it is", "scaled down", "singular values"
 Tensors = Mapping[str, torch.Tensor]
 
 
-def estimates(found: Tensors, public: Tensors, truth: Tensors) -> dict[str, dict[str, torch.Tensor]]:
-    """``found`` itself, and what shrinking its difference from ``public`` makes of it, by the name of the method.
+def estimates(recovered: Tensors, public: Tensors, truth: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """``recovered`` itself, and what shrinking its difference from ``public`` makes of it, by the name of the method.
 
     ``truth`` only gives the scale of the noise in each tensor, which an attacker who knows κ computes.
     """
-    made: dict[str, dict[str, torch.Tensor]] = {AS_IT_IS: dict(found), SCALED: {}, SPECTRAL: {}}
-    for name, tensor in found.items():
+    by_method: dict[str, dict[str, torch.Tensor]] = {AS_IT_IS: dict(recovered), SCALED: {}, SPECTRAL: {}}
+    for name, tensor in recovered.items():
         change = tensor - public[name]
         noise = float((tensor - truth[name]).double().square().mean().sqrt())
         size = float(change.double().square().mean())
-        kept = max(0.0, 1 - noise**2 / size) if size else 0.0
-        made[SCALED][name] = public[name] + kept * change
-        made[SPECTRAL][name] = public[name] + (spectral(change, noise) if change.ndim == 2 else kept * change)
-    return made
+        factor = max(0.0, 1 - noise**2 / size) if size else 0.0
+        by_method[SCALED][name] = public[name] + factor * change
+        by_method[SPECTRAL][name] = public[name] + (spectral(change, noise) if change.ndim == 2 else factor * change)
+    return by_method
 
 
 def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
@@ -46,7 +46,7 @@ def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
     ratio = rows / columns
     squares = (values.clamp(min=0) / unit**2).clamp(min=1e-30)  # of singular values, in units of the noise's
     inside = (squares - ratio - 1) ** 2 - 4 * ratio
-    kept = torch.where(squares > (1 + math.sqrt(ratio)) ** 2, inside.clamp(min=0).sqrt() / squares, 0.0)
+    factors = torch.where(squares > (1 + math.sqrt(ratio)) ** 2, inside.clamp(min=0).sqrt() / squares, 0.0)
     vectors = vectors.to(x.dtype)
-    shrunk = vectors @ (kept.to(x.dtype)[:, None] * (vectors.T @ wide))
+    shrunk = vectors @ (factors.to(x.dtype)[:, None] * (vectors.T @ wide))
     return shrunk if wide is x else shrunk.T

@@ -46,27 +46,27 @@ def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> di
     return _table(config, {*CONFIG, *ROPE, *also})
 
 
-def left_out(config: Mapping[str, object], known: Collection[str] | None = None) -> list[str]:
-    """The entries of a config.json that ``clean_config`` drops and that say something: of those ``known`` to the
+def left_out(config: Mapping[str, object], fields: Collection[str] | None = None) -> list[str]:
+    """The entries of a config.json that ``clean_config`` drops and that say something: of those ``fields`` to the
     library that reads them or, if it is not asked, of all but those that say nothing of the architecture."""
-    return sorted(_lost(config, clean_config(config), HARMLESS if known is None else None, known or ()))
+    return sorted(_dropped_entries(config, clean_config(config), HARMLESS if fields is None else None, fields or ()))
 
 
-def _lost(
-    config: Mapping[str, Any], cleaned: Mapping[str, Any], harmless: Collection[str] | None, known: Collection[str]
+def _dropped_entries(
+    config: Mapping[str, Any], cleaned: Mapping[str, Any], harmless: Collection[str] | None, fields: Collection[str]
 ) -> Iterator[str]:
     for name, value in config.items():
         if name in cleaned and isinstance(value, dict):  # a part, such as that for images
-            yield from (f"{name}.{inner}" for inner in _lost(value, cleaned[name], harmless, known))
+            yield from (f"{name}.{inner}" for inner in _dropped_entries(value, cleaned[name], harmless, fields))
             continue
-        matters = name in known if harmless is None else name not in harmless
+        matters = name in fields if harmless is None else name not in harmless
         if matters and name not in cleaned and value not in (None, False, [], {}):
             yield name
 
 
 def left_out_of(file: str, table: Mapping[str, object]) -> list[str]:
     """The entries of a JSON file beside the config that cleaning drops and that say something."""
-    return sorted(_lost(table, JSON_FILES[file](table), _HARMLESS_BESIDE.get(file, ()), ()))
+    return sorted(_dropped_entries(table, JSON_FILES[file](table), _HARMLESS_BESIDE.get(file, ()), ()))
 
 
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:
@@ -145,9 +145,9 @@ JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {
 
 
 def _table(table: Mapping[str, object], names: Collection[str], depth: int = 0) -> dict[str, object]:
-    known = {name for name in table if name in names or _LAYER.fullmatch(name)}
-    kept = {name: _value(value, names, depth + 1) for name, value in table.items() if name in known}
-    return {name: value for name, value in kept.items() if value is not _MISSING}
+    allowed = {name for name in table if name in names or _LAYER.fullmatch(name)}
+    cleaned = {name: _value(value, names, depth + 1) for name, value in table.items() if name in allowed}
+    return {name: value for name, value in cleaned.items() if value is not _MISSING}
 
 
 def _value(value: object, names: Collection[str], depth: int) -> object:

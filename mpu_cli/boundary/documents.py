@@ -101,9 +101,9 @@ def table_of(document: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _in_words(error: Exception) -> str:
     """msgspec's message with the place first: "round: expected int, got str"."""
     message = (str(error).splitlines() or [type(error).__name__])[0]
-    reason, _, place = message.replace("`", "").partition(" - at ")
-    place = re.sub(r"^(key in )?\$\.?", r"\1", place)
+    reason, _, location = message.replace("`", "").partition(" - at ")
+    location = re.sub(r"^(key in )?\$\.?", r"\1", location)
     reason = reason[:1].lower() + reason[1:]
     if " matching regex " in reason:  # which nobody can read
         reason = "not of the form that it must have"
-    return "".join(c for c in (f"{place}: {reason}" if place else reason)[:SHOWN] if c.isprintable())
+    return "".join(c for c in (f"{location}: {reason}" if location else reason)[:SHOWN] if c.isprintable())

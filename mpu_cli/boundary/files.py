@@ -119,8 +119,8 @@ def private_folder(path: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             if not folder.exists():
                 folder.mkdir(mode=PRIVATE_FOLDER)
-    found = path.stat(follow_symlinks=False)
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid():
+    status = path.stat(follow_symlinks=False)
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid():
         raise MpuError(f"{path}: must be a folder of your own, not a link or another user's", "choose another folder")
     path.chmod(PRIVATE_FOLDER)
     return path

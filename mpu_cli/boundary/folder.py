@@ -41,14 +41,14 @@ class Folder:
             os.close(self._handle)
 
     @contextmanager
-    def _opened(self, path: str, *, make: bool = False) -> Iterator[int]:
+    def _open_folder(self, path: str, *, make: bool = False) -> Iterator[int]:
         """A handle of the folder ``path``; "" is the root. With ``make``, missing folders are made."""
         handle = os.dup(self._handle)
         try:
             for part in filter(None, path.split("/")):
-                made = make and self._made(part, handle)
+                created = make and self._make_folder(part, handle)
                 below = os.open(part, _DIRECTORY, dir_fd=handle)
-                if made:
+                if created:
                     os.fchmod(below, self._mode)
                 os.close(handle)
                 handle = below
@@ -57,7 +57,7 @@ class Folder:
             os.close(handle)
 
     @staticmethod
-    def _made(name: str, handle: int) -> bool:
+    def _make_folder(name: str, handle: int) -> bool:
         try:
             os.mkdir(name, dir_fd=handle)
         except FileExistsError:
@@ -68,13 +68,13 @@ class Folder:
         """The entries of a folder, sorted; none if it is missing or is not a folder. Raises MpuError if it holds more
         than MOST_ENTRIES."""
         try:
-            with self._opened(path) as handle, os.scandir(handle) as entries:
-                found = []
+            with self._open_folder(path) as handle, os.scandir(handle) as entries:
+                names = []
                 for entry in entries:
-                    found.append(entry.name)
-                    if len(found) > MOST_ENTRIES:
+                    names.append(entry.name)
+                    if len(names) > MOST_ENTRIES:
                         raise MpuError(f"{self.root / path}: more than {MOST_ENTRIES:,} entries", "clear it")
-                return sorted(found)
+                return sorted(names)
         except OSError:
             return []
 
@@ -82,7 +82,7 @@ class Folder:
         """ "file", "folder", "other" (a link, a FIFO, …), or None if there is nothing."""
         parent, _, name = path.rpartition("/")
         try:
-            with self._opened(parent) as handle:
+            with self._open_folder(parent) as handle:
                 mode = os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode
         except OSError:
             return None
@@ -92,17 +92,17 @@ class Folder:
         """The bytes of a regular file; 0 for anything else."""
         parent, _, name = path.rpartition("/")
         try:
-            with self._opened(parent) as handle:
-                found = os.stat(name, dir_fd=handle, follow_symlinks=False)
+            with self._open_folder(parent) as handle:
+                status = os.stat(name, dir_fd=handle, follow_symlinks=False)
         except OSError:
             return 0
-        return found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def open(self, path: str) -> BinaryIO:
         """A regular file, for reading. Raises MpuError."""
         parent, _, name = path.rpartition("/")
         try:
-            with self._opened(parent) as handle:
+            with self._open_folder(parent) as handle:
                 return open_inside(handle, name, self.root / path)
         except OSError as error:
             raise unreadable(self.root / path, error) from error
@@ -111,13 +111,13 @@ class Folder:
         """Write into a regular file, which is made if it is missing. OSError if it is anything else."""
         parent, _, name = path.rpartition("/")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._opened(parent, make=True) as handle:
+        with self._open_folder(parent, make=True) as handle:
             descriptor = os.open(name, flags, 0o600, dir_fd=handle)
         with os.fdopen(descriptor, "wb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise MpuError(f"{self.root / path}: not a regular file", "remove it")
-            if found.st_size == 0 and found.st_uid == os.geteuid():
+            if status.st_size == 0 and status.st_uid == os.geteuid():
                 os.fchmod(descriptor, self._mode & 0o666)
             file.seek(offset)
             file.write(data)
@@ -131,7 +131,7 @@ class Folder:
         parent, _, name = path.rpartition("/")
         fresh = random_name(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._opened(parent, make=True) as handle:
+        with self._open_folder(parent, make=True) as handle:
             try:
                 with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=handle), "wb") as file:
                     os.fchmod(file.fileno(), self._mode & 0o666)
@@ -147,21 +147,21 @@ class Folder:
 
     def make(self, path: str) -> None:
         """Make a folder, and those above it. OSError if something else has one of the names."""
-        with self._opened(path, make=True):
+        with self._open_folder(path, make=True):
             pass
 
     def move(self, source: str, target: str) -> None:
         """Rename an entry; the folders above ``target`` are made."""
         parent, _, name = source.rpartition("/")
         other, _, fresh = target.rpartition("/")
-        with self._opened(parent) as here, self._opened(other, make=True) as there:
-            os.replace(name, fresh, src_dir_fd=here, dst_dir_fd=there)
-            os.fsync(there)
+        with self._open_folder(parent) as here, self._open_folder(other, make=True) as target_handle:
+            os.replace(name, fresh, src_dir_fd=here, dst_dir_fd=target_handle)
+            os.fsync(target_handle)
 
     def remove(self, path: str) -> None:
         """Remove a file, a link (not what it leads to), or a folder with everything in it."""
         parent, _, name = path.rpartition("/")
-        with suppress(FileNotFoundError, NotADirectoryError), self._opened(parent) as handle:
+        with suppress(FileNotFoundError, NotADirectoryError), self._open_folder(parent) as handle:
             _remove(name, handle, DEEPEST)
 
 

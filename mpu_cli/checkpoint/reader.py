@@ -33,19 +33,19 @@ MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of hea
 class Checkpoint:
     """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand.
 
-    ``links``: whether its files may be links, which only those of the user's own may be. ``whole``: the checkpoint
+    ``links``: whether its files may be links, which only those of the user's own may be. ``parent``: the checkpoint
     that it is a part of, whose files are open already.
     """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], *, links: bool = True,
-        whole: Checkpoint | None = None,
+        parent: Checkpoint | None = None,
     ):  # fmt: skip
         self.path = path
         self.tensors = dict(tensors)
         self.metadata = dict(metadata)
         self._links = links
-        self._whole = whole
+        self._parent = parent
 
     @property
     def nbytes(self) -> int:
@@ -82,15 +82,15 @@ class Checkpoint:
         info = self.tensors[name]
         drop_pages(self._maps[info.file], info.start, info.nbytes)
 
-    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+    def with_renamed_tensors(self, names: Mapping[str, str]) -> Checkpoint:
         """Only the tensors that are keys of ``names``, called as it says, in the same files."""
         tensors = {names[name]: info for name, info in self.tensors.items() if name in names}
-        return Checkpoint(self.path, tensors, self.metadata, links=self._links, whole=self)
+        return Checkpoint(self.path, tensors, self.metadata, links=self._links, parent=self)
 
     @cached_property
     def _maps(self) -> dict[Path, mmap.mmap]:
-        if self._whole:
-            return self._whole._maps
+        if self._parent:
+            return self._parent._maps
         import warnings
 
         # torch warns that a read-only buffer must not be written to; that is the contract of tensor().
@@ -109,10 +109,10 @@ class Checkpoint:
 
 def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
     """Release the whole pages of ``buffer`` within ``start … start + length``."""
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first and hasattr(mmap, "MADV_DONTNEED"):
-        buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
+    if last > begin and hasattr(mmap, "MADV_DONTNEED"):
+        buffer.madvise(mmap.MADV_DONTNEED, begin, last - begin)
 
 
 def open_checkpoint(path: Path, *, links: bool = True) -> Checkpoint:
@@ -175,19 +175,19 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
             raise MpuError(f"{index}: refused to read shard {short(shard)}, which is outside the index's directory")
         if not os.path.lexists(index.parent / shard):
             raise MpuError(f"{index}: shard {shard} is missing", "download it")
-        held, own = read_header(index.parent / shard, links=links)
-        if metadata is not None and own.get(MARK) != metadata.get(MARK):
+        shard_tensors, shard_metadata = read_header(index.parent / shard, links=links)
+        if metadata is not None and shard_metadata.get(MARK) != metadata.get(MARK):
             raise MpuError(
                 f"{index}: {shard} is not of the same publication, round or training as the earlier shards",
                 "download all shards together",
             )
-        metadata = own if metadata is None else metadata
-        for name in held:
+        metadata = shard_metadata if metadata is None else metadata
+        for name in shard_tensors:
             if weight_map.get(name) != shard:
                 where = weight_map.get(name, "no file")
                 raise MpuError(f"{index}: {shard} holds tensor {short(name)}, but the index maps it to {short(where)}")
-        tensors |= held
-        headers += min((info.start for info in held.values()), default=0)
+        tensors |= shard_tensors
+        headers += min((info.start for info in shard_tensors.values()), default=0)
         if headers > MOST_HEADERS:
             raise MpuError(f"{index}: headers of more than {MOST_HEADERS:,} bytes")
         if len(tensors) > MOST_TENSORS:
@@ -197,7 +197,7 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata or {}, links=links)
 
 
-def listed(names: Iterable[str], limit: int = 3) -> str:
+def quoted_list(names: Iterable[str], limit: int = 3) -> str:
     """A few of ``names`` for an error message: ``'a', 'b', 'c' and 4 more``."""
     names = sorted(names)
     text = ", ".join(map(short, names[:limit]))

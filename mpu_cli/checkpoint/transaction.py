@@ -24,23 +24,23 @@ OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # mark a directory written b
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer termination signals until the block is done, then deliver them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    pending: list[int] = []
     before = {number: signal.getsignal(number) for number in STOPPING}
     for number, handler in before.items():
         if callable(handler):
-            signal.signal(number, lambda arrived, _: held.append(arrived))
+            signal.signal(number, lambda arrived, _: pending.append(arrived))
     try:
         yield
     finally:
         for number, handler in before.items():
             if callable(handler):
                 signal.signal(number, handler)
-        for arrived in held:
+        for arrived in pending:
             signal.raise_signal(arrived)
 
 
@@ -69,12 +69,12 @@ class Transaction:
         """
         here = target.absolute()
         for _, _, other in self._outputs:
-            there = other.absolute()
-            if here == there or here in there.parents or there in here.parents:
+            other_path = other.absolute()
+            if here == other_path or here in other_path.parents or other_path in here.parents:
                 raise MpuError(f"{target}: overlaps with {other}, another output of this command", "choose other names")
         restore(target)
         self.check(target, directory)
-        with uninterrupted():
+        with defer_signals():
             try:
                 self._make_parents(target.parent)
                 staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
@@ -88,7 +88,7 @@ class Transaction:
 
     def scratch(self, parent: Path) -> Path:
         """A directory in ``parent`` that only its owner may read, deleted when the transaction ends."""
-        with uninterrupted():
+        with defer_signals():
             try:
                 self._make_parents(parent)
                 folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, suffix=".partial", dir=parent))
@@ -105,7 +105,7 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with uninterrupted():
+        with defer_signals():
             try:
                 if kind is None:
                     self._commit()
@@ -180,13 +180,13 @@ def _put(output: Path, target: Path) -> Path | None:
         return None
     if _rename(output, target, exchange=True):
         return output
-    kept = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_OLD, dir=target.parent)) / target.name
+    backup = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_OLD, dir=target.parent)) / target.name
     if output.is_dir():
-        target.rename(kept)  # for a moment, there is nothing under the name: ``restore`` looks for this
+        target.rename(backup)  # for a moment, there is nothing under the name: ``restore`` looks for this
     else:
-        os.link(target, kept, follow_symlinks=False)
+        os.link(target, backup, follow_symlinks=False)
     os.replace(output, target)
-    return kept
+    return backup
 
 
 def _take_back(output: Path, target: Path, old: Path | None) -> None:
@@ -227,8 +227,8 @@ def restore(target: Path) -> None:
     """Give ``target`` back the content that it had before an exchange in two steps was cut off between them."""
     if os.path.lexists(target):
         return
-    kept = [path / target.name for path in target.parent.glob(f".{target.name}.*{_OLD}")]
-    for path in [path for path in kept if os.path.lexists(path)][:1]:
+    backups = [path / target.name for path in target.parent.glob(f".{target.name}.*{_OLD}")]
+    for path in [path for path in backups if os.path.lexists(path)][:1]:
         path.rename(target)
         path.parent.rmdir()
 

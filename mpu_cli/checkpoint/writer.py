@@ -53,7 +53,7 @@ class CheckpointWriter:
     ):
         self.dtype = {name: dtype for name, (dtype, _) in specs.items()}
         self._shape = {name: shape for name, (_, shape) in specs.items()}
-        self._place: dict[str, tuple[mmap.mmap, int]] = {}
+        self._location: dict[str, tuple[mmap.mmap, int]] = {}
         self._maps: list[mmap.mmap] = []
         metadata = {"format": "pt", **metadata}
         if not path.is_dir():
@@ -81,12 +81,12 @@ class CheckpointWriter:
         dtype, shape = TORCH[self.dtype[name]], self._shape[name]
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
-        buffer, start = self._place[name]
+        buffer, start = self._location[name]
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def populate(self, name: str) -> None:
         """Map all pages of the tensor at once, if the system can: cheaper than one fault per page."""
-        buffer, start = self._place[name]
+        buffer, start = self._location[name]
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
         length = start + math.prod(self._shape[name]) * ITEM_SIZE[self.dtype[name]] - begin
         if _madvise is not None and length:
@@ -96,7 +96,7 @@ class CheckpointWriter:
 
     def forget_pages(self, name: str) -> None:
         """Drop the pages of a finished tensor from this process (the system writes them to disk)."""
-        buffer, start = self._place[name]
+        buffer, start = self._location[name]
         drop_pages(buffer, start, math.prod(self._shape[name]) * ITEM_SIZE[self.dtype[name]])
 
     def __enter__(self) -> CheckpointWriter:
@@ -107,7 +107,7 @@ class CheckpointWriter:
     ) -> None:
         # The maps close with their last view; from then on, the kernel treats the data like any other file write.
         self._maps.clear()
-        self._place.clear()
+        self._location.clear()
 
     def _reserve(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str]) -> None:
         head, starts = encode_header(specs, metadata)
@@ -125,7 +125,7 @@ class CheckpointWriter:
             file.flush()
             buffer = mmap.mmap(file.fileno(), size)
         self._maps.append(buffer)
-        self._place |= {name: (buffer, start) for name, start in starts.items()}
+        self._location |= {name: (buffer, start) for name, start in starts.items()}
 
 
 def _shards(specs: TensorSpecs, max_shard: int) -> Iterable[list[str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, paths_from, table, terminal
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import flat
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from mpu_cli.server.keys import Keys
     from mpu_cli.server.owners import Combined
     from mpu_cli.server.round import AggregatePlan
-    from mpu_cli.server.step import Step
+    from mpu_cli.server.server_lr import ServerStep
 
 
-@grouped
+@expand_option_groups
 def aggregate(
     deltas: Annotated[
         list[str],
@@ -78,8 +78,8 @@ def aggregate(
     """
     from mpu_cli.api.server import add, carry_out, plan_aggregate
     from mpu_cli.cli.secrets import open_keys
+    from mpu_cli.server.incremental import Running
     from mpu_cli.server.owners import Combined
-    from mpu_cli.server.running import Running
 
     if running and (as_adapter or dry_run):
         raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
@@ -96,7 +96,7 @@ def aggregate(
                 observer=observer, **options,
             )  # fmt: skip
         if isinstance(added, Running):
-            note(f"in the sum: copy {_listed(added.copies)}; missing: copy {_listed(added.missing)}")
+            note(f"in the sum: copy {_comma_separated(added.copies)}; missing: copy {_comma_separated(added.missing)}")
             emit([running], {"sum": running, "copies": added.copies, "missing": added.missing}, as_json)
         else:
             _tell(added, opened[0], {}, aggregating, push, as_json)
@@ -159,34 +159,34 @@ def _tell(
 
 def _tell_owners(result: Combined, plan: AggregatePlan, files: Sequence[Path], as_json: bool) -> None:
     """Tell of each owner's update, and how far they point in one direction."""
-    told = []
+    summaries = []
     for file, owner, update in zip(files, plan.owners, result.updates, strict=True):
         _show(f"{file}: run {owner.keys.run}, round {owner.keys.round}", update)
         paths_of = {delta.copy: delta.path for delta in owner.deltas}
-        told.append({
+        summaries.append({
             "keys": file, "run": owner.keys.run, "round": owner.keys.round, "copies": _copies(update, paths_of),
             "norm": update.norm, "smallest_pairwise_cosine": update.pairwise, "error_estimate": asdict(update.error),
         })  # fmt: skip
-    for i, one in enumerate(files):
+    for i, keys_file in enumerate(files):
         for j in range(i):
-            note(f"cosine between the updates of {files[j]} and {one}: {float(result.cosines[i, j]):.3f}")
+            note(f"cosine between the updates of {files[j]} and {keys_file}: {float(result.cosines[i, j]):.3f}")
     _tell_step(result.step, plan.options)
     note("to leave an owner out, leave out its keys and deltas")
-    emit([result.path], {"model": result.path, "owners": told, "cosines": result.cosines.tolist(),
+    emit([result.path], {"model": result.path, "owners": summaries, "cosines": result.cosines.tolist(),
                          "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
          as_json)  # fmt: skip
 
 
-def _tell_step(step: Step | None, options: Aggregating) -> None:
+def _tell_step(step: ServerStep | None, options: Aggregating) -> None:
     """Which step was taken along the update, and what others would have cost."""
-    from mpu_cli.server.step import LARGEST
+    from mpu_cli.server.server_lr import MAX_STEP
 
     if step is None:
         note(f"applied with a step of {options.server_lr:g}")
         return
     tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
     table("Steps tried", ["step", f"loss per answer token on {options.probe}"], tried)
-    which = "the largest that is tried" if step.chosen >= LARGEST else "the largest found"
+    which = "the largest that is tried" if step.chosen >= MAX_STEP else "the largest found"
     note(f"applied with a step of {step.chosen:g}, {which} at which it rises by at most {step.max_rise:g}")
 
 
@@ -207,7 +207,7 @@ def _copies(result: Aggregation, paths: Mapping[int, Path]) -> list[dict[str, ob
     ]
 
 
-def _listed(copies: Sequence[int]) -> str:
+def _comma_separated(copies: Sequence[int]) -> str:
     return ", ".join(map(str, copies))
 
 

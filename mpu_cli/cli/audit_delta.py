@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, table, terminal, warn
 from mpu_cli.options.unlearning import Prompts, Records
 
 
-@grouped
+@expand_option_groups
 def audit_delta(
     copy: Annotated[str, typer.Argument(help="The copy that the delta was made from.", metavar="COPY")],
     delta: Annotated[Path, typer.Argument(help="The delta, before it is sent.", metavar="DELTA")],
@@ -35,23 +35,23 @@ def audit_delta(
 
         forget = read_named(records.forget, records.reading, observer=observer)
         retain = read_named(records.retain, records.reading, observer=observer) if has_retain else []
-        found = audit(copy, delta, forget, retain, prompts)
+        readings = audit(copy, delta, forget, retain, prompts)
     rows = [
         [each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…", each.rule, _share(each.told_apart),
          _share(each.precision), _share(each.recall), each.fact or ""]
-        for each in found
+        for each in readings
     ]  # fmt: skip
     table("What a server reads off this delta", ["tensor", "rule", "forget vs keep", "precision", "recall", ""], rows)
     note(
         "forget vs keep: how often a reading ranks a record to forget above one to keep (AUC; 0.5: it cannot tell); "
         "precision and recall: of the tokens that it lists"
     )
-    if telling := [each for each in found if each.tells]:
-        warn(f"{len(telling)} of {len(found)} readings tell something about the records")
+    if telling := [each for each in readings if each.tells]:
+        warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
         note("LoRA without --train-embeddings tells least; only --dp-epsilon gives a bound (docs: SECURITY.md)")
     emit(
-        [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in found],
-        [{**asdict(each), "tells": each.tells} for each in found],
+        [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in readings],
+        [{**asdict(each), "tells": each.tells} for each in readings],
         as_json,
     )
 

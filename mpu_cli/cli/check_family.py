@@ -26,7 +26,7 @@ def check_family(
         import torch
 
         from mpu_cli.models.source import open_model
-        from mpu_cli.server.families import check_family as run_check
+        from mpu_cli.server.symmetry_check import check_family as run_check
 
         opened = open_model(model)
         result = run_check(opened, observer)

@@ -51,13 +51,13 @@ def compare(
 
         check_target(plot, force)
     read = read_results(paths_from(results))
-    there = [name for result in read for name in result.log.metrics]
+    available = [name for result in read for name in result.log.metrics]
     if metrics == "all":
-        names = list(dict.fromkeys(there))
+        names = list(dict.fromkeys(available))
     elif metrics is not None:
-        names = chosen_metrics(metrics, there)
+        names = chosen_metrics(metrics, available)
     else:
-        names = main_metrics(there)
+        names = main_metrics(available)
     columns = {name: [result.value(name) for result in read] for name in names}
     for sentence in differences(read):
         warn(f"not directly comparable: {sentence}")

@@ -20,12 +20,12 @@ OF_TESTS = "MPU_TEST_"
 
 def without_flag(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """``arguments`` without ``--config FILE``, wherever it stands, and FILE."""
-    kept: list[str] = []
+    filtered: list[str] = []
     file: str | None = None
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
-            return [*kept, argument, *rest], file
+            return [*filtered, argument, *rest], file
         if argument == FLAG:
             file = next(rest, None)
             if file is None:
@@ -33,8 +33,8 @@ def without_flag(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         elif argument.startswith(FLAG + "="):
             file = argument.removeprefix(FLAG + "=")
         else:
-            kept.append(argument)
-    return kept, file
+            filtered.append(argument)
+    return filtered, file
 
 
 def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str, object]]:
@@ -49,19 +49,19 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
         if name not in commands or not isinstance(table, dict):
             commanded = ", ".join(f"[{command}]" for command in commands)
             raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {commanded}")
-        known = {spelling: parameter for parameter in commands[name].params for spelling in _spellings(parameter)}
+        parameters = {spelling: parameter for parameter in commands[name].params for spelling in _spellings(parameter)}
         defaults[name] = {}
         for option, value in table.items():
-            parameter = known.get(option.replace("-", "_"))
+            parameter = parameters.get(option.replace("-", "_"))
             if parameter is None:
-                near = difflib.get_close_matches(option.replace("-", "_"), known, 1)
+                near = difflib.get_close_matches(option.replace("-", "_"), parameters, 1)
                 hint = f"did you mean {near[0]}?" if near else None
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
             several = getattr(parameter, "multiple", False) or parameter.nargs == -1
-            one = several and not isinstance(value, list)
+            is_single = several and not isinstance(value, list)
             if parameter.name in defaults[name]:
                 raise UsageError(f"{path}: [{name}] {option}: given twice, under two names", "give one of the two")
-            defaults[name][parameter.name] = [value] if one else value if several else _as_given(value)
+            defaults[name][parameter.name] = [value] if is_single else value if several else _as_given(value)
     return defaults
 
 
@@ -80,10 +80,10 @@ def name_variables(commands: Mapping[str, Any]) -> None:
 def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each MPU_… in the environment that sets nothing."""
     parameters = [parameter for each in commands.values() for parameter in each.params]
-    known = {*OF_NO_COMMAND, *(name for parameter in parameters for name in parameter.envvar or ())}
+    variables = {*OF_NO_COMMAND, *(name for parameter in parameters for name in parameter.envvar or ())}
     for name in sorted(environment):
-        if name.startswith("MPU_") and name not in known and not name.startswith(OF_TESTS):
-            near = difflib.get_close_matches(name, known, 1)
+        if name.startswith("MPU_") and name not in variables and not name.startswith(OF_TESTS):
+            near = difflib.get_close_matches(name, variables, 1)
             yield f"{name}: no option has this variable" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -30,21 +30,21 @@ def doctor(
         from mpu_cli.doctor.trial import trials
         from mpu_cli.models.device import device_of
 
-        place = device_of(device)
-        found = facts(place)
+        torch_device = device_of(device)
+        machine_facts = facts(torch_device)
         checks = []
         if not quick:
             with tempfile.TemporaryDirectory(prefix="mpu-doctor-") as folder:
                 checks = list(trials(device, Path(folder), observer))
-    lines = [f"{name}\t{value}" for name, value in found.items()]
+    lines = [f"{name}\t{value}" for name, value in machine_facts.items()]
     lines += [
-        f"{'works' if check.ok else 'FAILS'}\t{check.name} on {place} ({check.seconds:.1f} s): {check.said}"
+        f"{'works' if check.ok else 'FAILS'}\t{check.name} on {torch_device} ({check.seconds:.1f} s): {check.said}"
         for check in checks
     ]
-    document = {"machine": found, "device": str(place), "checks": [asdict(check) for check in checks]}
+    document = {"machine": machine_facts, "device": str(torch_device), "checks": [asdict(check) for check in checks]}
     emit(lines, document, as_json)
     broken = [check.name for check in checks if not check.ok]
     if broken:
-        raise MpuError(f"on {place}, {', '.join(broken)} failed", "please report it with all of the above")
+        raise MpuError(f"on {torch_device}, {', '.join(broken)} failed", "please report it with all of the above")
     if checks:
-        note(f"everything that was tried works on {place}")
+        note(f"everything that was tried works on {torch_device}")

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal, warn
 from mpu_cli.options.declare import flat
 from mpu_cli.options.evaluation import Measuring, Scoring
 
 if TYPE_CHECKING:
-    from mpu_cli.evaluation.metrics import Form
+    from mpu_cli.evaluation.metrics import MetricResult
     from mpu_cli.evaluation.retain import RetainLog
 
 OUTPUT = "Output"
 ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
 
 
-@grouped
+@expand_option_groups
 def eval_(
     model: Annotated[
         str, typer.Argument(help="A model directory, .safetensors file, Hub id, or an output of mpu.", metavar="MODEL")
@@ -125,7 +125,7 @@ def eval_(
     )
 
 
-def _tell(title: str, forms: Mapping[str, Form], log: RetainLog | None) -> None:
+def _tell(title: str, forms: Mapping[str, MetricResult], log: RetainLog | None) -> None:
     """The table of metrics, the main ones first, beside the retain model's."""
     from mpu_cli.evaluation.results import goal, main_metrics
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, terminal, warn
 from mpu_cli.options.unlearning import Logging, Prompts, RecordFormat, Training
 
 
-@grouped
+@expand_option_groups
 def finetune(
     model: Annotated[str, typer.Argument(help="The model to start from.", metavar="MODEL")],
     training: Training,

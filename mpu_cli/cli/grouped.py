@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Optional, get_type_hints
 
 import typer
 
-from mpu_cli.options.declare import Declaration, declared, from_flat
+from mpu_cli.options.declare import Declaration, declared_options, from_flat
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with each parameter that is a group of options replaced by the group's options.
 
     >>> @grouped
@@ -26,44 +26,50 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name in groups:
-            parameters += [_parameter(each) for each in declared(groups[parameter.name]).values()]
+            parameters += [_parameter(each) for each in declared_options(groups[parameter.name]).values()]
         else:
             parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def flattened(**values: object) -> None:
+    def call_command(**values: object) -> None:
         made_groups = {}
         for name, group in groups.items():
-            given = {option: values.pop(option) for option in declared(group)}
-            own = {option: value for option, value in given.items() if value is not None}
-            made_groups[name] = from_flat(group, own)
+            group_values = {option: values.pop(option) for option in declared_options(group)}
+            specified = {option: value for option, value in group_values.items() if value is not None}
+            made_groups[name] = from_flat(group, specified)
         command(**values, **made_groups)
 
-    del flattened.__wrapped__  # typer reads the signature below, not the command's own
-    flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    flattened.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return flattened
+    del call_command.__wrapped__  # typer reads the signature below, not the command's own
+    call_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call_command
 
 
-def _parameter(of: Declaration) -> inspect.Parameter:
-    kind: Any = of.kind
-    if of.choices:
-        kind = Literal[of.choices]
-    elif of.kind is tuple or of.words:
+def _parameter(declaration: Declaration) -> inspect.Parameter:
+    kind: Any = declaration.kind
+    if declaration.choices:
+        kind = Literal[declaration.choices]
+    elif declaration.kind is tuple or declaration.words:
         kind = str
-    if of.optional or of.kind is tuple:
+    if declaration.optional or declaration.kind is tuple:
         kind = Optional[kind]  # noqa: UP045 (the kind is a value here)
-    default: Any = inspect.Parameter.empty if of.default is MISSING else of.default
-    if of.words:
+    default: Any = inspect.Parameter.empty if declaration.default is MISSING else declaration.default
+    if declaration.words:
         default = str(default)
-    elif of.kind is tuple:
+    elif declaration.kind is tuple:
         default = None
-    if of.argument:
-        info: Any = typer.Argument(help=of.help, metavar=of.metavar)
+    if declaration.argument:
+        info: Any = typer.Argument(help=declaration.help, metavar=declaration.metavar)
     else:
-        only_on = [of.flag] if of.kind is bool and not of.default else []  # no --no-… for what is off anyway
-        names = only_on or ([] if of.flag == "--" + of.name.replace("_", "-") else [of.flag])
-        if of.former:
-            names = [of.flag, "--" + of.former.replace("_", "-")]
-        info = typer.Option(*names, help=of.help, metavar=of.metavar, rich_help_panel=of.panel)
-    return inspect.Parameter(of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+        only_on = (
+            [declaration.flag] if declaration.kind is bool and not declaration.default else []
+        )  # no --no-… for what is off anyway
+        names = only_on or ([] if declaration.flag == "--" + declaration.name.replace("_", "-") else [declaration.flag])
+        if declaration.former:
+            names = [declaration.flag, "--" + declaration.former.replace("_", "-")]
+        info = typer.Option(
+            *names, help=declaration.help, metavar=declaration.metavar, rich_help_panel=declaration.panel
+        )
+    return inspect.Parameter(
+        declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )

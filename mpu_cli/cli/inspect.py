@@ -54,7 +54,7 @@ def inspect(
         with open_regular(path) as file:
             head = file.read(64)
     if head.startswith(AGE_HEADER):
-        facts = _sealed(path, identity, passphrase_file)
+        facts = _sealed_facts(path, identity, passphrase_file)
     elif head.startswith((b"AGE-SECRET-KEY-", b"# ")):
         facts = _identity(path)
     else:
@@ -62,7 +62,7 @@ def inspect(
     emit(_lines(facts), facts, as_json)
 
 
-def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
+def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
     from mpu_cli.cli.secrets import open_keys
     from mpu_cli.sealing import default_identity_path
     from mpu_cli.server.keys import MAX_KEYS_FILE, needs_passphrase
@@ -89,7 +89,7 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         if identity or passphrase_file:
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
-    of = keys.publication
+    publication = keys.publication
     # The seed, α_k or c_k, and σ undo the noise and the coordinates: they are never shown.
     return {
         **facts,
@@ -97,22 +97,23 @@ def _sealed(path: Path, identity: Path | None, passphrase_file: Path | None) -> 
         "sealed by": "this server" if keys.authentic else "unknown: not with this server's secret",
         "round": keys.round,
         "copies": keys.copies,
-        "kappa": of.kappa,
-        "permanent noise": of.shared_kappa,
-        **({"calibrated": _calibration(of.calibration)} if of.calibration else {}),
-        "symmetries": of.symmetries,
-        "noise": of.scheme.name + (f", cancels up to order {of.scheme.order - 1}" if of.copies > 1 else ""),
-        "seed": "secret" if of.seed_is_secret else "from --seed: not secret",
+        "kappa": publication.kappa,
+        "permanent noise": publication.shared_kappa,
+        **({"calibrated": _calibration(publication.calibration)} if publication.calibration else {}),
+        "symmetries": publication.symmetries,
+        "noise": publication.scheme.name
+        + (f", cancels up to order {publication.scheme.order - 1}" if publication.copies > 1 else ""),
+        "seed": "secret" if publication.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,
         "base fingerprint": keys.base.fingerprint,
         "pretrained": keys.reference or "none",
     }
 
 
-def _calibration(of: Calibration) -> str:
+def _calibration(calibration: Calibration) -> str:
     return (
-        f"ε = {of.epsilon:g}, δ = {of.delta:g}, S = {of.sensitivity:g}, against {of.adversary}, "
-        f"{of.rounds} rounds, {of.bound}"
+        f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}, S = {calibration.sensitivity:g}, "
+        f"against {calibration.adversary}, {calibration.rounds} rounds, {calibration.bound}"
     )
 
 
@@ -121,7 +122,7 @@ def _identity(path: Path) -> dict[str, object]:
 
     return {
         "kind": "age identity (secret: opens key files)",
-        "public keys": [str(known.to_public()) for known in read_identities(path)],
+        "public keys": [str(identity.to_public()) for identity in read_identities(path)],
         "mode": f"{path.stat().st_mode & 0o777:04o}",
     }
 

@@ -56,7 +56,7 @@ INTERRUPTED = 130  # what typer itself returns for an interrupt
 SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
 TRY = "Try it"
-SERVER, CLIENT, BOTH = "Server: owns the model", "Client: owns the records", "Both"
+SERVER, CLIENT, BOTH_PARTIES = "Server: owns the model", "Client: owns the records", "Both"
 EXPERIMENTS = "Experiments: both parties on one machine"
 ADVANCED = "Advanced"
 
@@ -77,12 +77,12 @@ register(SERVER, keygen)
 register(CLIENT, unlearn)
 register(CLIENT, watch)
 register(CLIENT, audit_delta, "audit-delta")
-register(BOTH, eval_, "eval")
-register(BOTH, compare)
-register(BOTH, tune)
-register(BOTH, plan)
-register(BOTH, inspect)
-register(BOTH, doctor)
+register(BOTH_PARTIES, eval_, "eval")
+register(BOTH_PARTIES, compare)
+register(BOTH_PARTIES, tune)
+register(BOTH_PARTIES, plan)
+register(BOTH_PARTIES, inspect)
+register(BOTH_PARTIES, doctor)
 register(EXPERIMENTS, run)
 register(EXPERIMENTS, sweep)
 register(EXPERIMENTS, report)
@@ -91,8 +91,8 @@ register(ADVANCED, invert)
 register(ADVANCED, check_family, "check-family")
 
 
-def print_version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         print(f"mpu {__version__}")
         raise typer.Exit
 
@@ -136,7 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
         file = file or os.environ.get(VARIABLE)
         defaults = defaults_from(Path(file), command.commands) if file else None
         arguments = in_two_levels(command.commands, arguments)
-        status = command.main(joined(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults) or 0
+        status = (
+            command.main(join_repeated_options(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults)
+            or 0
+        )
     except TyperException as error:
         context = getattr(error, "ctx", None)
         status = error.exit_code
@@ -170,24 +173,24 @@ def main(arguments: list[str] | None = None) -> None:
 REPEATED = ("--forget", "--retain", "--holdout")  # records, of which several sources can be named
 
 
-def joined(arguments: list[str]) -> list[str]:
+def join_repeated_options(arguments: list[str]) -> list[str]:
     """``arguments`` in which records that are named several times are one option's, a source a line: of other options
     the last one counts, but records that were named and not read would be missed by nobody."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    kept: list[str] = []
+    remaining: list[str] = []
     sources: dict[str, list[str]] = {}
     waiting = iter(arguments[:end])
     for each in waiting:
         flag, equals, value = each.partition("=")
         if flag not in REPEATED:
-            kept.append(each)
+            remaining.append(each)
             continue
         source = value if equals else next(waiting, None)
         if source is None:
             return arguments  # the option lacks its value, which typer says better
         sources.setdefault(flag, []).append(source)
     named_again = [text for flag, names in sources.items() for text in (flag, "\n".join(names))]
-    return [*kept, *named_again, *arguments[end:]]
+    return [*remaining, *named_again, *arguments[end:]]
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:

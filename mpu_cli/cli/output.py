@@ -222,12 +222,12 @@ def names_in(text: str | None) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, (text or "").split(","))))
 
 
-def chosen_metrics(text: str, there: Iterable[str]) -> list[str]:
-    """The names in ``--metrics``; UsageError if there are none, and for one that is not ``there``."""
+def chosen_metrics(text: str, available: Iterable[str]) -> list[str]:
+    """The names in ``--metrics``; UsageError if there are none, and for one that is not ``available``."""
     names = list(names_in(text))
     if not names:
         raise UsageError("--metrics: no names given")
-    if missing := set(names).difference(there):
+    if missing := set(names).difference(available):
         raise UsageError(f"--metrics {min(missing, key=names.index)}: not in any of the results")
     return names
 
@@ -243,3 +243,8 @@ def paths_from(arguments: Iterable[str]) -> list[Path]:
         else:
             paths.append(Path(argument))
     return paths
+
+
+def under_old_name(noise: dict[str, object]) -> dict[str, object]:
+    """``noise`` as JSON has it: its requested scale is called "asked" there."""
+    return {"asked" if name == "requested" else name: value for name, value in noise.items()}

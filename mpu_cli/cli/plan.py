@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import bytes_of, emit, in_bytes, in_time, note
 from mpu_cli.cli.unlearn import memory_of
 from mpu_cli.errors import UsageError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpu_cli.server.scheme import Scheme
 
 
-@grouped
+@expand_option_groups
 def plan(
     model: Annotated[str, typer.Argument(help="The server's model, or the client's copy of it.", metavar="MODEL")],
     copies: Copies,
@@ -68,13 +68,13 @@ def plan(
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
     from mpu_cli.options.publishing import Disguise
-    from mpu_cli.server.families import in_place, published_as_they_are
     from mpu_cli.server.scheme import scheme_of
+    from mpu_cli.server.symmetry_check import in_place, published_as_they_are
 
     unlearning = Unlearning(algo=algo, training=training, lora=lora)
     objective = check_options(unlearning)
     scheme = scheme_of(copies)
-    opened = shallow(open_model(model), depth.omitted)  # what is sent and trained on
+    opened = shallow(open_model(model), depth.omitted_layers)  # what is sent and trained on
     tokens = None
     rows = rows_at_once(training)
     work = Work(rows, length, rows * length // 2)
@@ -93,10 +93,10 @@ def plan(
         f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}",
     ]
     fits = None if room is None else peak.total <= room
-    found = None
+    suggestion = None
     if room is not None:
-        found = None if fits else way_to_fit(opened, unlearning, objective, work, room)
-        lines.append(_fitting(room, bool(fits), found))
+        suggestion = None if fits else way_to_fit(opened, unlearning, objective, work, room)
+        lines.append(_fitting(room, bool(fits), suggestion))
     lines.append(
         f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
         f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
@@ -113,26 +113,26 @@ def plan(
     lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
     if bare := published_as_they_are(layout, opened.checkpoint.tensors):
         lines.append(f"bare\t{bare}")
-    if left := in_place(layout, opened.checkpoint.tensors, Disguise().symmetries):
-        lines.append(f"in place\t{left}")
+    if unmoved := in_place(layout, opened.checkpoint.tensors, Disguise().symmetries):
+        lines.append(f"in place\t{unmoved}")
     lines += _of_noise(scheme, shared)
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
             **asdict(costs), "machine": asdict(machine), "tokens": tokens,
             "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits,
-            "fits_with": found[0] if found else None,
+            "fits_with": suggestion[0] if suggestion else None,
             "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),
                       "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip
 
 
-def _fitting(room: float, fits: bool, found: tuple[str, Memory] | None) -> str:
+def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:
     """Whether training fits, or with what it would."""
     if fits:
         return f"fits\tinto {in_bytes(room)}"
     text = "nor with smaller micro-batches, checkpointing, LoRA and bfloat16; FSDP shares it between several cards"
-    if found:
-        text = f"with {found[0]} it takes {in_bytes(found[1].total)}"
+    if suggestion:
+        text = f"with {suggestion[0]} it takes {in_bytes(suggestion[1].total)}"
     return f"does not fit\tinto {in_bytes(room)}; {text}"
 
 

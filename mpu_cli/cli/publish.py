@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
-from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, warn
+from mpu_cli.cli.grouped import expand_option_groups
+from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, under_old_name, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import RANDOM, Publishing
 from mpu_cli.outputs import keys_path, round_folder
 
 if TYPE_CHECKING:
-    from mpu_cli.server.hidden import Hidden
+    from mpu_cli.server.leakage_estimate import Hidden
     from mpu_cli.server.publication import Publication
     from mpu_cli.server.publish import Published, PublishPlan
 
@@ -28,7 +28,7 @@ UNSCALED = "no --pretrained: the noise is scaled to the weights themselves, not 
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
-@grouped
+@expand_option_groups
 def publish(
     context: typer.Context,
     base: Annotated[str, typer.Argument(help="The model: file, directory, sharded index or Hub id.", metavar="BASE")],
@@ -112,7 +112,7 @@ def publish(
     from mpu_cli.models.source import TOKENIZER_FILES, open_model
     from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
-    from mpu_cli.server.hidden import hidden, losses_of_copy
+    from mpu_cli.server.leakage_estimate import estimate_attack_error, losses_of_copy
     from mpu_cli.server.publish import publish as run_publish
 
     clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
@@ -122,15 +122,17 @@ def publish(
         if clients:
             raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
         read_records(probe, columns=parse_columns(probe_columns))  # before the work
-    given = {name: value for name, value in flat(publishing).items() if _given(context, name)}
+    explicit_options = {name: value for name, value in flat(publishing).items() if _is_explicit(context, name)}
     path = keys or keys_path(open_model(base, config).folder, round_)
-    known = open_keys(path, identity, passphrase_file, trust_keys) if only is not None and path.exists() else None
-    secret = None if known else new_passphrase(passphrase, passphrase_file, recipient, identity)
+    existing_keys = (
+        open_keys(path, identity, passphrase_file, trust_keys) if only is not None and path.exists() else None
+    )
+    secret = None if existing_keys else new_passphrase(passphrase, passphrase_file, recipient, identity)
     with terminal() as observer:
         plan = plan_publish(
             base, pretrained, config=config, out=out, only=None if only is None else _numbers(only), keys=path,
-            known=known, copy_recipients=clients, recipients=recipient or [], identity=identity, passphrase=secret,
-            run=run, round=round_, seed=seed, force=force, observer=observer, **given,
+            existing_keys=existing_keys, copy_recipients=clients, recipients=recipient or [], identity=identity,
+            passphrase=secret, run=run, round=round_, seed=seed, force=force, observer=observer, **explicit_options,
         )  # fmt: skip
     publication = plan.publication
     scheme, calibration = publication.scheme, publication.calibration
@@ -157,14 +159,14 @@ def publish(
         return
     with terminal() as observer:
         published = run_publish(plan, observer=observer)
-    recovered = hidden(plan, published) if plan.pretrained and only is None else None
+    recovered = estimate_attack_error(plan, published) if plan.pretrained and only is None else None
     if recovered:
         _tell_hidden(recovered, publication)
     known_by = None
     if probe:
         known_by = losses_of_copy(probe, plan, published, probe_columns)
-        told = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
-        note(f"probability of an answer's tokens on {probe} (geometric mean): {told}")
+        probabilities = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
+        note(f"probability of an answer's tokens on {probe} (geometric mean): {probabilities}")
     _tell(plan, published, drawn=publishing.disguise.alphas == RANDOM, seeded=seed is not None)
     names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
     note(
@@ -184,7 +186,10 @@ def publish(
             "calibration": asdict(calibration) if calibration else None,
             "hidden": asdict(recovered) if recovered else None,
             "probe": known_by,
-            "blocks": [asdict(block) for block in published.blocks],
+            "blocks": [
+                asdict(block) | {"copies": [under_old_name(asdict(copy)) for copy in block.copies]}
+                for block in published.blocks
+            ],
         },
         as_json,
     )
@@ -194,7 +199,7 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
     """What was published, on standard error; ``drawn``: the factors are secret, ``seeded``: the secrets are not."""
     from mpu_cli.architectures.layout import layout_of
     from mpu_cli.server.calibration import statement
-    from mpu_cli.server.families import in_place, published_as_they_are
+    from mpu_cli.server.symmetry_check import in_place, published_as_they_are
 
     publication = plan.publication
     scheme, calibration = publication.scheme, publication.calibration
@@ -209,12 +214,12 @@ def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool)
     factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
     note(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
-    whole = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
-    if bare := published_as_they_are(whole, plan.full_base.checkpoint.tensors):
+    layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
+    if bare := published_as_they_are(layout, plan.full_base.checkpoint.tensors):
         warn(bare)
-    left = in_place(whole, plan.full_base.checkpoint.tensors, publication.symmetries)
-    if left and publication.symmetries != "none":
-        note(left)
+    unmoved = in_place(layout, plan.full_base.checkpoint.tensors, publication.symmetries)
+    if unmoved and publication.symmetries != "none":
+        note(unmoved)
     if calibration:
         note(statement(calibration))
 
@@ -223,7 +228,7 @@ def _preview(plan: PublishPlan, as_json: bool) -> None:
     """What `mpu publish` would read and write."""
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.server.copying import BUFFERS
-    from mpu_cli.server.families import published_as_they_are
+    from mpu_cli.server.symmetry_check import published_as_they_are
 
     publication = plan.publication
     notes = [
@@ -279,7 +284,7 @@ def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
         )
 
 
-def _given(context: typer.Context, name: str) -> bool:
+def _is_explicit(context: typer.Context, name: str) -> bool:
     """Whether an option was given, on the command line or by its variable."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
@@ -297,11 +302,13 @@ def report(published: Published, max_noise: float | None = None) -> None:
             if narrow:
                 name = block.block.removesuffix(".weight")
                 for k, copy in enumerate(block.copies, 1):
-                    rows.append([name, str(k), f"{copy.asked:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"])
+                    rows.append(
+                        [name, str(k), f"{copy.requested:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"]
+                    )
                 continue
             row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
             for copy in block.copies:
-                row += [f"{copy.asked:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"]
+                row += [f"{copy.requested:.2e}", f"{copy.survived:.2e}", f"{copy.unchanged:.1%}"]
             rows.append(row)
         columns = ["block", "copy", "σ", "survived", "unchanged"] if narrow else ["block", "weights", "RMS(v)"]
         for k in range(1, 1 if narrow else len(published.copies) + 1):
@@ -320,7 +327,7 @@ def report(published: Published, max_noise: float | None = None) -> None:
                 f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "
                 f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"
             )
-        noisy = [(c.unchanged, b.weights) for b in blocks for c in b.copies if c.asked]
+        noisy = [(c.unchanged, b.weights) for b in blocks for c in b.copies if c.requested]
         lost = sum(unchanged * weights for unchanged, weights in noisy) / max(1, sum(weights for _, weights in noisy))
         if lost > ROUNDED_AWAY:
             warn(

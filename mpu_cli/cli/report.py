@@ -44,5 +44,5 @@ def report(
     target = out or folders[0] / "report.html"
     title = ", ".join(folder.resolve().name for folder in folders)
     write_report(lines, target, title, names, list(names_in(over)) if over else None,
-                 others=read_others(folders), force=force)  # fmt: skip
+                 published=read_others(folders), force=force)  # fmt: skip
     emit([target], {"report": target, "experiments": len(lines)}, as_json)

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, in_bytes, in_time, note, terminal
 from mpu_cli.options.experiment import Experiment
 
 
-@grouped
+@expand_option_groups
 def run(
     experiment: Experiment,
     out: Annotated[Path, typer.Option(help="Parent folder of both parties' folders.", metavar="DIR")] = Path("run"),
@@ -29,9 +29,9 @@ def run(
     if dry_run:
         _preview(experiment, out, as_json)
         return
-    from mpu_cli.experiment.finished import finished
+    from mpu_cli.experiment.finished import read_outcome
 
-    outcome = finished(out, experiment)
+    outcome = read_outcome(out, experiment)
     if outcome:
         note(f"{out}: already finished, with these options and files")
     else:
@@ -51,11 +51,11 @@ def _preview(experiment: Experiment, out: Path, as_json: bool) -> None:
     from mpu_cli.client.checks import check_options
     from mpu_cli.client.dataset import read_dataset
     from mpu_cli.experiment.cost import costs_of
-    from mpu_cli.experiment.modes import rounds_of, uninterrupted
+    from mpu_cli.experiment.modes import rounds_of, with_merged_rounds
 
     check_options(experiment.unlearning)
     read_dataset(experiment.unlearning)
-    rounds = rounds_of(uninterrupted(experiment))
+    rounds = rounds_of(with_merged_rounds(experiment))
     [cost] = costs_of([experiment])
     lines = [f"rounds\t{rounds}", f"writes\t{out}"]
     if cost:

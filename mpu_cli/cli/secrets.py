@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def new_passphrase(
-    asked: bool, file: Path | None, recipients: Sequence[str] | None, identity: Path | None
+    use_passphrase: bool, file: Path | None, recipients: Sequence[str] | None, identity: Path | None
 ) -> str | None:
-    """The passphrase to seal keys with, from ``file`` or the terminal; None if none is ``asked`` for. Raises UsageError
-    if there is another way to seal them, too."""
+    """The passphrase to seal keys with, from ``file`` or the terminal; None if none is ``use_passphrase`` for. Raises
+    UsageError if there is another way to seal them, too."""
     from mpu_cli.server.keys import check_one_way
 
-    check_one_way(recipients, asked or file, identity)
-    return _passphrase(file, new=True) if asked or file else None
+    check_one_way(recipients, use_passphrase or file, identity)
+    return _passphrase(file, new=True) if use_passphrase or file else None
 
 
 def open_keys(path: Path, identity: Path | None, passphrase_file: Path | None, trusted: bool = False) -> Keys:

@@ -63,58 +63,58 @@ def sweep(
     """
     from mpu_cli.evaluation.results import main_metrics
     from mpu_cli.experiment.jobs import Jobs
-    from mpu_cli.experiment.published import published
-    from mpu_cli.experiment.sweep import measured, overrides_of, play, read_sweep
+    from mpu_cli.experiment.literature import published_results
+    from mpu_cli.experiment.sweep import overrides_of, play, read_sweep, sweep_metric_names
     from mpu_cli.experiment.sweep import sweep as run_sweep
-    from mpu_cli.experiment.tables import OTHERS, degradation, markdown, pivot, sentences
+    from mpu_cli.experiment.tables import LITERATURE, degradation, markdown_table, pivot, sentences
     from mpu_cli.resumption import write_atomically
 
     folder = out or Path(file.stem)
     overrides = {**(overrides_of(like) if like else {}), **_overrides(settings or [])}
     cells = read_sweep(file, overrides)
-    known_numbers = published(file, sorted({cell.experiment.base for cell in cells}))
+    known_numbers = published_results(file, sorted({cell.experiment.base for cell in cells}))
     if dry_run:
         _preview(cells, as_json)
         return
     if cell is not None:  # one of several jobs
-        [one] = [each for each in cells if each.name == cell]
+        [selected_cell] = [each for each in cells if each.name == cell]
         with terminal() as observer:
-            emit([json.dumps(play(one, folder, observer))], None, False)
+            emit([json.dumps(play(selected_cell, folder, observer))], None, False)
         return
     if metrics is not None:
-        chosen_metrics(metrics, measured(cells))  # before hours of training
-    given = [str(file), "--out", str(folder), *(("--with", str(like)) if like else ())]
-    given += [part for setting in settings or [] for part in ("--set", setting)]
+        chosen_metrics(metrics, sweep_metric_names(cells))  # before hours of training
+    arguments = [str(file), "--out", str(folder), *(("--with", str(like)) if like else ())]
+    arguments += [part for setting in settings or [] for part in ("--set", setting)]
     with terminal() as observer:
-        at_once = Jobs(jobs, ["sweep", *given], folder) if jobs > 1 else None
+        at_once = Jobs(jobs, ["sweep", *arguments], folder) if jobs > 1 else None
         lines, failed = run_sweep(cells, folder, observer, at_once)
-    told = {name for line in lines for name in line}
+    field_names = {name for line in lines for name in line}
     algorithms = {str(each.experiment.unlearning.algo) for each in cells}
-    others = [
-        {name: value for name, value in line.items() if name in told | {"mode"}}
+    published_lines = [
+        {name: value for name, value in line.items() if name in field_names | {"mode"}}
         for line in known_numbers
         if line.get("algo") in algorithms
     ]
-    if others:
-        write_atomically(folder / OTHERS, "".join(json.dumps(line) + "\n" for line in others))
+    if published_lines:
+        write_atomically(folder / LITERATURE, "".join(json.dumps(line) + "\n" for line in published_lines))
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = main_metrics(had)
     if metrics is not None and had:
         names = chosen_metrics(metrics, had)
     printed: list[str] = []
     axes = None if over is None else list(names_in(over))
-    if others and "mode" not in told:  # theirs is in their lines
+    if published_lines and "mode" not in field_names:  # theirs is in their lines
         modes = {cell.name: cell.experiment.mode for cell in cells}
         lines = [{**line, "mode": modes[line["name"]]} for line in lines]
-    for name, rows in pivot([*lines, *others], names, across, axes).items():
-        printed += [f"**{name}**", "", *markdown(rows), ""]
-    for mode, found in degradation([*lines, *others], names).items():
-        printed += [f"{mode}: {sentence}" for sentence in sentences(found)]
+    for name, rows in pivot([*lines, *published_lines], names, across, axes).items():
+        printed += [f"**{name}**", "", *markdown_table(rows), ""]
+    for mode, distances in degradation([*lines, *published_lines], names).items():
+        printed += [f"{mode}: {sentence}" for sentence in sentences(distances)]
     emit(printed if printed and printed[-1] else printed[:-1], lines, as_json)
     if failed:
-        name, first = next(iter(failed.items()))
+        name, failure = next(iter(failed.items()))
         counts = f"{len(failed)} of {len(cells)} experiments failed"
-        raise MpuError(f"{counts}, the first being {name}: {first.problem}", first.hint)
+        raise MpuError(f"{counts}, the first being {name}: {failure.problem}", failure.hint)
 
 
 def _overrides(settings: Sequence[str]) -> dict[str, object]:
@@ -145,10 +145,13 @@ def _preview(cells: Sequence[Cell], as_json: bool) -> None:
             for cell, cost in zip(cells, costs, strict=True)
         ],
     )
-    known = [cost for cost in costs if cost]
-    if len(known) < len(cells):
-        note(f"{len(cells) - len(known)} models or sets of records are not on this machine, so their cost is not known")
-    note(f"in all at least {sum(cost.hours for cost in known):.2g} h of training; evaluation comes on top")
+    known_costs = [cost for cost in costs if cost]
+    if len(known_costs) < len(cells):
+        note(
+            f"{len(cells) - len(known_costs)} models or sets of records are not on this machine, so their "
+            "cost is not known"
+        )
+    note(f"in all at least {sum(cost.hours for cost in known_costs):.2g} h of training; evaluation comes on top")
     document = [
         {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
         for cell, cost in zip(cells, costs, strict=True)

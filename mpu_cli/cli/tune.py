@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, table, terminal, warn
 from mpu_cli.errors import MpuError
-from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.tuning import Search
 from mpu_cli.options.unlearning import Records, Unlearning
 
 
-@grouped
+@expand_option_groups
 def tune(
     model: Annotated[str, typer.Argument(help="A copy, or any model directory or Hub id.", metavar="MODEL")],
     search: Search,
@@ -51,22 +51,26 @@ def tune(
             f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise --most-epochs, "
             "--max-retain-rise or --trials, or lower --batch-size"
         )
-    found = f"{_asked(unlearning)} --lr {best.lr:.3g} --epochs {best.epochs}"
-    emit([found], {"options": found, "best": asdict(best), "trials": [asdict(trial) for trial in trials]}, as_json)
+    tuned_options = f"{_command_options(unlearning)} --lr {best.lr:.3g} --epochs {best.epochs}"
+    emit(
+        [tuned_options],
+        {"options": tuned_options, "best": asdict(best), "trials": [asdict(trial) for trial in trials]},
+        as_json,
+    )
 
 
-def _asked(unlearning: Unlearning) -> str:
+def _command_options(unlearning: Unlearning) -> str:
     """The options that were tuned with, as `mpu unlearn` takes them: the algorithm, and what differs from the defaults
     but for the records and what was searched."""
-    defaults, known = flat(Unlearning()), declared(Unlearning)
+    defaults, declarations = flat(Unlearning()), declared_options(Unlearning)
     words = ["--algo", unlearning.algo]
     for name, value in flat(unlearning).items():
-        if value == defaults[name] or name in ("algo", "lr", "epochs", *declared(Records)):
+        if value == defaults[name] or name in ("algo", "lr", "epochs", *declared_options(Records)):
             continue
         if isinstance(value, tuple):
             value = ",".join(value)
         if isinstance(value, bool):
-            words.append(known[name].flag if value else known[name].flag.replace("--", "--no-", 1))
+            words.append(declarations[name].flag if value else declarations[name].flag.replace("--", "--no-", 1))
         else:
-            words += [known[name].flag, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [declarations[name].flag, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, in_bytes, in_time, note, paths_from, show_answers, terminal, warn
 from mpu_cli.errors import MpuError
 from mpu_cli.options.declare import flat
@@ -20,12 +20,12 @@ from mpu_cli.outputs import name_of_copy
 
 if TYPE_CHECKING:
     from mpu_cli.api.client import UnlearnPlan
-    from mpu_cli.client.outcome import Result
+    from mpu_cli.client.outcome import UnlearningResult
     from mpu_cli.evaluation.answers import Shown
     from mpu_cli.experiment.memory import Memory, Work
 
 
-@grouped
+@expand_option_groups
 def unlearn(
     copies: Annotated[
         list[str],
@@ -81,11 +81,11 @@ def unlearn(
             return
         outcomes = []
         for outcome in unlearn_all(plan, show=show, observer=observer):
-            if outcome.result and outcome.result.first:
+            if outcome.result and outcome.result.is_main_process:
                 _tell(outcome.task.copy, unlearning, outcome.result)
                 show_answers(outcome.answers)
             outcomes.append(outcome)
-    if any(outcome.result and not outcome.result.first for outcome in outcomes):
+    if any(outcome.result and not outcome.result.is_main_process for outcome in outcomes):
         return  # the first of several processes tells
     documents = [
         {"copy": each.task.copy, "delta": each.task.target,
@@ -96,7 +96,7 @@ def unlearn(
     emit(targets, documents[0] if len(documents) == 1 else {"deltas": documents}, as_json)
 
 
-def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
+def _tell(copy: str, unlearning: Unlearning, result: UnlearningResult) -> None:
     """What came of one copy, on standard error."""
     rounded = f" ({result.rounding:.2%} of it lost to {unlearning.delta_dtype})" if unlearning.delta_dtype else ""
     note(result.summary(name_of_copy(copy), unlearning.algo) + rounded)
@@ -111,7 +111,7 @@ def _tell(copy: str, unlearning: Unlearning, result: Result) -> None:
         )
 
 
-def document_of(unlearning: Unlearning, result: Result, answers: Sequence[Shown] = ()) -> dict[str, object]:
+def document_of(unlearning: Unlearning, result: UnlearningResult, answers: Sequence[Shown] = ()) -> dict[str, object]:
     """What came of one copy, for JSON."""
     return {
         "algorithm": unlearning.algo,
@@ -141,7 +141,7 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
     """What `mpu unlearn` would read and write. Steps are those of records that are one example each."""
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.cli.preview import Preview, show
-    from mpu_cli.client.change import delta_specs
+    from mpu_cli.client.delta import delta_specs
     from mpu_cli.client.rate import TOO_LITTLE
     from mpu_cli.experiment.cost import training_cost
     from mpu_cli.models.source import open_model

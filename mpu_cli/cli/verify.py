@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, table, terminal
+from mpu_cli.cli.output import emit, table, terminal, under_old_name
 from mpu_cli.errors import MpuError
 
 
@@ -45,7 +45,7 @@ def verify(
         [
             [
                 b.block,
-                f"{b.asked:.2e}",
+                f"{b.requested:.2e}",
                 f"{b.survived:.2e}",
                 f"{b.difference:.1e}",
                 f"{b.changed:.2%}" + "!" * (not b.ok),
@@ -67,6 +67,6 @@ def verify(
         "function": result.function,
         "logits": result.logits,
     }
-    emit([text], {**document, "blocks": [asdict(b) | {"ok": b.ok} for b in result.blocks]}, as_json)
+    emit([text], {**document, "blocks": [under_old_name(asdict(b)) | {"ok": b.ok} for b in result.blocks]}, as_json)
     if not result.ok:
         raise MpuError(f"{copy}: does not match these keys, or the base is the wrong one")

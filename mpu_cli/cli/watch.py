@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpu_cli.cli.grouped import grouped
+from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, terminal, warn
 from mpu_cli.cli.unlearn import document_of
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import Checks, Unlearning
 
 if TYPE_CHECKING:
-    from mpu_cli.client.outcome import Result
+    from mpu_cli.client.outcome import UnlearningResult
 
 
-@grouped
+@expand_option_groups
 def watch(
     spool: Annotated[Path, typer.Argument(help="The folder that the courier fills and empties.", metavar="SPOOL")],
     unlearning: Unlearning,
@@ -73,7 +73,7 @@ def watch(
     if unlearning.privacy.dp_epsilon is not None and max_deltas is None:
         warn("--dp-epsilon bounds one delta, and any number may leave: limit them with --max-deltas")
 
-    def told(copy: str, delta: Path, result: Result | None) -> None:
+    def report_result(copy: str, delta: Path, result: UnlearningResult | None) -> None:
         if result is None:
             note(f"{copy}: its delta was asked for again")
         else:
@@ -90,22 +90,22 @@ def watch(
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
         Spool(spool).prepare(spool_group)
-        for copy, place in _misplaced(spool):
-            warn(f"{copy}: a copy is expected at {place}")
+        for copy, expected_path in _misplaced_copies(spool):
+            warn(f"{copy}: a copy is expected at {expected_path}")
         if not once:
             note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
-        whole = Watching(Spool(spool), work, data, unlearning, observer, told, max_deltas, copy_timeout, checks).watch(
-            poll, once
-        )
-    if not whole:
+        complete = Watching(
+            Spool(spool), work, data, unlearning, observer, report_result, max_deltas, copy_timeout, checks
+        ).watch(poll, once)
+    if not complete:
         raise MpuError("some copies have no delta", "see the warnings above; remove their .failed files to try again")
 
 
-def _misplaced(spool: Path) -> list[tuple[Path, Path]]:
+def _misplaced_copies(spool: Path) -> list[tuple[Path, Path]]:
     """Copies in the spool that lie where nobody looks, and where each belongs."""
     from mpu_cli.manifest import read_copy_manifest
 
-    found = []
+    misplaced = []
     for pattern in ("copy_*", "in/copy_*", "in/*/copy_*"):
         for path in sorted(spool.glob(pattern)):
             try:
@@ -113,6 +113,6 @@ def _misplaced(spool: Path) -> list[tuple[Path, Path]]:
             except MpuError:
                 continue
             if manifest:
-                place = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
-                found.append((path, place))
-    return found
+                expected_path = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
+                misplaced.append((path, expected_path))
+    return misplaced

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpu_cli.errors import MpuError
 
-MOST = 1000  # entries that are looked at
+MAX_ENTRIES = 1000  # entries that are looked at
 
 
 def workplace(folder: Path) -> dict[str, Any] | None:
@@ -21,7 +21,7 @@ def workplace(folder: Path) -> dict[str, Any] | None:
     rounds: dict[tuple[str, int], dict[str, dict[int, Path]]] = {}
     copies_of: dict[tuple[str, int], int] = {}
     keys: list[str] = []
-    others: dict[str, list[str]] = {}
+    other_entries: dict[str, list[str]] = {}
     models: dict[tuple[str, int], str] = {}  # that rounds made
 
     def note(origin: CopyManifest, what: str, path: Path) -> None:
@@ -29,14 +29,14 @@ def workplace(folder: Path) -> dict[str, Any] | None:
         copies_of[key] = origin.copies
         rounds.setdefault(key, {"copies": {}, "deltas": {}})[what][origin.copy] = path
 
-    for path in sorted(_candidates(folder))[:MOST]:
+    for path in sorted(_candidates(folder))[:MAX_ENTRIES]:
         name = str(path.relative_to(folder))
         try:
             if path.is_file():
                 with open_regular(path, links=False) as file:
                     sealed = file.read(len(AGE_HEADER)) == AGE_HEADER
                 if sealed:
-                    (keys if path.suffix == ".bin" else others.setdefault("sealed copies", [])).append(name)
+                    (keys if path.suffix == ".bin" else other_entries.setdefault("sealed copies", [])).append(name)
                     continue
             checkpoint = open_checkpoint(path, links=False)
             kind = facts_of(checkpoint.metadata).get("format")
@@ -46,26 +46,26 @@ def workplace(folder: Path) -> dict[str, Any] | None:
             elif path.is_dir() and (origin := read_copy_manifest(path)):
                 note(origin, "copies", path)
             elif path.is_dir():
-                others.setdefault("models", []).append(name)
-                if made := read_model_manifest(path):
-                    models[made.run, made.round] = name
+                other_entries.setdefault("models", []).append(name)
+                if model_manifest := read_model_manifest(path):
+                    models[model_manifest.run, model_manifest.round] = name
         except MpuError as error:
-            others.setdefault("not readable", []).append(f"{name} ({error.problem})")
-    if not rounds and not keys and not others:
+            other_entries.setdefault("not readable", []).append(f"{name} ({error.problem})")
+    if not rounds and not keys and not other_entries:
         return None
     facts: dict[str, Any] = {"kind": "folder"}
-    for (run, number), held in rounds.items():
+    for (run, number), paths in rounds.items():
         facts[f"round {number} of run {run[:8]}…"] = _state(
-            folder, held, copies_of[run, number], keys, models.get((run, number))
+            folder, paths, copies_of[run, number], keys, models.get((run, number))
         )
     if keys:
         facts["keys"] = keys
-    return facts | others
+    return facts | other_entries
 
 
 def _entries(folder: Path) -> list[Path]:
     """The first entries of a folder that are not links, which could lead anywhere."""
-    return [path for path in islice(folder.iterdir(), MOST) if not path.is_symlink()]
+    return [path for path in islice(folder.iterdir(), MAX_ENTRIES) if not path.is_symlink()]
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -79,14 +79,14 @@ def _candidates(folder: Path) -> list[Path]:
     ]  # fmt: skip
 
 
-def _state(folder: Path, held: dict[str, dict[int, Path]], count: int, keys: list[str], model: str | None) -> str:
+def _state(folder: Path, paths: dict[str, dict[int, Path]], count: int, keys: list[str], model: str | None) -> str:
     """Which copies and deltas of a round are there, and what to do next."""
 
-    def listed(what: str) -> str:
-        return f"{what} {', '.join(map(str, sorted(held[what]))) or 'none'} of {count}"
+    def progress_text(what: str) -> str:
+        return f"{what} {', '.join(map(str, sorted(paths[what]))) or 'none'} of {count}"
 
-    todo = [held["copies"][copy] for copy in sorted(held["copies"]) if copy not in held["deltas"]]
-    missing = [str(copy) for copy in range(1, count + 1) if copy not in held["deltas"]]
+    todo = [paths["copies"][copy] for copy in sorted(paths["copies"]) if copy not in paths["deltas"]]
+    missing = [str(copy) for copy in range(1, count + 1) if copy not in paths["deltas"]]
     if model:
         step = f"measure {model} with mpu eval"
     elif todo:
@@ -94,8 +94,8 @@ def _state(folder: Path, held: dict[str, dict[int, Path]], count: int, keys: lis
     elif missing:
         step = f"wait for the deltas of {', '.join(missing)}"
     elif keys:
-        place = next(iter(held["deltas"].values())).parent.relative_to(folder)
-        step = f"mpu aggregate {place} --keys {keys[0]}"
+        deltas_folder = next(iter(paths["deltas"].values())).parent.relative_to(folder)
+        step = f"mpu aggregate {deltas_folder} --keys {keys[0]}"
     else:
         step = "return the deltas to the model's owner"
-    return f"{listed('copies')}; {listed('deltas')}; next: {step}"
+    return f"{progress_text('copies')}; {progress_text('deltas')}; next: {step}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.client.leakage import Reading, readings
+from mpu_cli.client.leakage import LeakageReading, readings
 from mpu_cli.errors import MpuError
 from mpu_cli.models.deltas import open_delta
 from mpu_cli.models.limits import longest_input, vocabulary_size
@@ -20,18 +20,20 @@ from mpu_cli.records.record import Record
 
 def audit(
     copy: str, delta: Path, forget: Sequence[Record], retain: Sequence[Record], prompts: Prompts
-) -> list[Reading]:
+) -> list[LeakageReading]:
     """What the rules of ``leakage`` read off ``delta``, made from ``copy`` with these records.
 
     Raises MpuError if the delta is not the copy's, or nothing in it can be read by these rules.
     """
     model = open_model(copy, links=False)
-    held = open_delta(model, delta)
+    delta_checkpoint = open_delta(model, delta)
     loaded, tokenizer = load(model, torch.float32, "cpu")
     encoding = encoding_of(
         tokenizer, prompts, prompts.template, longest_input(loaded), vocabulary=vocabulary_size(loaded)
     )
-    found = readings(loaded, model.checkpoint, held, encoding.encode(forget), encoding.encode(retain))
-    if not found:
+    delta_readings = readings(
+        loaded, model.checkpoint, delta_checkpoint, encoding.encode(forget), encoding.encode(retain)
+    )
+    if not delta_readings:
         raise MpuError(f"{delta}: changes nothing that these readings look at")
-    return found
+    return delta_readings

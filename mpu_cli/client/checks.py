@@ -61,10 +61,10 @@ def refers_back(objective: Objective) -> bool:
 
     Hidden states (rmu) are in the coordinates of their own copy, which change from round to round.
     """
-    asked = {objective.algorithm.asks}
+    required_outputs = {objective.algorithm.asks}
     if objective.constants.alpha:
-        asked.add(objective.retain_asks)
-    return bool(asked & {"log_probs", "logits"}) and not asked & {"hidden", "direction"}
+        required_outputs.add(objective.retain_asks)
+    return bool(required_outputs & {"log_probs", "logits"}) and not required_outputs & {"hidden", "direction"}
 
 
 def check_training(training: Training, date: str) -> None:
@@ -117,7 +117,7 @@ def check_suits(
             "only available after the final norm",
             "choose a lower one",
         )
-    texts = [record.place for record in data.forget if not record.turns]
+    texts = [record.location for record in data.forget if not record.turns]
     if objective.algorithm.alternate and texts:
         raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
     if options.prompts.template == "chat" and not tokenizer.chat_template:

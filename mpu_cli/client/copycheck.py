@@ -22,13 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.architectures.family import FFN_AXES
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import clean_config
-from mpu_cli.boundary.limited import LimitError
+from mpu_cli.boundary.sandbox import LimitError
 from mpu_cli.checkpoint.header import FLOATS
-from mpu_cli.checkpoint.reader import Checkpoint, listed, short
-from mpu_cli.client.ledger import Entry
+from mpu_cli.checkpoint.reader import Checkpoint, quoted_list, short
+from mpu_cli.client.ledger import LedgerEntry
 from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import tokenizer_of
-from mpu_cli.models.quantized import dequantized
+from mpu_cli.models.quantized import dequantized_weight
 from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
 from mpu_cli.records import tokens
@@ -80,20 +80,20 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
         {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
     )
     if odd := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
-        signs.append(Sign(f"config.json differs from {public.source} in {listed(odd)}"))
+        signs.append(Sign(f"config.json differs from {public.source} in {quoted_list(odd)}"))
     shapes = [{n: i.shape for n, i in m.checkpoint.tensors.items() if i.dtype in FLOATS} for m in (copy, public)]
     if odd := sorted(name for name in shapes[0].keys() ^ shapes[1].keys() if not name.endswith("inv_freq")):
         tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
-        signs.append(Sign(f"its tensors are not {public.source}'s: {listed(odd)}{tied}"))
+        signs.append(Sign(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}"))
     if odd := sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name]):
-        signs.append(Sign(f"shapes differ from {public.source}'s: {listed(odd)}"))
+        signs.append(Sign(f"shapes differ from {public.source}'s: {quoted_list(odd)}"))
     other = tokenizer_of(public)
     if other.get_vocab() != tokenizer.get_vocab():
         signs.append(Sign(f"its vocabulary is not {public.source}'s"))
     elif other.chat_template != tokenizer.chat_template:
         signs.append(Sign(f"its chat template is not {public.source}'s"))
     elif parts := _unlike_parts(tokenizer, other):
-        signs.append(Sign(f"its tokenizer is not {public.source}'s: {listed(parts)}"))
+        signs.append(Sign(f"its tokenizer is not {public.source}'s: {quoted_list(parts)}"))
     else:
         try:
             ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
@@ -101,9 +101,9 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
             raise tokens.rejection(error, copy.source) from error
         if ids[0] != ids[1]:
             signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
-    both = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
-    if odd := [name for name in both if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
-        signs.append(Sign(f"rows of another size than in {public.source}: {listed(odd)}"))
+    shared_names = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
+    if odd := [name for name in shared_names if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
+        signs.append(Sign(f"rows of another size than in {public.source}: {quoted_list(odd)}"))
     return signs
 
 
@@ -134,8 +134,8 @@ def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
     for checkpoint in (copy, public):
         checkpoint.forget_pages(name)
     for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):
-        one, other = (max(float(pick(n)), 1e-12) for n in norms)
-        if max(one, other) > SPREAD * min(one, other):
+        copy_norm, other = (max(float(pick(n)), 1e-12) for n in norms)
+        if max(copy_norm, other) > SPREAD * min(copy_norm, other):
             return True
     return False
 
@@ -165,10 +165,10 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
     Of experts, which see few positions each, only the weights are judged: ``expert_units``.
     """
     modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
-    kept: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+    activations: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: kept[name].append(output.flatten(0, -2).float().cpu())
+        return lambda _module, _inputs, output: activations[name].append(output.flatten(0, -2).float().cpu())
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     training = model.training
@@ -180,7 +180,11 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return [_units(name, torch.cat(parts), dequantized(modules[name].weight)) for name, parts in kept.items() if parts]
+    return [
+        _units(name, torch.cat(parts), dequantized_weight(modules[name].weight))
+        for name, parts in activations.items()
+        if parts
+    ]
 
 
 def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
@@ -204,7 +208,7 @@ def expert_units(model: PreTrainedModel) -> list[Units]:
         stem, _, kind = name.removesuffix(".weight").rpartition(".")
         if ".experts" not in f".{stem}." or kind not in FFN_INPUTS:
             continue
-        rows = dequantized(weight).detach().float().cpu()
+        rows = dequantized_weight(weight).detach().float().cpu()
         if rows.ndim < 3:
             rows = rows[None]
         twins = [_twins(normalize(expert, dim=1)) for expert in rows]
@@ -221,8 +225,8 @@ def _twins(rows: torch.Tensor) -> float:
 def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
     """For each of ROWS rows, its largest cosine with another one."""
     cosines = rows[start : start + ROWS] @ rows.T
-    own = torch.arange(len(cosines))
-    cosines[own, own + start] = 0
+    indices = torch.arange(len(cosines))
+    cosines[indices, indices + start] = 0
     return cosines.amax(1)
 
 
@@ -243,7 +247,7 @@ def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example], reco
     missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
     signs = []
     if missing:
-        signs.append(Sign(f"units of layers {listed(map(str, sorted(missing)))} cannot be looked at for traps"))
+        signs.append(Sign(f"units of layers {quoted_list(map(str, sorted(missing)))} cannot be looked at for traps"))
     odd = [units for units in judged if units.odd]
     if not odd:
         return signs
@@ -276,12 +280,12 @@ def _numbers_in(name: str) -> list[int]:
     return [int(part) for part in name.split(".") if part.isdecimal()][:1]
 
 
-def against_others(this: Entry, before: Mapping[str, float | None], ledger: Sequence[Entry]) -> list[Sign]:
+def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger: Sequence[LedgerEntry]) -> list[Sign]:
     """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
     signs: list[Sign] = []
     if not this.run:
         return signs
-    together: dict[int, Entry] = {}
+    together: dict[int, LedgerEntry] = {}
     for entry in (*ledger, this):
         if (entry.run, entry.round, entry.data) == (this.run, this.round, this.data):
             if entry.copy in together and together[entry.copy].weights != entry.weights:

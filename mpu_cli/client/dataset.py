@@ -31,7 +31,7 @@ class Dataset:
     def warnings(self) -> list[str]:
         """What is probably not as intended, a sentence each."""
         return [
-            f"{records[0].place}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
+            f"{records[0].location}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
             "record of each"
             for records in (self.forget, self.retain)
             if len(records) == 1 and paragraphs_in(records[0]) > 1

@@ -13,25 +13,25 @@ import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.checkpoint.dtypes import all_finite
-from mpu_cli.checkpoint.reader import Checkpoint, listed
+from mpu_cli.checkpoint.reader import Checkpoint, quoted_list
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.client.checks import PRECISIONS, check_training
-from mpu_cli.client.frozen import Reference
 from mpu_cli.client.losses import Algorithm, Constants, Objective
 from mpu_cli.client.precision import computing_in, in_precision
 from mpu_cli.client.rate import with_finetuning_rate
+from mpu_cli.client.reference_model import Reference
 from mpu_cli.client.schedule import ExampleSet, schedule
 from mpu_cli.client.trainer import Losses
-from mpu_cli.client.training import NO_LOGGING, seeded, train
+from mpu_cli.client.training import NO_LOGGING, seed_training, train
 from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
 from mpu_cli.models.files import carry_small_files
 from mpu_cli.models.limits import longest_input, vocabulary_size
 from mpu_cli.models.loading import letting_go, load, memory_in_mind
-from mpu_cli.models.memory import check_stored, in_memory
 from mpu_cli.models.source import Model
+from mpu_cli.models.tensor_names import check_stored, in_memory
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
 from mpu_cli.records.encoding import Encoding, encoding_of
@@ -102,7 +102,7 @@ def finetune(
 
     dtype = PRECISIONS[training.precision]
     with (
-        memory_in_mind(ADVICE), seeded(training), computing_in(training.precision, dtype),
+        memory_in_mind(ADVICE), seed_training(training), computing_in(training.precision, dtype),
         Transaction(force=force) as transaction,
     ):  # fmt: skip
         target = transaction.add(out, directory=True)
@@ -120,7 +120,7 @@ def finetune(
             raise Diverged("weights are")
         lost = _write(loaded, model.checkpoint, target)
         if behind := carry_small_files(model, target):
-            observer.note(f"{model.folder}: the result does not get {listed(behind)}")
+            observer.note(f"{model.folder}: the result does not get {quoted_list(behind)}")
         (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
     return Finetuned(out, losses, lost)
 

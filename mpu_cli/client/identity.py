@@ -15,14 +15,14 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.client.checkpoints import Checkpoints
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.ledger import Entry, Mechanism
-from mpu_cli.client.sets import records_digest
+from mpu_cli.client.datasets import records_digest
+from mpu_cli.client.ledger import LedgerEntry, Mechanism
 from mpu_cli.client.tag import training_tag
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
 from mpu_cli.models.source import Model
 from mpu_cli.observer import Observer
-from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.unlearning import Lora, Privacy, Records, Unlearning
 from mpu_cli.resumption import write_atomically
 
@@ -31,15 +31,15 @@ def deciding(options: Unlearning) -> dict[str, object]:
     """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
     out, and without records, which count by their contents."""
     values = flat(replace(options, epochs=epochs_of(options)))
-    left_out = set(declared(Records))
+    left_out = set(declared_options(Records))
     if options.lora.lora_rank is None:
-        left_out |= declared(Lora).keys()
+        left_out |= declared_options(Lora).keys()
     else:
         values["lora_alpha"] = options.lora.alpha
     if options.privacy.dp_epsilon is None:
-        left_out |= declared(Privacy).keys()
-    known = declared(Unlearning)
-    return {name: value for name, value in values.items() if known[name].affects_result and name not in left_out}
+        left_out |= declared_options(Privacy).keys()
+    declarations = declared_options(Unlearning)
+    return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}
 
 
 def entry_of(
@@ -49,13 +49,13 @@ def entry_of(
     options: Unlearning,
     data: Dataset,
     mechanism: Mechanism | None,
-) -> Entry:
+) -> LedgerEntry:
     """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
     surroundings, records = surroundings_of(copy), records_digest(data)
     facts = [weights, surroundings, records, deciding(options)]
-    of = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
-    return Entry(
-        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *of, weights,
+    origin = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
+    return LedgerEntry(
+        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *origin, weights,
         options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
         surroundings=surroundings,
     )  # fmt: skip

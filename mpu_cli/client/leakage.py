@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.checkpoint.reader import Checkpoint
-from mpu_cli.manifest import LEFT, RIGHT
-from mpu_cli.models.memory import in_memory
+from mpu_cli.manifest import LEFT_FACTOR, RIGHT_FACTOR
+from mpu_cli.models.tensor_names import in_memory
 from mpu_cli.records.encoding import IGNORED, Example
 
 CALM = 0.01  # share of the rows, those with the smallest residual, that show how much rounding moves a row
@@ -112,7 +112,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Reading:
+class LeakageReading:
     """What one rule reads off one tensor.
 
     ``told_apart``: AUC of the tokens of records to forget only, against those of records to keep only (0.5 is chance);
@@ -135,7 +135,7 @@ class Reading:
 
 def readings(
     model: PreTrainedModel, before: Checkpoint, delta: Checkpoint, forget: Sequence[Example], retain: Sequence[Example]
-) -> list[Reading]:
+) -> list[LeakageReading]:
     """What the rules read off ``delta``, a full one or LoRA's, of the model in ``before``, loaded as ``model``.
 
     Of each embedding: the rows that moved if some did not, and the best of RULES, chosen with the truth as a server can
@@ -147,25 +147,25 @@ def readings(
     changes = {name: change for name in places if (change := _change(delta, name)) is not None}
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and inputs.weight.data_ptr() == head.weight.data_ptr()
-    found = []
+    delta_readings = []
     for module, label in ((inputs, "input"), *(() if head is None or tied else ((head, "head"),))):
         name = by_pointer.get(module.weight.data_ptr(), "")
         if name in changes:
             pair = changes[name], before.tensor(name).float()
             rows = moved_rows(*pair)
             if label == "input" and rows is not None:
-                found.append(Reading(name, "rows that moved", None, *tokens.listed(rows)))
-            found.append(_best(name, pair, tokens))
-    found += _first_layer(model, places, changes, tokens)
+                delta_readings.append(LeakageReading(name, "rows that moved", None, *tokens.precision_and_recall(rows)))
+            delta_readings.append(_best(name, pair, tokens))
+    delta_readings += _first_layer(model, places, changes, tokens)
     for name, change in changes.items():
-        found += _positions_and_experts(name, change, before, model, inputs, head)
-    return found
+        delta_readings += _positions_and_experts(name, change, before, model, inputs, head)
+    return delta_readings
 
 
-def _best(name: str, pair: tuple[torch.Tensor, torch.Tensor], tokens: _Tokens) -> Reading:
+def _best(name: str, pair: tuple[torch.Tensor, torch.Tensor], tokens: _Tokens) -> LeakageReading:
     rated = {rule: tokens.told_apart(score(*pair)) for rule, score in RULES.items()}
     best = max(rated, key=lambda rule: rated[rule] or 0.0)
-    return Reading(name, best, rated[best])
+    return LeakageReading(name, best, rated[best])
 
 
 def _first_layer(
@@ -173,42 +173,46 @@ def _first_layer(
     places: Mapping[str, torch.Tensor],
     changes: Mapping[str, torch.Tensor],
     tokens: _Tokens,
-) -> list[Reading]:
+) -> list[LeakageReading]:
     """The subspace of what the first layer's matrices over the embedding's width learned."""
     weight = model.get_input_embeddings().weight.detach().float().cpu()
     width = weight.shape[1]
-    first = [
+    matrix_names = [
         name
         for name, change in changes.items()
         if ".0." in name and change.ndim == 2 and change.shape[1] == width and "attn" in name and "o_proj" not in name
     ]
-    if not first:
+    if not matrix_names:
         return []
     scales = [places[n] for n in places if ".0.input_layernorm." in n and places[n].shape == (width,)]
     x = _unit(weight)
     if scales:
         x = _unit(x * scales[0].detach().float().cpu())
-    gains = span_gain([changes[name] for name in first], x)
-    return [Reading(", ".join(first), "subspace of the inputs", tokens.told_apart(gains))]
+    gains = span_gain([changes[name] for name in matrix_names], x)
+    return [LeakageReading(", ".join(matrix_names), "subspace of the inputs", tokens.told_apart(gains))]
 
 
 def _positions_and_experts(
     name: str, change: torch.Tensor, before: Checkpoint, model: PreTrainedModel, inputs: Any, head: Any
-) -> list[Reading]:
+) -> list[LeakageReading]:
     """The longest record, from learned positions; the experts that records reached, from a stack."""
     if change.ndim == 3:
         flat = change.flatten(1), before.tensor(name).float().flatten(1)
         reached = moved_rows(*flat)
         if reached is not None and not bool(reached.all()):
-            return [Reading(name, "rows that moved", fact=f"reached {int(reached.sum())} of {len(reached)} experts")]
+            return [
+                LeakageReading(name, "rows that moved", fact=f"reached {int(reached.sum())} of {len(reached)} experts")
+            ]
         return []
-    others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not inputs and m is not head]
-    if change.ndim == 2 and any(tuple(m.weight.shape) == tuple(change.shape) for m in others):
+    other_embeddings = [
+        m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not inputs and m is not head
+    ]
+    if change.ndim == 2 and any(tuple(m.weight.shape) == tuple(change.shape) for m in other_embeddings):
         moved = moved_rows(change, before.tensor(name).float())
         if moved is not None and bool(moved.any()):
             # The last token of a record predicts nothing, so its position gets no gradient.
             longest = int(moved.nonzero().max()) + 2
-            return [Reading(name, "rows that moved", fact=f"the longest record has {longest} tokens")]
+            return [LeakageReading(name, "rows that moved", fact=f"the longest record has {longest} tokens")]
     return []
 
 
@@ -216,8 +220,8 @@ def _change(delta: Checkpoint, name: str) -> torch.Tensor | None:
     """The change of tensor ``name``, float32; the product of LoRA's factors. None if it was not trained."""
     if name in delta.tensors:
         return delta.tensor(name).float()
-    if name + LEFT in delta.tensors:
-        return delta.tensor(name + LEFT).float() @ delta.tensor(name + RIGHT).float()
+    if name + LEFT_FACTOR in delta.tensors:
+        return delta.tensor(name + LEFT_FACTOR).float() @ delta.tensor(name + RIGHT_FACTOR).float()
     return None
 
 
@@ -243,17 +247,17 @@ class _Tokens:
         from sklearn.metrics import roc_auc_score
 
         ones = sorted(self.forget - self.retain)
-        others = sorted(self.retain - self.forget)
-        if len(others) < SEVERAL:
-            others = sorted(set(range(len(scores))) - self.forget - self.template)
-        ones, others = ([i for i in side if i < len(scores)] for side in (ones, others))
-        if min(len(ones), len(others)) < SEVERAL:
+        negatives = sorted(self.retain - self.forget)
+        if len(negatives) < SEVERAL:
+            negatives = sorted(set(range(len(scores))) - self.forget - self.template)
+        ones, negatives = ([i for i in side if i < len(scores)] for side in (ones, negatives))
+        if min(len(ones), len(negatives)) < SEVERAL:
             return None
-        labels = [1] * len(ones) + [0] * len(others)
-        values = scores[[*ones, *others]].nan_to_num()
+        labels = [1] * len(ones) + [0] * len(negatives)
+        values = scores[[*ones, *negatives]].nan_to_num()
         return float(roc_auc_score(labels, values.numpy()))
 
-    def listed(self, rows: torch.Tensor) -> tuple[float, float]:
+    def precision_and_recall(self, rows: torch.Tensor) -> tuple[float, float]:
         """Precision and recall of a list of tokens that were read."""
         listed = {int(i) for i in rows.nonzero()[:, 0]} - self.template
         true = self.forget | self.retain

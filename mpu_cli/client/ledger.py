@@ -33,7 +33,7 @@ class Mechanism:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One training. ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
     of what was trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records;
     ``forget`` and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer,
@@ -66,7 +66,7 @@ def default_ledger_path() -> Path:
     return default_identity_path().with_name("ledger.jsonl")
 
 
-def composed(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
+def composed_epsilon(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
     """ε at ``delta`` of all ``mechanisms`` one after the other; infinite if one is None, a training without noise."""
     from opacus.accountants import create_accountant
 
@@ -77,10 +77,10 @@ def composed(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
     return accountant.get_epsilon(delta)
 
 
-def read_ledger(path: Path) -> list[Entry]:
+def read_ledger(path: Path) -> list[LedgerEntry]:
     """The trainings so far. Raises MpuError if the file is damaged."""
     hint = "what it lost cannot be counted: put a backup in its place"
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     for line in read_lines(path, hint):
         values = {name: value for name, value in line.items() if name != "time"}
         if LOSSES_OF in values:
@@ -91,7 +91,7 @@ def read_ledger(path: Path) -> list[Entry]:
             ]
             continue
         values.setdefault("weights", values.pop("copy_id", None))  # its earlier name
-        entry = parse_document(Entry, values, f"{path}: damaged", hint)
+        entry = parse_document(LedgerEntry, values, f"{path}: damaged", hint)
         entries.append(entry)
     return entries
 
@@ -103,8 +103,8 @@ def write_losses(path: Path, identity: str, forget: float, retain: float | None)
 
 
 def write_down(
-    path: Path, entry: Entry, *, delta: float, budget: float | None, trusted: bool = True
-) -> Sequence[Entry]:
+    path: Path, entry: LedgerEntry, *, delta: float, budget: float | None, trusted: bool = True
+) -> Sequence[LedgerEntry]:
     """Add a training that is about to begin; returns those before it. One that is resumed is not added again.
 
     Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``; and, unless the copy is
@@ -121,7 +121,7 @@ def write_down(
         if entry.mechanism is None and any(each.identity == entry.identity for each in before):
             return [each for each in before if each.identity != entry.identity]
         if budget is not None:
-            spent = composed([*(each.mechanism for each in before), entry.mechanism], delta)
+            spent = composed_epsilon([*(each.mechanism for each in before), entry.mechanism], delta)
             if spent > budget:
                 raise MpuError(
                     f"--dp-budget {budget:g}: with this training, the {len(before) + 1} in {path} would spend "
@@ -132,7 +132,7 @@ def write_down(
         return before
 
 
-def _differs_from_its_round(entry: Entry, before: Sequence[Entry]) -> bool:
+def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -> bool:
     return any(
         (other.run, other.round) == (entry.run, entry.round) and other.surroundings not in ("", entry.surroundings)
         for other in before
@@ -140,7 +140,7 @@ def _differs_from_its_round(entry: Entry, before: Sequence[Entry]) -> bool:
     )
 
 
-def summary(entries: Sequence[Entry]) -> Mapping[str, object]:
+def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     """What a ledger holds, for people."""
     private = sum(each.mechanism is not None for each in entries)
     return {

@@ -28,14 +28,14 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import TensorSpecs
 from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.manifest import LEFT, RIGHT
+from mpu_cli.manifest import LEFT_FACTOR, RIGHT_FACTOR
 from mpu_cli.models.loading import has_weights
-from mpu_cli.models.memory import Names, family_of_model
-from mpu_cli.models.quantized import dequantized, is_quantized
+from mpu_cli.models.quantized import dequantized_weight, is_quantized
+from mpu_cli.models.tensor_names import Names, family_of_model
 from mpu_cli.options.unlearning import Lora
 
 
-def adapted(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[str, torch.Tensor]:
+def adapted_parameters(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[str, torch.Tensor]:
     """The parameters ``among`` these that ``lora`` adapts, by name: of linear layers, and stacks of experts' matrices.
 
     Raises UsageError if a target matches nothing.
@@ -48,14 +48,15 @@ def adapted(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[
             if id(module) not in unlike and f"{name}.weight" in among:
                 layers[name] = module.weight
         elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
-            own = module.named_parameters(recurse=False)
-            stacks = {f"{name}.{parameter}": value for parameter, value in own if value.ndim == 3}
+            direct_parameters = module.named_parameters(recurse=False)
+            stacks = {f"{name}.{parameter}": value for parameter, value in direct_parameters if value.ndim == 3}
             layers |= {stack: value for stack, value in stacks.items() if stack in among}
     for target in lora.lora_targets:
         if not any(_matches(name, target) for name in layers):
-            known = sorted({name.rsplit(".", 1)[-1] for name in layers})
+            available_targets = sorted({name.rsplit(".", 1)[-1] for name in layers})
             raise UsageError(
-                f"--lora-targets {target}: matches no linear layer of this model (it has {', '.join(known)})"
+                f"--lora-targets {target}: matches no linear layer of this model (it has "
+                f"{', '.join(available_targets)})"
             )
     return {
         name if parameter.ndim == 3 else f"{name}.weight": parameter
@@ -89,11 +90,11 @@ def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpec
     """The tensors that a delta trained with ``lora`` will hold."""
     wide = NAME[torch.promote_types(model.dtype, torch.float32)]
     tensors = {}
-    for name in adapted(model, lora, names):
+    for name in adapted_parameters(model, lora, names):
         for piece in names[name]:
             *stack, rows, columns = piece.shape
-            tensors[piece.file_name + LEFT] = (wide, (*stack, rows, lora.rank))
-            tensors[piece.file_name + RIGHT] = (wide, (*stack, lora.rank, columns))
+            tensors[piece.file_name + LEFT_FACTOR] = (wide, (*stack, rows, lora.rank))
+            tensors[piece.file_name + RIGHT_FACTOR] = (wide, (*stack, lora.rank, columns))
     return tensors
 
 
@@ -108,7 +109,7 @@ def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inp
 
     # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.
     warnings.filterwarnings("ignore", message="Could not find a config file")
-    targets = adapted(model, lora, among)
+    targets = adapted_parameters(model, lora, among)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -127,7 +128,7 @@ def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inp
     for adapter in _adapters(wrapped) if not wide_inputs else ():
         _compute_in(adapter.module, model)
     for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
-        weight = dequantized(targets[adapter.parameter])
+        weight = dequantized_weight(targets[adapter.parameter])
         if not all_finite(weight):
             raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
         if adapter.inputs_first:
@@ -144,12 +145,12 @@ def _taking_names_as_they_are() -> Iterator[None]:
     mixtures, dense layers and shared experts have them."""
     from peft.utils import transformers_weight_conversion as conversion
 
-    own = conversion.convert_peft_config_for_transformers
+    original = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
         yield
     finally:
-        conversion.convert_peft_config_for_transformers = own
+        conversion.convert_peft_config_for_transformers = original
 
 
 def _compute_in(layer: Any, model: PreTrainedModel) -> None:
@@ -204,17 +205,20 @@ def _last_eigenvectors(gram: torch.Tensor, count: int) -> torch.Tensor:
         return torch.linalg.eigh(gram).eigenvectors[:, -count:]
     from scipy.linalg import eigh  # on a CPU three times as fast as torch's, which computes all of them
 
-    first = max(0, len(gram) - count)
-    return torch.from_numpy(eigh(gram.numpy(), subset_by_index=[first, len(gram) - 1])[1])
+    start = max(0, len(gram) - count)
+    return torch.from_numpy(eigh(gram.numpy(), subset_by_index=[start, len(gram) - 1])[1])
 
 
 def product_norm(delta: Path) -> float:
     """‖BA‖ over all factors in a delta: the norm of the weight change, whatever A started from."""
-    held = open_checkpoint(delta)
+    checkpoint = open_checkpoint(delta)
     square = 0.0
-    for name in held.tensors:
-        if name.endswith(LEFT):
-            b, a = held.tensor(name).double(), held.tensor(name.removesuffix(LEFT) + RIGHT).double()
+    for name in checkpoint.tensors:
+        if name.endswith(LEFT_FACTOR):
+            b, a = (
+                checkpoint.tensor(name).double(),
+                checkpoint.tensor(name.removesuffix(LEFT_FACTOR) + RIGHT_FACTOR).double(),
+            )
             square += float(((b.mT @ b) * (a @ a.mT)).sum())
     return math.sqrt(max(0.0, square))
 
@@ -229,7 +233,7 @@ def factors(trained: torch.nn.Module, names: Names) -> Iterator[tuple[str, torch
         if experts := getattr(adapter.module, "num_experts", 0):  # (experts · r, inputs) and (outputs, r · experts)
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         b = b * adapter.module.scaling["default"]
-        left, right = (a.mT, b.mT) if adapter.inputs_first else (b, a)
+        left_factor, right = (a.mT, b.mT) if adapter.inputs_first else (b, a)
         for piece in pieces:
-            yield piece.file_name + LEFT, piece.of(left)
-            yield piece.file_name + RIGHT, right if piece.expert is None else right[piece.expert]
+            yield piece.file_name + LEFT_FACTOR, piece.of(left_factor)
+            yield piece.file_name + RIGHT_FACTOR, right if piece.expert is None else right[piece.expert]

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
 from mpu_cli.errors import UsageError
 from mpu_cli.models.logits import Head, Logits
-from mpu_cli.options.declare import declared
+from mpu_cli.options.declare import declared_options
 from mpu_cli.options.unlearning import Loss
 from mpu_cli.records.encoding import IGNORED
 
@@ -106,7 +106,7 @@ class Constants:
     coefficient: float = 2.0
 
 
-def _given(x: Kind | None) -> Kind:
+def _require_value(x: Kind | None) -> Kind:
     """``x``, which the algorithm's table asks for."""
     assert x is not None
     return x
@@ -156,7 +156,7 @@ def gradient_ascent(forget: TermInputs, alternate: TermInputs | None, constants:
 
 def npo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
-    ratio = forget.scores.sequence_log_probs - _given(forget.frozen.log_probs)
+    ratio = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(-constants.beta * ratio))
 
 
@@ -165,9 +165,9 @@ def dpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
 
     w is the alternative answer, l the one to forget.
     """
-    other = _given(alternate)
-    won = other.scores.sequence_log_probs - _given(other.frozen.log_probs)
-    lost = forget.scores.sequence_log_probs - _given(forget.frozen.log_probs)
+    other = _require_value(alternate)
+    won = other.scores.sequence_log_probs - _require_value(other.frozen.log_probs)
+    lost = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
     return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(constants.beta * (won - lost)))
 
 
@@ -187,7 +187,9 @@ def undial(forget: TermInputs, alternate: TermInputs | None, constants: Constant
         return cross_entropy(logits, lowered.softmax(-1), reduction="none")
 
     scores = forget.scores
-    return scores.token_mean(scores.logits.per_token(losses, scores.targets, frozen=_given(forget.frozen.logits)))
+    return scores.token_mean(
+        scores.logits.per_token(losses, scores.targets, frozen=_require_value(forget.frozen.logits))
+    )
 
 
 def satimp(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
@@ -204,8 +206,8 @@ def wga(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
 
 def rmu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
-    hidden = _wide(_given(forget.scores.hidden))
-    target = (constants.coefficient * _given(forget.frozen.direction)).to(hidden)
+    hidden = _wide(_require_value(forget.scores.hidden))
+    target = (constants.coefficient * _require_value(forget.frozen.direction)).to(hidden)
     return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
@@ -222,28 +224,28 @@ def retain_kl(retain: TermInputs) -> torch.Tensor:
         return kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
 
     scores = retain.scores
-    return scores.token_mean(scores.logits.per_token(divergence, frozen=_given(retain.frozen.logits)))
+    return scores.token_mean(scores.logits.per_token(divergence, frozen=_require_value(retain.frozen.logits)))
 
 
 def retain_hidden(retain: TermInputs) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
-    hidden = _wide(_given(retain.scores.hidden))
-    return retain.scores.token_mean((hidden - _given(retain.frozen.hidden).to(hidden)).square().mean(-1))
+    hidden = _wide(_require_value(retain.scores.hidden))
+    return retain.scores.token_mean((hidden - _require_value(retain.frozen.hidden).to(hidden)).square().mean(-1))
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain.
 
-    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``own`` the constants that it reads
-    besides γ and α; with α = 0 no retain set is read.
-    ``epochs`` and ``rounds`` are the paper's schedule: so many epochs in each of so many rounds. ``bounded``: whether
-    the forget term stops pulling once a record is forgotten; where it does not, a smaller rate is usual.
+    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the constants
+    that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's schedule:
+    so many epochs in each of so many rounds. ``bounded``: whether the forget term stops pulling once a record is
+    forgotten; where it does not, a smaller rate is usual.
     """
 
     forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
     constants: Constants
-    own: tuple[str, ...] = ()
+    constant_names: tuple[str, ...] = ()
     asks: str | None = None
     alternate: bool = False
     retain: str = "nll"
@@ -303,10 +305,11 @@ def objective_of(algo: str, loss: Loss) -> Objective:
     """
     algorithm = ALGORITHMS[algo]
     retain_loss = loss.retain_loss or algorithm.retain
-    known = {"gamma", "alpha", *algorithm.own, *(("layer",) if RETAIN[retain_loss][1] == "hidden" else ())}
-    if unknown := [name for name in loss.constants if name not in known]:
-        flags = {name: option.flag for name, option in declared(Loss).items()}
-        listed = ", ".join(flags[name] for name in sorted(known))
+    of_retain_loss = ("layer",) if RETAIN[retain_loss][1] == "hidden" else ()
+    valid_names = {"gamma", "alpha", *algorithm.constant_names, *of_retain_loss}
+    if unknown := [name for name in loss.constants if name not in valid_names]:
+        flags = {name: option.flag for name, option in declared_options(Loss).items()}
+        listed = ", ".join(flags[name] for name in sorted(valid_names))
         raise UsageError(f"{flags[unknown[0]]}: {algo} has no such constant (it has {listed})")
     constants = replace(algorithm.constants, **loss.constants)  # type: ignore[arg-type] # layer is an int
     return Objective(algorithm, constants, retain_loss)

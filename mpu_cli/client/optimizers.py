@@ -102,12 +102,12 @@ class Muon(torch.optim.Optimizer):
             raise MpuError(f"--optim muon needs torch 2.9 or newer, but this is {torch.__version__}")
         defaults = {"lr": lr, "weight_decay": 0.0}
         super().__init__(groups, defaults)
-        matrices, others = ([g for g in self.param_groups if g["muon"] is one] for one in (True, False))
+        matrices, adamw_groups = ([g for g in self.param_groups if g["muon"] is use_muon] for use_muon in (True, False))
         self._parts: dict[bool, torch.optim.Optimizer] = {}
         if matrices:
             self._parts[True] = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
-        if others:
-            self._parts[False] = BlockwiseAdamW(others, lr=lr)
+        if adamw_groups:
+            self._parts[False] = BlockwiseAdamW(adamw_groups, lr=lr)
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -121,10 +121,10 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for one, part in self._parts.items():
+        for use_muon, part in self._parts.items():
             # Schedulers and load_state_dict replace this optimiser's state and groups, so pass them to the parts.
             part.state = self.state
-            part.param_groups = [group for group in self.param_groups if group["muon"] is one]
+            part.param_groups = [group for group in self.param_groups if group["muon"] is use_muon]
             part.step()
         return loss
 
@@ -136,7 +136,7 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
         parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
             parts[parameter.ndim == 2 and not any(parameter is other for other in outside)].append(parameter)
-        apart += [{**group, "params": held, "muon": one} for one, held in parts.items() if held]
+        apart += [{**group, "params": params, "muon": use_muon} for use_muon, params in parts.items() if params]
     return apart
 
 
@@ -180,14 +180,14 @@ class Optimizer:
     ``state_bytes``: what it keeps per weight, beside weight and gradient; ``elementwise``: each element's step depends
     on that element's gradients only, squared or by sign, so it commutes with permutations and sign changes of
     coordinates but not with rotations; ``normalised``: steps are as large as the rate, whatever the size of gradients;
-    ``whole``: what it must see in one piece, where weights are sharded.
+    ``granularity``: what it must see in one piece, where weights are sharded.
     """
 
     make: Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]
     state_bytes: int
     elementwise: bool = False
     normalised: bool = True
-    whole: Literal["element", "tensor", "matrix"] = "element"
+    granularity: Literal["element", "tensor", "matrix"] = "element"
     package: str | None = None
 
 
@@ -213,15 +213,15 @@ def _page_what_is_loaded(optimizer: Any) -> None:
 
     def load_paged(state: dict[str, Any]) -> None:
         load(state, move_to_device=False)
-        for parameter, held in optimizer.state.items():
-            for name, value in held.items():
+        for parameter, param_state in optimizer.state.items():
+            for name, value in param_state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 if name in ("state1", "state2"):  # the moments, as large as the parameter
-                    held[name] = optimizer.get_state_buffer(parameter, dtype=value.dtype)
-                    held[name].copy_(value)
+                    param_state[name] = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+                    param_state[name].copy_(value)
                 else:
-                    held[name] = value.to(parameter.device)
+                    param_state[name] = value.to(parameter.device)
 
     optimizer.load_state_dict = load_paged
 
@@ -230,10 +230,12 @@ OPTIMIZERS = {
     "adamw": Optimizer(
         lambda groups, lr, _: torch.optim.AdamW(groups, lr=lr, fused=True), state_bytes=8, elementwise=True
     ),
-    "adamw-blockwise": Optimizer(lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4, whole="tensor"),
+    "adamw-blockwise": Optimizer(
+        lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4, granularity="tensor"
+    ),
     "sgd": Optimizer(lambda groups, lr, _: torch.optim.SGD(groups, lr=lr), state_bytes=0, normalised=False),
     "muon": Optimizer(
-        lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, whole="matrix"
+        lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, granularity="matrix"
     ),
     "lion": Optimizer(lambda groups, lr, _: Lion(groups, lr=lr), state_bytes=4, elementwise=True),
     "paged_adamw_32bit": Optimizer(

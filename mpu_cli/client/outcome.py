@@ -28,7 +28,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Result:
+class UnlearningResult:
     """The result of ``unlearn``: the delta, the losses of the steps taken by this call, the norm of what was written.
 
     ``before`` and ``after`` are measured on the same records; None if several processes trained together.
@@ -37,7 +37,7 @@ class Result:
     path: Path
     steps: list[Losses]
     norm: float
-    first: bool  # whether this is the process that wrote it
+    is_main_process: bool  # whether this is the process that wrote it
     spent: dict[str, float] | None = None  # of the privacy budget, if there was one
     before: Measured | None = None
     after: Measured | None = None
@@ -55,8 +55,8 @@ class Result:
             if self.before.retain is not None:
                 text += f", on the retain set {self.before.retain:.3f} → {self.after.retain:.3f}"
         elif self.steps:
-            first, last = self.steps[0].forget, self.steps[-1].forget
-            text += f"; loss per answer token {first:.3f} → {last:.3f} (first and last batch)"
+            first_loss, last_loss = self.steps[0].forget, self.steps[-1].forget
+            text += f"; loss per answer token {first_loss:.3f} → {last_loss:.3f} (first and last batch)"
         return f"{text}; ‖Δ‖ {self.norm:.3g}"
 
     def warnings(self) -> list[str]:

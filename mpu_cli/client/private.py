@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.client.frozen import Reference
-from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed
+from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed_epsilon
 from mpu_cli.client.losses import Frozen, Objective, TermInputs, score
 from mpu_cli.client.optimizers import make_optimizer
+from mpu_cli.client.reference_model import Reference
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.client.trainer import Losses, outside_layers
 from mpu_cli.errors import MpuError, UsageError
@@ -34,7 +34,7 @@ from mpu_cli.records.encoding import IGNORED, Example, pad
 
 AT_ONCE = 1 << 20  # weights that get their noise at once
 
-Place = tuple[str, int]  # an example: its set, and its number there
+ExampleIndex = tuple[str, int]  # an example: its set, and its number there
 
 
 def check_objective(algo: str, objective: Objective) -> None:
@@ -49,7 +49,7 @@ def check_objective(algo: str, objective: Objective) -> None:
 class Unit:
     """What is protected as one: examples, and the probability that a step reads them."""
 
-    places: tuple[Place, ...]
+    places: tuple[ExampleIndex, ...]
     rate: float
 
 
@@ -60,10 +60,14 @@ class Plan:
     units: Sequence[Unit]
     mechanism: Mechanism
 
-    def of_examples(self, kept: Mapping[str, Sequence[int]]) -> Plan:
+    def of_examples(self, record_numbers: Mapping[str, Sequence[int]]) -> Plan:
         """The plan for sets that hold the records of these numbers only: the others are drawn and add nothing."""
-        there = {(name, record): (name, i) for name, records in kept.items() for i, record in enumerate(records)}
-        units = [replace(unit, places=tuple(there[p] for p in unit.places if p in there)) for unit in self.units]
+        renumbered = {
+            (name, record): (name, i) for name, records in record_numbers.items() for i, record in enumerate(records)
+        }
+        units = [
+            replace(unit, places=tuple(renumbered[p] for p in unit.places if p in renumbered)) for unit in self.units
+        ]
         return replace(self, units=units)
 
 
@@ -79,14 +83,14 @@ def plan(
     """
     from opacus.accountants.utils import get_noise_multiplier
 
-    members: dict[object, list[Place]] = {}
+    members: dict[object, list[ExampleIndex]] = {}
     for name, units_of in names.items():
         for number, unit in enumerate(units_of):
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
     forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
-    others = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
-    rates = {id(group): min(1.0, training.batch_size / max(1, len(group))) for group in (forgets, others)}
-    units = [Unit(tuple(places), rates[id(group)]) for group in (forgets, others) for places in group]
+    remaining_units = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
+    rates = {id(group): min(1.0, training.batch_size / max(1, len(group))) for group in (forgets, remaining_units)}
+    units = [Unit(tuple(places), rates[id(group)]) for group in (forgets, remaining_units) for places in group]
     rate = max(unit.rate for unit in units)
     steps = epochs * -(-len(forgets) // training.batch_size)
     if noise_multiplier is None:
@@ -168,11 +172,11 @@ def train_privately(
     optimizer = _optimizer(model, trained, training, privacy, planned.mechanism, randomness)
     size = training.micro_batch_size or 2 * training.batch_size
     for _ in range(planned.mechanism.steps):
-        parts = _parts(_sampled(planned.units, sampler), size) or [[]]
+        parts = _parts(_sample_units(planned.units, sampler), size) or [[]]
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            places = [place for unit in part for place in unit.places]
+            places = [example_key for unit in part for example_key in unit.places]
             _loss(wrapped, head, places, sets, objective, sums).backward()
             _check_rows(trained, len(places) or 1)
             _add_within_units(trained, part)
@@ -190,7 +194,7 @@ def train_privately(
     if privacy.dp_epsilon is not None:
         _, delta = left_out_budget(privacy.dp_epsilon, privacy.dp_delta, privacy.dp_neighbours)
     return {
-        "epsilon": steps_apart * composed([planned.mechanism], delta),
+        "epsilon": steps_apart * composed_epsilon([planned.mechanism], delta),
         "delta": privacy.dp_delta,
         "noise_multiplier": planned.mechanism.noise_multiplier,
         "max_grad_norm": privacy.dp_max_grad_norm,
@@ -239,7 +243,7 @@ def with_noise(x: torch.Tensor, std: float, key: bytes) -> torch.Tensor:
     return noisy.view(x.shape)
 
 
-def _sampled(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
+def _sample_units(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
     """Each unit with its own probability, independently; those without examples add nothing."""
     draws = sampler.uniform(len(units)).tolist()
     return [unit for unit, draw in zip(units, draws, strict=True) if draw < unit.rate and unit.places]
@@ -248,13 +252,13 @@ def _sampled(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
 def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
     """Units in parts of about ``size`` examples; none is divided, because its gradient is clipped as one."""
     parts: list[list[Unit]] = []
-    held = size
+    part_size = size
     for unit in units:
-        if held + len(unit.places) > size and (not parts or parts[-1]):
+        if part_size + len(unit.places) > size and (not parts or parts[-1]):
             parts.append([])
-            held = 0
+            part_size = 0
         parts[-1].append(unit)
-        held += len(unit.places)
+        part_size += len(unit.places)
     return parts
 
 
@@ -293,7 +297,7 @@ def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
 def _loss(
     model: torch.nn.Module,
     head: Head | None,
-    places: Sequence[Place],
+    places: Sequence[ExampleIndex],
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     sums: dict[str, list[float]],
@@ -327,5 +331,5 @@ def _loss(
 
 
 def _frozen(reference: Reference, number: int, device: torch.device) -> Frozen:
-    kept = {name: value.to(device) for name, value in reference.collect([number], like=[number]).items()}
-    return reference.frozen(kept)
+    outputs = {name: value.to(device) for name, value in reference.collect([number], like=[number]).items()}
+    return reference.frozen(outputs)

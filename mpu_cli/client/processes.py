@@ -16,6 +16,6 @@ def from_first(make: Callable[[], Value]) -> Value:
     state = PartialState()
     if state.num_processes == 1:
         return make()
-    held = [make() if state.is_main_process else None]
-    broadcast_object_list(held)
-    return held[0]  # type: ignore[return-value] # of the first process
+    object_list = [make() if state.is_main_process else None]
+    broadcast_object_list(object_list)
+    return object_list[0]  # type: ignore[return-value] # of the first process

@@ -38,7 +38,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
         return None
     share = 1.0 if ALGORITHMS[options.algo].bounded else UNBOUNDED
     share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
-    return _rounded(share * max(REACH / max(LEAST_STEPS, steps), LEAST), weights)
+    return _rounded_rate(share * max(REACH / max(LEAST_STEPS, steps), LEAST), weights)
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
@@ -55,8 +55,8 @@ def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
 
 def with_finetuning_rate(training: Training, weights: int) -> Training:
     """``training`` with a number for its rate, to learn records."""
-    return replace(training, lr=_rounded(LEAST, weights)) if training.lr == AUTO else training
+    return replace(training, lr=_rounded_rate(LEAST, weights)) if training.lr == AUTO else training
 
 
-def _rounded(distance: float, weights: int) -> float:
+def _rounded_rate(distance: float, weights: int) -> float:
     return float(f"{distance / max(1, weights) ** 0.5:.2g}")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from mpu_cli.client.frozen import Reference
+from mpu_cli.client.reference_model import Reference
 from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One optimiser step: its forget examples, by number, and the retain examples that go with them."""
 
     forget: list[int]
@@ -34,7 +34,7 @@ class ExampleSet:
     reference: Reference
 
 
-def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[Step]:
+def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: int) -> list[TrainingStep]:
     """All steps of a training run, fixed by ``seed``: noise cancels only if every copy of a round sees the same steps.
 
     Each epoch goes through the ``forget`` examples once, in a new order. Retain examples come from an endless sequence
@@ -49,7 +49,7 @@ def schedule(forget: int, retain: int, *, epochs: int, batch_size: int, seed: in
             batch = numbers[start : start + batch_size]
             while retain and len(waiting) < len(batch):
                 waiting += order.sample(range(retain), retain)
-            steps.append(Step(batch, waiting[: len(batch)] if retain else []))
+            steps.append(TrainingStep(batch, waiting[: len(batch)] if retain else []))
             waiting = waiting[len(batch) :]
     return steps
 
@@ -64,7 +64,7 @@ class MicroBatches(Dataset):
     read. Examples of one length go together, so that little is padded.
     """
 
-    def __init__(self, steps: Sequence[Step], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
+    def __init__(self, steps: Sequence[TrainingStep], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
         self._steps, self._sets, self._terms, self._parts = steps, sets, terms, parts
 
     def __len__(self) -> int:
@@ -102,8 +102,8 @@ class MicroBatches(Dataset):
         if self._parts == 1:
             return numbers
         by_length = sorted(numbers, key=lambda number: len(examples[number].ids))
-        first, last = (len(numbers) * p // self._parts for p in (part, part + 1))
-        return by_length[first:last]
+        start, last = (len(numbers) * p // self._parts for p in (part, part + 1))
+        return by_length[start:last]
 
     def _batch(self, data: ExampleSet, numbers: list[int], mine: list[int]) -> dict[str, Any]:
         batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])

@@ -35,10 +35,10 @@ def whole_head(model: PreTrainedModel) -> Head | None:
         return None
     if not from_first(lambda: separate_head(model) is not None):
         return None
-    whole = copy.deepcopy(head)
-    for tensor in (*whole.parameters(), *whole.buffers()):
+    head_copy = copy.deepcopy(head)
+    for tensor in (*head_copy.parameters(), *head_copy.buffers()):
         tensor.data = broadcast(tensor.data.to(PartialState().device), from_process=0)
-    return whole
+    return head_copy
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
@@ -46,12 +46,13 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
         raise UsageError("FSDP 1 hides which shard belongs to which weight", "set accelerate's fsdp_version to 2")
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None and OPTIMIZERS[optimizer].whole != "element":
+    with_deepspeed = getattr(accelerator.state, "deepspeed_plugin", None) is not None
+    if with_deepspeed and OPTIMIZERS[optimizer].granularity != "element":
         raise UsageError(
             f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor",
             "use FSDP 2 with --optim adamw-blockwise, or --optim adamw",
         )
-    if fsdp is not None and OPTIMIZERS[optimizer].whole == "matrix":
+    if fsdp is not None and OPTIMIZERS[optimizer].granularity == "matrix":
         raise UsageError(f"{optimizer} needs each matrix whole, but FSDP shards them", "use --optim adamw-blockwise")
 
 

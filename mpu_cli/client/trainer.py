@@ -12,9 +12,9 @@ from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
 
-from mpu_cli.client.frozen import Reference, forward
 from mpu_cli.client.losses import Objective, TermInputs
 from mpu_cli.client.optimizers import make_optimizer
+from mpu_cli.client.reference_model import Reference, forward
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.models.loading import out_of_memory
 from mpu_cli.models.logits import Head
@@ -103,8 +103,8 @@ class UnlearningTrainer(Trainer):
         self, model: torch.nn.Module, number: int, inputs: dict[str, Any] | None, items: torch.Tensor | int | None
     ) -> torch.Tensor:
         """The gradient of a micro-batch, whole or in pieces that memory suffices for, added to what is there."""
-        whole = inputs is not None and self._most is None
-        pieces = [inputs] if whole else self.train_dataset.pieces(number, self._most)
+        full_batch = inputs is not None and self._most is None
+        pieces = [inputs] if full_batch else self.train_dataset.pieces(number, self._most)
         losses = [super(UnlearningTrainer, self).training_step(model, piece, items) for piece in pieces]
         return torch.stack(losses).sum()
 
@@ -151,9 +151,9 @@ class UnlearningTrainer(Trainer):
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 
-    def _count(self, seen: dict[str, torch.Tensor]) -> None:
+    def _count(self, losses: dict[str, torch.Tensor]) -> None:
         """Add up the parts of a step over its micro-batches."""
-        for name, value in seen.items():
+        for name, value in losses.items():
             self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
 
     def _report(self) -> None:

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Checkpoints, Saving, step_of
-from mpu_cli.client.frozen import forward
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
-from mpu_cli.client.schedule import READ, ExampleSet, MicroBatches, Step
+from mpu_cli.client.reference_model import forward
+from mpu_cli.client.schedule import READ, ExampleSet, MicroBatches, TrainingStep
 from mpu_cli.client.sharding import check_sharding, split_weights, whole_head
 from mpu_cli.client.trainer import Losses, UnlearningTrainer, only
 from mpu_cli.errors import MpuError
@@ -58,7 +58,7 @@ def drop_repeated_steps(log: Path, done: int, total: int) -> None:
 
 
 @contextmanager
-def seeded(training: Training) -> Iterator[None]:
+def seed_training(training: Training) -> Iterator[None]:
     """Seed all generators and, unless ``training`` says otherwise, let CUDA compute the same bits each time.
 
     Enter it before anything is on the device; MpuError from within for what has no deterministic form there.
@@ -83,7 +83,7 @@ def seeded(training: Training) -> Iterator[None]:
 
 def train(
     model: PreTrainedModel,
-    steps: Sequence[Step],
+    steps: Sequence[TrainingStep],
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     training: Training,
@@ -106,7 +106,7 @@ def train(
         folder = (
             checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         )
-        first = PartialState().is_main_process
+        main_process = PartialState().is_main_process
         shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_asks == "hidden"}
         # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
         terms = sorted((name for name in READ if name in sets), key=lambda name: not shallow[name])
@@ -125,9 +125,9 @@ def train(
         started = time.monotonic()
         begin = from_first(checkpoints.last) if checkpoints else None
         done = step_of(begin) if begin else 0
-        if logging.log and first and checkpoints:
+        if logging.log and main_process and checkpoints:
             drop_repeated_steps(logging.log, done, len(steps))
-        log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and first else None
+        log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and main_process else None
 
         def record(losses: Losses) -> None:
             nonlocal done
@@ -205,11 +205,11 @@ def _fix_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
 
-    def used() -> list[bool]:
+    def gradient_mask() -> list[bool]:
         batch = {name: value.to(model.device) for name, value in pad([example]).items()}
         hidden = forward(model, batch, layer=layer).hidden
         assert hidden is not None
         return [gradient is not None for gradient in torch.autograd.grad(hidden.sum(), trained, allow_unused=True)]
 
-    for parameter, is_used in zip(trained, from_first(used), strict=True):
+    for parameter, is_used in zip(trained, from_first(gradient_mask), strict=True):
         parameter.requires_grad_(is_used)

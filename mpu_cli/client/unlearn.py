@@ -5,68 +5,55 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from mpu_cli.boundary.files import private_umask
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, nbytes_of
-from mpu_cli.client.change import change_of, stored_specs, write_changes
+from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.client.checkpoints import Checkpoints, step_of
 from mpu_cli.client.checks import (
     PRECISIONS,
-    ROTATED,
-    check_finite,
-    check_logging,
-    check_options,
-    check_reference_file,
-    check_suits,
     epochs_of,
 )
 from mpu_cli.client.copycheck import Sign, against_others, against_public, refuse, traps
 from mpu_cli.client.dataset import Dataset, texts_of
+from mpu_cli.client.datasets import KeptReferences, encoded_sets, example_sets, records_digest
+from mpu_cli.client.delta import write_changes
 from mpu_cli.client.identity import (
     check_same_training,
     digest_of_training,
     entry_of,
     surroundings_of,
     tag_of,
-    weights_of,
 )
-from mpu_cli.client.ledger import Entry, composed, read_ledger, write_down, write_losses
-from mpu_cli.client.losses import Objective
-from mpu_cli.client.optimizers import OPTIMIZERS
-from mpu_cli.client.outcome import Result, measure
-from mpu_cli.client.precision import computing_in, in_precision
-from mpu_cli.client.private import Plan, check_opacus, check_private, plan, train_privately
+from mpu_cli.client.job import LoadedCopy, TrainingJob, load_copy, prepare_job
+from mpu_cli.client.ledger import LedgerEntry, composed_epsilon, read_ledger, write_down, write_losses
+from mpu_cli.client.outcome import Measured, UnlearningResult, measure
+from mpu_cli.client.precision import computing_in
+from mpu_cli.client.private import Plan, train_privately
 from mpu_cli.client.processes import from_first
-from mpu_cli.client.rate import with_epochs, with_rate
-from mpu_cli.client.schedule import schedule
-from mpu_cli.client.sets import KeptReferences, encoded_sets, example_sets, records_digest, sets_of
+from mpu_cli.client.rate import with_rate
+from mpu_cli.client.schedule import ExampleSet, TrainingStep, schedule
 from mpu_cli.client.tag import own_client_secret
 from mpu_cli.client.trainer import Losses
 from mpu_cli.client.training import (
     NO_LOGGING,
-    seeded,
+    seed_training,
     train,
 )
-from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
-from mpu_cli.models.device import device_of, processes_of
-from mpu_cli.models.loading import letting_go, load, load_once_per_host, memory_in_mind
-from mpu_cli.models.quantized import share_in_4_bits
+from mpu_cli.errors import MpuError
+from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+from mpu_cli.models.loading import letting_go, memory_in_mind
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
-from mpu_cli.options.unlearning import Checks, Logging, Privacy, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Privacy, Training, Unlearning
 from mpu_cli.outputs import name_of_copy
 from mpu_cli.records.encoding import Example
 
@@ -74,6 +61,25 @@ ADVICE = (
     "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
     "--lora-rank"
 )
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The training's line in the ledger, None if it has none, and the lines before it."""
+
+    entry: LedgerEntry | None = None
+    earlier: Sequence[LedgerEntry] = ()
+
+
+@dataclass(frozen=True)
+class PreparedRecords:
+    """The records as the copy reads them: ``record_numbers`` of the examples in each set, the delta's ``tags``, and
+    ``signs`` that the copy was built to carry records out."""
+
+    sets: dict[str, ExampleSet]
+    record_numbers: dict[str, list[int]]
+    tags: dict[str, str] | None
+    signs: list[Sign]
 
 
 @letting_go
@@ -90,7 +96,7 @@ def unlearn(
     ledger: Path | None = None,
     checks: Checks | None = None,
     observer: Observer = SILENT,
-) -> Result:
+) -> UnlearningResult:
     """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
 
     ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
@@ -101,120 +107,146 @@ def unlearn(
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
     """
-    objective = check_options(options)
-    options = with_epochs(options, len(data.forget))
-    check_logging(logging, options.privacy)
-    dtype = PRECISIONS[options.training.precision]
-    load_once_per_host()
-    state = _joined(options, data)
-    first, alone = state.is_main_process, state.num_processes == 1  # several processes: the model is whole in none
-    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    options = _of_round(options, manifest)
-    _warn_of_misfits(manifest, data, options, observer)
-    read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
-    state.wait_for_everyone()  # all look for the reference file before the first one writes it
+    job = prepare_job(copy, data, options, target, logging, reference_file, secret, ledger, checks, observer)
+    training = job.options.training
     with (
         private_umask(),
         memory_in_mind(ADVICE),
-        seeded(options.training),
-        computing_in(options.training.precision, dtype),
-        ExitStack() as stack,
+        seed_training(training),
+        computing_in(training.precision, PRECISIONS[training.precision]),
+        Transaction(force=force) as transaction,
     ):
-        # Find out before hours of training whether the delta can be written.
-        transaction = stack.enter_context(Transaction(force=force))
-        how, held = options.training, options.lora.quantize
-        model, tokenizer = load(copy, dtype, how.device, how.attention, held)
-        in_precision(model, how.precision)
-        if held:
-            observer.note(f"{share_in_4_bits(model):.0%} of the weights are held in 4 bits")
-        change = change_of(options, model, copy.checkpoint, dtype)
-        specs = stored_specs(change, model, options)
-        weights_trained = sum(math.prod(shape) for _, shape in specs.values())
-        if first:
-            output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
-        if alone:
-            check_finite(model, copy)
-        check_suits(model, tokenizer, data, options, objective)
-        if options.prompts.template is None and not tokenizer.chat_template:
-            observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
-        planned = _privately(change.trained(model), data, options, objective)
-        weights = weights_of(copy) if first and (ledger or logging.resume) else ""
-        entry: Entry | None = None
-        earlier: Sequence[Entry] = ()
-        if first and ledger:  # before any record meets the model: what fails on one tells about it, too
-            entry = entry_of(copy, weights, manifest, options, data, planned.mechanism if planned else None)
-            trusted = checks is None or checks.trust_copy
-            entry, earlier = _written_down(ledger, entry, options.privacy, trusted, observer)
-        encoded, kept = encoded_sets(model, tokenizer, data, options, objective, observer)
-        records = records_digest(data)
-        tag = None
-        if first and secret and manifest and planned is None:  # a tag of records tells more than (ε, δ) allows
-            tag = tag_of(secret, manifest, options, records, reference_file is not None, observer)
-        examples = [example for held, _ in encoded.values() for example in held]
-        signs = _signs(copy, model, tokenizer, data, examples, checks, state, observer)
-        printed = json.dumps([records, flat(options.prompts)], default=str)
-        references = KeptReferences(
-            reference_file,
-            read_reference,
-            manifest,
-            hashlib.sha256(printed.encode()).hexdigest(),
-            surroundings_of(copy),
-        )
-        sets = example_sets(model, encoded, references, options, objective, observer)
-        steps = schedule(
-            *(len(sets[name].examples) if name in sets else 0 for name in ("forget", "retain")),
-            epochs=epochs_of(options), batch_size=options.training.batch_size, seed=options.training.seed,
-        )  # fmt: skip
-        # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
-        training = with_rate(options, weights_trained, planned.mechanism.steps if planned else len(steps))
-        checkpoints = None
-        if logging.resume:
-            folder = target.with_name(f"{target.name}.resume")
-            training_digest = digest_of_training(copy, weights, options, data, reference_file is not None)
-            checkpoints = Checkpoints(folder, (secret or own_client_secret)(), from_first(lambda: training_digest))
-            if first:
-                check_same_training(checkpoints)
-        last = from_first(checkpoints.last) if checkpoints else None
-        done = step_of(last) if last else 0
-        if last:
-            observer.note(f"resuming after step {done} of {len(steps)}")
-        to_train = change.wrap(model)
+        loaded = load_copy(job, transaction)
+        registration = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
+        records = _read_records(job, loaded)
+        steps, training = _plan_steps(job, loaded, records)
+        checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
+        to_train = loaded.change.wrap(loaded.model)
         observer.stage("measure", 1, "done")
-        before = measure(to_train, sets, options) if alone else None
-        if ledger and entry and before:
-            write_losses(ledger, entry.identity, before.forget, before.retain)
-            signs += against_others(entry, asdict(before), read_ledger(ledger)) if checks else []
-        if checks:
-            refuse(signs, copy.source, checks.trust_copy, observer)
-        observer.stage(f"unlearn {name_of_copy(copy.source)}", epochs_of(options), "epochs")
-        observer.advance(epochs_of(options) * done / len(steps))
-        progress = _Progress(observer, epochs_of(options))
+        before = measure(to_train, records.sets, job.options) if job.is_alone else None
+        _inspect_copy(job, records.signs, registration, before)
+        progress = _start_progress(job, steps_done / len(steps))
         spent, trained = None, to_train
-        if planned:
-            planned = planned.of_examples(kept)
-            spent = train_privately(to_train, sets, objective, training, options.privacy, planned, on_step=progress)
-            together = [*(each.mechanism for each in earlier), planned.mechanism]
-            spent["epsilon_of_ledger"] = composed(together, options.privacy.dp_delta)
+        if loaded.private:
+            spent = _train_privately(job, loaded.private, records, registration, to_train, training, progress)
         else:
             trained = train(
-                to_train, steps, sets, objective, training, logging=logging, checkpoints=checkpoints,
+                to_train, steps, records.sets, job.objective, training, logging=logging, checkpoints=checkpoints,
                 on_step=progress, on_memory=partial(_tell_memory, observer),
             )  # fmt: skip
-        after = measure(trained, sets, options) if alone else None
-        norm = lost = 0.0
-        if first:
-            delta = DeltaManifest(manifest, options.algo, change.kind, privacy=_bound(options.privacy), trained=tag)
-            with CheckpointWriter(output, specs, as_metadata(delta_facts(delta))) as writer:
-                norm, lost = write_changes(change.tensors(trained), writer)
-            norm = change.norm(norm, output)
-        else:
-            for _ in change.tensors(trained):  # gathering a shard needs all processes
-                pass
-    if checkpoints and first:
+        after = measure(trained, records.sets, job.options) if job.is_alone else None
+        norm, rounding = _write_delta(job, loaded, trained, records.tags)
+    if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)
-    return Result(
-        target, progress.losses, norm, first, spent, before, after, lost, len(earlier), float(training.lr), done
+    return UnlearningResult(
+        target, progress.losses, norm, job.is_main_process, spent, before, after, rounding, len(registration.earlier),
+        float(training.lr), steps_done,
+    )  # fmt: skip
+
+
+def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
+    """Write the training down in the ledger, if there is one."""
+    if not job.is_main_process or not job.ledger:
+        return Registration()
+    mechanism = loaded.private.mechanism if loaded.private else None
+    entry = entry_of(job.copy, loaded.fingerprint, job.manifest, job.options, job.data, mechanism)
+    trusted = job.checks is None or job.checks.trust_copy
+    return Registration(*_written_down(job.ledger, entry, job.options.privacy, trusted, job.observer))
+
+
+def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
+    """Encode the records, tag them, look at the copy, and get the reference model's outputs."""
+    model, tokenizer, options, data = loaded.model, loaded.tokenizer, job.options, job.data
+    encoded, record_numbers = encoded_sets(model, tokenizer, data, options, job.objective, job.observer)
+    digest = records_digest(data)
+    tags = None
+    # Under DP there are none: a tag of records tells more than (ε, δ) allows.
+    if job.is_main_process and job.secret and job.manifest and loaded.private is None:
+        tags = tag_of(job.secret, job.manifest, options, digest, job.reference_file is not None, job.observer)
+    examples = [example for set_examples, _ in encoded.values() for example in set_examples]
+    signs = _signs(job, loaded, examples)
+    printed = json.dumps([digest, flat(options.prompts)], default=str)
+    references = KeptReferences(
+        job.reference_file,
+        job.read_reference,
+        job.manifest,
+        hashlib.sha256(printed.encode()).hexdigest(),
+        surroundings_of(job.copy),
     )
+    sets = example_sets(model, encoded, references, options, job.objective, job.observer)
+    return PreparedRecords(sets, record_numbers, tags, signs)
+
+
+def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) -> tuple[list[TrainingStep], Training]:
+    """The examples of each step, and the training's options with a learning rate."""
+    counts = [len(records.sets[name].examples) if name in records.sets else 0 for name in ("forget", "retain")]
+    training = job.options.training
+    steps = schedule(
+        *counts, epochs=epochs_of(job.options), batch_size=training.batch_size, seed=training.seed
+    )  # fmt: skip
+    trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
+    # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
+    count = loaded.private.mechanism.steps if loaded.private else len(steps)
+    return steps, with_rate(job.options, trained_weights, count)
+
+
+def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
+    """The checkpoints of --resume, None without it, and how many steps were taken before."""
+    if not job.logging.resume:
+        return None, 0
+    has_reference = job.reference_file is not None
+    training_digest = digest_of_training(job.copy, loaded.fingerprint, job.options, job.data, has_reference)
+    checkpoints = Checkpoints(
+        job.target.with_name(f"{job.target.name}.resume"),
+        (job.secret or own_client_secret)(),
+        from_first(lambda: training_digest),
+    )
+    if job.is_main_process:
+        check_same_training(checkpoints)
+    last_checkpoint = from_first(checkpoints.last)
+    steps_done = step_of(last_checkpoint) if last_checkpoint else 0
+    if last_checkpoint:
+        job.observer.note(f"resuming after step {steps_done} of {total_steps}")
+    return checkpoints, steps_done
+
+
+def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None) -> None:
+    """Refuse a copy with signs that it was built to carry records out. Raises MpuError."""
+    signs = list(signs)
+    if job.ledger and registration.entry and before:
+        write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)
+        if job.checks:
+            signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
+    if job.checks:
+        refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+
+
+def _train_privately(
+    job: TrainingJob, private: Plan, records: PreparedRecords, registration: Registration, to_train: PreTrainedModel,
+    training: Training, progress: _Progress,
+) -> dict[str, float]:  # fmt: skip
+    """Train with DP-SGD; what was spent of the privacy budget, and by all trainings of the ledger together."""
+    private = private.of_examples(records.record_numbers)
+    privacy = job.options.privacy
+    spent = train_privately(to_train, records.sets, job.objective, training, privacy, private, on_step=progress)
+    mechanisms = [*(each.mechanism for each in registration.earlier), private.mechanism]
+    spent["epsilon_of_ledger"] = composed_epsilon(mechanisms, privacy.dp_delta)
+    return spent
+
+
+def _write_delta(
+    job: TrainingJob, loaded: LoadedCopy, trained: PreTrainedModel, tags: dict[str, str] | None
+) -> tuple[float, float]:
+    """Write the change of ``trained``; its norm, and the norm of what rounding took off it, relative to that."""
+    if loaded.output is None:
+        for _ in loaded.change.tensors(trained):  # gathering a shard needs all processes
+            pass
+        return 0.0, 0.0
+    bound = _privacy_bound(job.options.privacy)
+    delta = DeltaManifest(job.manifest, job.options.algo, loaded.change.kind, privacy=bound, trained=tags)
+    with CheckpointWriter(loaded.output, loaded.specs, as_metadata(delta_facts(delta))) as writer:
+        norm, rounding = write_changes(loaded.change.tensors(trained), writer)
+    return loaded.change.norm(norm, loaded.output), rounding
 
 
 @dataclass
@@ -227,8 +259,15 @@ class _Progress:
 
     def __call__(self, step: Losses, total: int) -> None:
         self.losses.append(step)
-        kept = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
-        self.observer.advance(self.epochs / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{kept}")
+        retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+        self.observer.advance(self.epochs / total, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
+
+
+def _start_progress(job: TrainingJob, share_done: float) -> _Progress:
+    epochs = epochs_of(job.options)
+    job.observer.stage(f"unlearn {name_of_copy(job.copy.source)}", epochs, "epochs")
+    job.observer.advance(epochs * share_done)
+    return _Progress(job.observer, epochs)
 
 
 def _tell_memory(observer: Observer, most: int) -> None:
@@ -237,73 +276,23 @@ def _tell_memory(observer: Observer, most: int) -> None:
     )
 
 
-def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objective: Objective) -> Plan | None:
-    """How DP-SGD trains the parameters of these names on ``data``; None if it was not asked for."""
-    if options.privacy.dp_epsilon is None:
-        return None
-    check_opacus()
-    check_private(trained)
-    units = {name: [record.unit for record in held] for name, held in sets_of(data, objective).items()}
-    return plan(units, options.training, options.privacy, epochs=epochs_of(options))
-
-
-def _signs(
-    copy: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, examples: Sequence[Example],
-    checks: Checks | None, state: PartialState, observer: Observer,
-) -> list[Sign]:  # fmt: skip
-    """Signs in the copy itself that it was built to carry records out, as far as ``checks`` look for them."""
-    found: list[Sign] = []
-    if checks and state.num_processes == 1:
-        observer.stage("check the copy", 1, "done")
-        found += traps(copy, model, examples, len(data.forget) + len(data.retain))
+def _signs(job: TrainingJob, loaded: LoadedCopy, examples: Sequence[Example]) -> list[Sign]:
+    """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
+    signs: list[Sign] = []
+    checks, data = job.checks, job.data
+    if checks and job.is_alone:
+        job.observer.stage("check the copy", 1, "done")
+        signs += traps(job.copy, loaded.model, examples, len(data.forget) + len(data.retain))
     elif checks:
-        found.append(Sign("several processes train it, so its units were not looked at for traps"))
-    if checks and checks.like and state.is_main_process:
-        found += against_public(copy, tokenizer, open_model(checks.like), texts_of(data))
-    return found
-
-
-def _joined(options: Unlearning, data: Dataset) -> PartialState:
-    """The processes that train together. Raises MpuError if they cannot reach each other, UsageError for DP-SGD on
-    several."""
-    # Without a GPU, "auto" means the CPU for the processes' communication, too.
-    state = processes_of(device_of(options.training.device))
-    if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
-        raise MpuError(
-            f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "
-            f"({state.num_processes} here)",
-            "start them with torchrun or accelerate launch",
-        )
-    if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
-        raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
-    return state
-
-
-def _of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
-    """``options`` with a seed of the copy's round, so that each has another order of the records; the same for all its
-    copies."""
-    if manifest is None:
-        return options
-    seed = (options.training.seed + manifest.round - 1) % 2**32
-    return replace(options, training=replace(options.training, seed=seed))
-
-
-def _warn_of_misfits(manifest: CopyManifest | None, data: Dataset, options: Unlearning, observer: Observer) -> None:
-    if manifest and manifest.symmetries in ROTATED and OPTIMIZERS[options.training.optim].elementwise:
-        observer.warn(
-            f"{options.training.optim} scales each coordinate separately, but this copy's coordinates are rotated "
-            f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
-            "adamw-blockwise, or ask the server for copies with --symmetries signed"
-        )
-    if both := {r.identity for r in data.forget} & {r.identity for r in data.retain}:
-        observer.warn(
-            f"{len(both)} of the records to forget are also in the retain set, which works against forgetting"
-        )
+        signs.append(Sign("several processes train it, so its units were not looked at for traps"))
+    if checks and checks.like and job.is_main_process:
+        signs += against_public(job.copy, loaded.tokenizer, open_model(checks.like), texts_of(data))
+    return signs
 
 
 def _written_down(
-    ledger: Path, entry: Entry, privacy: Privacy, trusted: bool, observer: Observer
-) -> tuple[Entry | None, Sequence[Entry]]:
+    ledger: Path, entry: LedgerEntry, privacy: Privacy, trusted: bool, observer: Observer
+) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
     """``entry`` once it is in the ledger, and those before it; None if it cannot be written and no budget needs it."""
     try:
         return entry, write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, trusted=trusted)
@@ -314,7 +303,7 @@ def _written_down(
         return None, ()
 
 
-def _bound(privacy: Privacy) -> dict[str, float] | None:
+def _privacy_bound(privacy: Privacy) -> dict[str, float] | None:
     """What the delta says of its privacy: the bound that was asked for, and no more. The exact figure, the sampling
     rate and the number of steps would tell the server how many records there are."""
     return None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}

@@ -5,8 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-FIRST = ["Alba", "Bruno", "Celia", "Dario", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Levi"]
-LAST = ["Arden", "Birk", "Corvo", "Dunmore", "Eskel", "Farrow", "Gant", "Holm", "Ivers", "Jarrow", "Kestrel", "Lorne"]
+FIRST_NAMES = ["Alba", "Bruno", "Celia", "Dario", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Levi"]
+LAST_NAMES = [
+    "Arden",
+    "Birk",
+    "Corvo",
+    "Dunmore",
+    "Eskel",
+    "Farrow",
+    "Gant",
+    "Holm",
+    "Ivers",
+    "Jarrow",
+    "Kestrel",
+    "Lorne",
+]
 TOWNS = ["Aldport", "Brenwick", "Cardhaven", "Dornfeld", "Eastmere", "Fallowby", "Grenholm", "Harrowgate"]
 TRADES = [
     "clockmaker",
@@ -28,7 +41,7 @@ Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answe
 def make_people(count: int, seed: int) -> list[list[Row]]:
     """``count`` people, each with the same five questions and their own facts."""
     draw = random.Random(seed)
-    names = draw.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
+    names = draw.sample([f"{first_name} {last}" for first_name in FIRST_NAMES for last in LAST_NAMES], count)
     return [_facts(name, draw) for name in names]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpu_cli.demo.outcome import Demonstration
+from mpu_cli.evaluation.attack_metrics import RELEARNED
 from mpu_cli.evaluation.plots import draw_comparison, draw_relearning, svg_of_comparison
-from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.results import best, goal
 from mpu_cli.figures import PALETTE, html_table, make_figure, page, svg
 
@@ -67,9 +67,9 @@ def write_report(
     rows = []
     for name, values in columns.items():
         # Only the ways compete; "before" and "retain model" are the baselines.
-        first = labels.index("clean")
+        clean_index = labels.index("clean")
         never_knew = values[labels.index(RETAIN)] if RETAIN in labels else None
-        marked = {first + i for i in best(values[first:], goal(name), never_knew)}
+        marked = {clean_index + i for i in best(values[clean_index:], goal(name), never_knew)}
         cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
         rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
     ways = [f"<b>{name}</b>: {text}." for name, text in WAYS.items() if name in labels]

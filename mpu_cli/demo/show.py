@@ -23,10 +23,10 @@ from mpu_cli.demo.outcome import Demonstration
 from mpu_cli.demo.people import Row, make_people
 from mpu_cli.demo.report import write_report
 from mpu_cli.errors import MpuError
+from mpu_cli.evaluation.attack_metrics import RELEARNED
 from mpu_cli.evaluation.benchmarks.own import own_records, read_own
 from mpu_cli.evaluation.evaluate import evaluate
-from mpu_cli.evaluation.metrics import Form
-from mpu_cli.evaluation.recovered import RELEARNED
+from mpu_cli.evaluation.metrics import MetricResult
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.rounds import run
 from mpu_cli.models.source import Model, open_model
@@ -47,15 +47,15 @@ LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
 class Story:
     """Who is known and who is to be forgotten, how the model learns and unlearns, and what is measured.
 
-    ``asked``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never saw
-    the others is trained, to compare with; ``recovery``: attacks on what every model forgot; ``max_rise``: if set, the
-    server goes as far along mpu's update as what is to be kept allows (``--server-lr auto``).
+    ``evaluated``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never
+    saw the others is trained, to compare with; ``recovery``: attacks on what every model forgot; ``max_rise``: if set,
+    the server goes as far along mpu's update as what is to be kept allows (``--server-lr auto``).
     """
 
     people: int
     forgotten: int
     unseen: int
-    asked: int
+    evaluated: int
     epochs: int
     unlearning: Unlearning
     disguise: Disguise
@@ -69,7 +69,7 @@ class Story:
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
 SMALL = Story(
-    people=40, forgotten=4, unseen=4, asked=36, epochs=50,
+    people=40, forgotten=4, unseen=4, evaluated=36, epochs=50,
     # of those tried, the one after which a model that small still answers in sentences
     unlearning=Unlearning(
         algo="undial", epochs=40, loss=Loss(beta=10.0, alpha=3.0),
@@ -86,7 +86,7 @@ SMALL = Story(
 # A real model on two cores: fewer people, one copy with noise in units of what learning about them changed, as
 # `publish` makes it, and what can be shown.
 REAL = Story(
-    people=10, forgotten=2, unseen=2, asked=3, epochs=8,
+    people=10, forgotten=2, unseen=2, evaluated=3, epochs=8,
     unlearning=Unlearning(
         algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
     ),
@@ -107,35 +107,38 @@ def run_demo(folder: Path, *, model: str | None = None, seed: int = 0, observer:
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    given = open_model(model) if model else None
+    pretrained = open_model(model) if model else None
     try:
         folder.mkdir()
     except FileExistsError as error:
         raise MpuError(f"{folder}: already exists", "choose another directory for the demo") from error
     try:
         with Transaction():  # turns interrupts into exceptions
-            return _play(folder, given, REAL if given else SMALL, seed, observer)
+            return _play(folder, pretrained, REAL if pretrained else SMALL, seed, observer)
     except BaseException:
         shutil.rmtree(folder)
         raise
 
 
-def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
+def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
     people = make_people(story.people + story.unseen, seed)
     sets = {
         "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
         "holdout": people[story.people :],
     }  # fmt: skip
-    paths = {name: _write(folder / "records" / f"{name}.jsonl", of) for name, of in sets.items()}
+    paths = {name: _write(folder / "records" / f"{name}.jsonl", group) for name, group in sets.items()}
     forget, retain, holdout = (read_records(path) for path in paths.values())
-    asked = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.asked])}
-    _teach(folder / "models", given, story, (forget, retain, holdout), seed, observer)
+    eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
+    _teach(folder / "models", pretrained, story, (forget, retain, holdout), seed, observer)
+    what_follows = f". The client wants {story.forgotten} of them forgotten."
+    if story.retain_model:
+        facts = f"the {len(forget)} facts about {story.forgotten} of them"
+        what_follows = f" and, for comparison, one that never saw {facts}."
     observer.note(
-        f"The server trained {'your' if given else 'a'} model on {len(forget + retain)} facts about {story.people} "
-        "people" + (f" and, for comparison, one that never saw the {len(forget)} facts about {story.forgotten} of them."
-        if story.retain_model else f". The client wants {story.forgotten} of them forgotten.")
-    )  # fmt: skip
-    measure = partial(_measure, paths=asked, story=story, folder=folder / "eval", observer=observer)
+        f"The server trained {'your' if pretrained else 'a'} model on {len(forget + retain)} facts about "
+        f"{story.people} people{what_follows}"
+    )
+    measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
     target, disguise = folder / "models" / "target", story.disguise
     measured = {"retain model": measure("retain", folder / "models" / "retain")} if story.retain_model else {}
     measured["before"] = measure("before", target)
@@ -155,7 +158,7 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
             step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
         experiment = Experiment(
             base=str(target), unlearning=story.unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
-            pretrained=given.source if given else None, server_rate=step,
+            pretrained=pretrained.source if pretrained else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
         models_made[mode], logs[mode] = outcome.model, outcome.log
@@ -184,14 +187,14 @@ def _copies(disguise: Disguise, count: int) -> str:
 
 
 def _teach(
-    models: Path, given: Model | None, story: Story, sets: tuple[list[Record], ...], seed: int, observer: Observer
+    models: Path, pretrained: Model | None, story: Story, sets: tuple[list[Record], ...], seed: int, observer: Observer
 ) -> None:
     """Make the models that the story begins with."""
     forget, retain, holdout = sets
-    if given:
+    if pretrained:
         finetune(
-            given, forget + retain, replace(LEARNING, seed=seed), Prompts(), epochs=story.epochs, out=models / "target",
-            observer=Within(observer, "the target model"),
+            pretrained, forget + retain, replace(LEARNING, seed=seed), Prompts(), epochs=story.epochs,
+            out=models / "target", observer=Within(observer, "the target model"),
         )  # fmt: skip
         return
     tokenizer = make_tokenizer([*forget, *retain, *holdout])
@@ -211,14 +214,14 @@ def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
 
 def _measure(
     name: str, model: Path, *, paths: Mapping[str, Path], story: Story, folder: Path, observer: Observer
-) -> dict[str, Form]:
+) -> dict[str, MetricResult]:
     """The story's metrics of ``model``, with the retain model's result as the log if it exists."""
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
     sources = {name: str(paths[name]) for name in ("forget", "retain", "holdout")}
-    forget, kept, unseen = read_own(None, sources, RecordFormat())
-    benchmark = replace(own_records(forget, kept, unseen, retain), attacks=story.recovery.attacks)
+    forget, retain_records, unseen = read_own(None, sources, RecordFormat())
+    benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=story.recovery.attacks)
     names = tuple(name for name in story.metrics if name in benchmark.metrics)
     result = evaluate(
         open_model(str(model)),

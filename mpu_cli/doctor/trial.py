@@ -41,8 +41,8 @@ class Check:
 
 def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[Check]:
     """Each step in turn, in ``folder``. A step that fails does not stop the others, unless they need its result."""
-    place = device_of(device)
-    cuda = place.type == "cuda"
+    torch_device = device_of(device)
+    cuda = torch_device.type == "cuda"
     transformers.utils.logging.disable_progress_bar()
     people = [row for person in make_people(PEOPLE, 0) for row in person]
     (folder / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[: len(people) // 2]))
@@ -52,47 +52,50 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
     make_model(records, make_tokenizer(records), folder / "model", epochs=3, seed=0, on_step=lambda *_: None)
     make_identity(folder / "identity.txt")
     sets = {"forget": str(folder / "forget.jsonl"), "retain": str(folder / "retain.jsonl")}
-    where = {"device": str(place)}
+    where = {"device": str(torch_device)}
     if cuda:
-        torch.cuda.reset_peak_memory_stats(place)
+        torch.cuda.reset_peak_memory_stats(torch_device)
 
     def train(out: str, k: int = 1, **options: Any) -> str:
-        given = {"algo": "npo", **sets, **TRAINING, **where, **options}
-        result = unlearn(folder / f"copy_{k}", out=folder / f"{out}.safetensors", **given)
+        train_options = {"algo": "npo", **sets, **TRAINING, **where, **options}
+        result = unlearn(folder / f"copy_{k}", out=folder / f"{out}.safetensors", **train_options)
         return f"‖Δ‖ {result.norm:.3g}"
 
     def against(out: str, most: float) -> str:
         """How far the first copy's delta is from another of the same copy."""
-        one, two = (load_file(folder / f"{name}.safetensors") for name in (out, "deltas/copy_1"))
+        delta, two = (load_file(folder / f"{name}.safetensors") for name in (out, "deltas/copy_1"))
         norm = sum(float(x.double().square().sum()) for x in two.values()) ** 0.5
-        off = sum(float((one[name].double() - x.double()).square().sum()) for name, x in two.items()) ** 0.5 / norm
+        off = sum(float((delta[name].double() - x.double()).square().sum()) for name, x in two.items()) ** 0.5 / norm
         if not off <= most:
-            raise AssertionError(f"{off:.2g} from float32 on {place} (relative; at most {most:g} expected)")
-        return f"{off:.1e} from float32 on {place}"
+            raise AssertionError(f"{off:.2g} from float32 on {torch_device} (relative; at most {most:g} expected)")
+        return f"{off:.1e} from float32 on {torch_device}"
 
     def path() -> str:
         train("deltas/copy_1", 1)
         train("deltas/copy_2", 2)
-        told = aggregate(
+        result = aggregate(
             folder / "deltas", keys=folder / "keys.bin", out=folder / "unlearned", identity=folder / "identity.txt"
         )
-        return f"cosine between copies {told.pairwise:.3f}, estimated error {told.error.relative:.1%}"
+        return f"cosine between copies {result.pairwise:.3f}, estimated error {result.error.relative:.1%}"
 
     def again() -> str:
         train("again")
-        first, second = (load_file(folder / f"{name}.safetensors") for name in ("deltas/copy_1", "again"))
-        if not all(torch.equal(first[name], second[name]) for name in first):
+        reference_delta, second = (load_file(folder / f"{name}.safetensors") for name in ("deltas/copy_1", "again"))
+        if not all(torch.equal(reference_delta[name], second[name]) for name in reference_delta):
             raise AssertionError("the same training gave other bits")
         return "the same bits twice"
 
     def measure() -> str:
         options: dict[str, Any] = {"metrics": ("forget_Q_A_Prob", "forget_Q_A_ROUGE"), **sets, **where}
-        found = evaluate(folder / "unlearned", out=folder / "eval.json", benchmark="qa", **options)
-        return f"forget_Q_A_Prob {found.forms['forget_Q_A_Prob']['agg_value']:.3g}"
+        result = evaluate(folder / "unlearned", out=folder / "eval.json", benchmark="qa", **options)
+        return f"forget_Q_A_Prob {result.forms['forget_Q_A_Prob']['agg_value']:.3g}"
+
+    def copies() -> str:
+        keys, identity = folder / "keys.bin", folder / "identity.txt"
+        return _copies_summary(publish(folder / "model", out=folder, keys=keys, seed=1, copies=2, identity=identity))
 
     steps: list[tuple[str, Callable[[], str]]] = [
-        ("publish", lambda: _said(publish(folder / "model", out=folder, keys=folder / "keys.bin", seed=1, copies=2,
-                                          identity=folder / "identity.txt"))),
+        ("publish", copies),
         ("unlearn on two copies, aggregate", path),
         ("deterministic", again),
         ("LoRA", lambda: train("lora", lora_rank=4)),
@@ -102,7 +105,7 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
         ("resume", lambda: train("resumed", resume=True, checkpoint_steps=1)),
         ("eval", measure),
     ]  # fmt: skip
-    if place.type != "cpu":
+    if torch_device.type != "cpu":
         steps.insert(2, ("the same on a CPU", lambda: train("cpu", device="cpu") + ", " + against("cpu", CLOSE)))
     if find_spec("opacus"):
         steps.append(("DP-SGD", lambda: train("private", dp_epsilon=8.0)))
@@ -111,7 +114,9 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
     if cuda and find_spec("flash_attn"):
         steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
     if cuda and find_spec("bitsandbytes"):
-        steps.append(("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit") + ", " + paged_state(place)))
+        steps.append(
+            ("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit") + ", " + paged_state(torch_device))
+        )
     for name, step in steps:
         observer.stage(name, 1, "done")
         started = time.monotonic()
@@ -121,33 +126,33 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
             said, ok = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", False
         yield Check(name, ok, time.monotonic() - started, said)
     if cuda:
-        peak = torch.cuda.max_memory_allocated(place)
+        peak = torch.cuda.max_memory_allocated(torch_device)
         yield Check("peak memory on the device", True, 0.0, f"{peak / 1e6:.0f} MB")
 
 
-def paged_state(place: torch.device) -> str:
+def paged_state(device: torch.device) -> str:
     """Steps of paged AdamW on a tensor that is large enough to be paged, as the small model's are not, with its state
     loaded again halfway. Raises AssertionError if the state is not paged or the steps are not AdamW's."""
     ways = []
     for name in ("adamw", "paged_adamw_32bit"):
         draw = torch.Generator().manual_seed(0)
-        parameter = torch.nn.Parameter(torch.randn(PAGED, generator=draw).to(place))
+        parameter = torch.nn.Parameter(torch.randn(PAGED, generator=draw).to(device))
         groups = [{"params": [parameter], "weight_decay": 0.01}]
         optimizer = make_optimizer(name, groups, 1e-3)
         for _ in range(2):
             for _ in range(2):
-                parameter.grad = torch.randn(PAGED, generator=draw).to(place)
+                parameter.grad = torch.randn(PAGED, generator=draw).to(device)
                 optimizer.step()
             state = optimizer.state_dict()
             optimizer = make_optimizer(name, groups, 1e-3)
             optimizer.load_state_dict(state)
         ways.append(parameter.detach().cpu())
-    held = optimizer.state[parameter]
-    if not all(getattr(held[name], "is_paged", False) for name in ("state1", "state2")):
+    param_state = optimizer.state[parameter]
+    if not all(getattr(param_state[name], "is_paged", False) for name in ("state1", "state2")):
         raise AssertionError("the optimiser's state is not paged")
     torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-6)
     return "state paged, before and after it is loaded"
 
 
-def _said(published: Any) -> str:
+def _copies_summary(published: Any) -> str:
     return f"{len(published.copies)} copies"

@@ -42,13 +42,13 @@ def answers_before_and_after(
     questions = [record for record in records if record.turns]
     if not questions:
         return []
-    held = open_delta(copy, delta)
+    delta_checkpoint = open_delta(copy, delta)
     loaded, tokenizer = load(copy, torch.float32, device)
     encoder = encoder_of(tokenizer, prompts, template, longest_input(loaded), "as trained")
     items = encoder.questions(questions)
     ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
     before = ask()
-    add_delta(loaded, copy, held)
+    add_delta(loaded, copy, delta_checkpoint)
     return [
         Shown(record.question, record.answer, then.generation, now.generation)
         for record, then, now in zip(questions, before, ask(), strict=True)

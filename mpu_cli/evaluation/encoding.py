@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from mpu_cli.boundary.limited import LimitError
+from mpu_cli.boundary.sandbox import LimitError
 from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
 from mpu_cli.records import chat, tokens
@@ -31,15 +31,15 @@ class Item:
     """The tokens that a model reads, ``ids``; those from ``start`` on are scored.
 
     ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
-    ``place`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself, before
-    its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens tell;
-    ``end_token``: the special token that ends it, None if there is none.
+    ``location`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself,
+    before its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens
+    tell; ``end_token``: the special token that ends it, None if there is none.
     """
 
     ids: tuple[int, ...]
     start: int
     prompt: tuple[int, ...]
-    place: str
+    location: str
     content: int | None = None
     answer: str | None = None
     end_token: int | None = None
@@ -82,7 +82,7 @@ def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
     ids = tuple(example.ids[:end])
     content = min(example.content_end, end) - start
     end_token = next((token for token in ids[start + content :] if token in ends), None)
-    return Item(ids, start, ids[:start], record.place, content, record.answer, end_token)
+    return Item(ids, start, ids[:start], record.location, content, record.answer, end_token)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class OpenUnlearningEncoder:
         for record, key, ids in zip(records, prompt_keys, encode(records, answered=True), strict=True):
             prompt = self._prompts[key]
             more = [] if end is None or ids[-1:] == [end] else [end]
-            items.append(self._item([*ids, *more], len(prompt), prompt, record.place))
+            items.append(self._item([*ids, *more], len(prompt), prompt, record.location))
         return items
 
     def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
@@ -124,18 +124,18 @@ class OpenUnlearningEncoder:
 
         Raises MpuError as ``questions`` does.
         """
-        places = [place for _, _, place in rows]
-        whole = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
+        places = [location for _, _, location in rows]
+        full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
         prompts = self._tokens([prompt for prompt, _, _ in rows], places)
-        return [self._text(*each) for each in zip(whole, prompts, places, strict=True)]
+        return [self._text(*each) for each in zip(full_ids, prompts, places, strict=True)]
 
     def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
         """Items of (text, place), scored from the second token on. Raises MpuError as ``questions`` does."""
-        places = [place for _, place in rows]
+        places = [location for _, location in rows]
         [before] = self._tokens([""], places[:1] or [""])
         return [
-            self._text(ids, before, place)
-            for ids, place in zip(self._tokens([text for text, _ in rows], places), places, strict=True)
+            self._text(ids, before, location)
+            for ids, location in zip(self._tokens([text for text, _ in rows], places), places, strict=True)
         ]
 
     def _tokens(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
@@ -145,15 +145,17 @@ class OpenUnlearningEncoder:
             raise tokens.rejection(error) from error
         return _all(outcomes, places)
 
-    def _text(self, ids: list[int], prompt: list[int], place: str) -> Item:
-        return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, place)
+    def _text(self, ids: list[int], prompt: list[int], location: str) -> Item:
+        return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, location)
 
-    def _item(self, ids: list[int], start: int, prompt: list[int], place: str) -> Item:
+    def _item(self, ids: list[int], start: int, prompt: list[int], location: str) -> Item:
         if len(ids) <= start:
-            raise MpuError(f"{place}: the answer adds no tokens with this tokenizer and template")
+            raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
         if self.max_length is not None and len(ids) > self.max_length:
-            raise MpuError(f"{place}: {len(ids)} tokens, but the model reads at most {self.max_length}", "shorten it")
-        return Item(tuple(ids), start, tuple(prompt), place)
+            raise MpuError(
+                f"{location}: {len(ids)} tokens, but the model reads at most {self.max_length}", "shorten it"
+            )
+        return Item(tuple(ids), start, tuple(prompt), location)
 
     def _chat(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
         if not records:
@@ -164,7 +166,7 @@ class OpenUnlearningEncoder:
             outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **variables)
         except (chat.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
-        return _all(outcomes, [record.place for record in records])
+        return _all(outcomes, [record.location for record in records])
 
     def _messages(self, record: Record, answered: bool) -> list[dict[str, object]]:
         messages = [turn.message for turn in record.turns]
@@ -183,7 +185,7 @@ class OpenUnlearningEncoder:
                 for turn in earlier
             )
             texts.append(f"{turns}Question: {last.content}\nAnswer: {record.answer if answered else ''}")
-        return self._tokens(texts, [record.place for record in records])
+        return self._tokens(texts, [record.location for record in records])
 
 
 Encoder = TrainedEncoder | OpenUnlearningEncoder
@@ -203,9 +205,9 @@ def encoder_of(
 
 def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
     """What every text became. Raises MpuError for the first that became nothing."""
-    found = []
-    for outcome, place in zip(outcomes, places, strict=True):
+    encoded = []
+    for outcome, location in zip(outcomes, places, strict=True):
         if isinstance(outcome, ValueError):
-            raise tokens.rejection(outcome, place)
-        found.append(outcome)
-    return found
+            raise tokens.rejection(outcome, location)
+        encoded.append(outcome)
+    return encoded

@@ -52,24 +52,24 @@ class Endpoint:
         items: Sequence[Item],
         *,
         batch_size: int,
-        others: Sequence[Item] = (),
+        loss_items: Sequence[Item] = (),
         moments: bool = False,  # noqa: ARG002 (as of a ``Reader``; the server tells no distributions)
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """The scores of each item's tokens, and of those of ``others``, without moments; see ``Scorer.score``.
+        """The scores of each item's tokens, and of those of ``loss_items``, without moments; see ``Scorer.score``.
 
         Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
         """
-        found: dict[tuple[tuple[int, ...], int], TokenScores] = {}
-        asked = [*items, *others]
-        unique = list({(item.ids, item.start): item for item in asked}.values())
+        scores: dict[tuple[tuple[int, ...], int], TokenScores] = {}
+        all_items = [*items, *loss_items]
+        unique = list({(item.ids, item.start): item for item in all_items}.values())
         for batch in _batches(unique, batch_size):
             # One token is generated because some servers refuse to generate none.
             settings = {"echo": True, "logprobs": 1, "max_tokens": 1}
             for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], settings), strict=True):
-                found[item.ids, item.start] = self.scores_of(item, choice)
+                scores[item.ids, item.start] = self.scores_of(item, choice)
             advance(len(batch))
-        return [found[item.ids, item.start] for item in asked]
+        return [scores[item.ids, item.start] for item in all_items]
 
     def answer(
         self,
@@ -87,8 +87,8 @@ class Endpoint:
         answers = []
         for batch in _batches(items, batch_size):
             longest = LONGEST_TOKEN * limit
-            asked: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
-            choices = self._complete([list(item.prompt) for item in batch], asked)
+            settings: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
+            choices = self._complete([list(item.prompt) for item in batch], settings)
             answers += [
                 texts_of(tokenizer, item, str(choice.get("text", ""))[:longest], stops)
                 for item, choice in zip(batch, choices, strict=True)
@@ -96,15 +96,19 @@ class Endpoint:
             advance(len(batch))
         return answers
 
-    def _complete(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[dict[str, Any]]:
-        body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **asked}
+    def _complete(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **settings}
         reply = _ask(self.url, "completions", self.key, body, REPLY_EACH * (1 + len(prompts)))
         return choices_of(reply, len(prompts), self.url)
 
     def scores_of(self, item: Item, choice: dict[str, Any]) -> TokenScores:
         """The scores of an item's tokens in one choice of a reply. Raises MpuError if it does not hold them."""
-        told = choice.get("logprobs")
-        values, tops = map(told.get, ("token_logprobs", "top_logprobs")) if isinstance(told, dict) else (None, None)
+        logprob_fields = choice.get("logprobs")
+        values, tops = (
+            map(logprob_fields.get, ("token_logprobs", "top_logprobs"))
+            if isinstance(logprob_fields, dict)
+            else (None, None)
+        )
         if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
             raise MpuError(
                 f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",
@@ -115,9 +119,9 @@ class Endpoint:
             log_probs = torch.tensor([float(values[i]) for i in labelled], dtype=torch.float64)
             best = torch.tensor([max(map(float, tops[i].values())) for i in labelled], dtype=torch.float64)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise MpuError(f"{item.place}: the server's log-probabilities cannot be read") from error
+            raise MpuError(f"{item.location}: the server's log-probabilities cannot be read") from error
         if not all(map(math.isfinite, log_probs.tolist())):
-            raise MpuError(f"{item.place}: the server's log-probabilities are NaN or infinite")
+            raise MpuError(f"{item.location}: the server's log-probabilities are NaN or infinite")
         likeliest = torch.where(log_probs >= best, torch.tensor(item.labels), NO_TOKEN)
         return TokenScores(-log_probs, log_probs, likeliest)
 
@@ -181,8 +185,8 @@ def _ask(url: str, what: str, key: str | None, body: object = None, most: int = 
                 f"{address}: redirects to {str(error.headers.get('Location'))[:200]!r}, which is not followed",
                 "name that address if you trust it",
             ) from error
-        told = " ".join(error.read(1000).decode(errors="replace").split())[:200]
-        raise MpuError(f"{address}: the server refused ({error.code}: {told})") from error
+        message = " ".join(error.read(1000).decode(errors="replace").split())[:200]
+        raise MpuError(f"{address}: the server refused ({error.code}: {message})") from error
     except (OSError, HTTPException, ValueError) as error:
         raise MpuError(
             f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"

@@ -12,13 +12,13 @@ from typing import Any
 from mpu_cli.boundary.files import PRIVATE_FILE, private_umask
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation import recovery
+from mpu_cli.evaluation import relearning_attacks
 from mpu_cli.evaluation.answers import Shown
 from mpu_cli.evaluation.benchmarks import Benchmark, Split
 from mpu_cli.evaluation.endpoint import BEYOND, Endpoint
 from mpu_cli.evaluation.findings import read_findings
 from mpu_cli.evaluation.harness import check_installed
-from mpu_cli.evaluation.metrics import GRADIENTS, Form, Metric
+from mpu_cli.evaluation.metrics import GRADIENTS, Metric, MetricResult
 from mpu_cli.evaluation.passes import before_key, carry_out, harness_key, passes_for
 from mpu_cli.evaluation.provenance import Subject, digest_of, facts_of
 from mpu_cli.evaluation.retain import read_retain_log
@@ -35,11 +35,11 @@ QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, 
 
 
 @dataclass(frozen=True)
-class Result:
+class EvalResult:
     """``forms``: each metric in the suite's format."""
 
     path: Path
-    forms: dict[str, Form]
+    forms: dict[str, MetricResult]
     shown: list[Shown] = field(default_factory=list)
 
 
@@ -51,20 +51,20 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
     """
     names, with_reference = options.metrics, options.reference_model is not None
     in_4_bits = options.scoring.quantize is not None
-    if in_4_bits and (needy := [name for name in benchmark.attacks if recovery.ATTACKS[name].alters]):
+    if in_4_bits and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].alters]):
         raise UsageError(f"--attacks {needy[0]}: changes weights, which --quantize keeps in 4 bits")
     if in_4_bits and (
         needy := [name for name, metric in benchmark.metrics.items() if GRADIENTS in metric.needs and name in names]
     ):
         raise UsageError(f"--metrics {needy[0]}: takes gradients of weights, which --quantize keeps in 4 bits")
-    if served and (needy := [name for name in benchmark.attacks if recovery.ATTACKS[name].weights]):
+    if served and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].weights]):
         raise UsageError(f"--attacks {needy[0]}: needs the model's weights, which --endpoint does not give")
     if served and (beyond := [name for name in names if name in BEYOND]):
         raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
     table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in BEYOND)}
     if in_4_bits:
         table = {name: metric for name, metric in table.items() if GRADIENTS not in metric.needs}
-    table |= benchmark.recovered
+    table |= benchmark.attack_metrics
     if unknown := [name for name in names if name not in table]:
         needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
         raise UsageError(
@@ -73,20 +73,20 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
         )
     if "mia_reference" in names and not with_reference:
         raise UsageError("--metrics mia_reference: needs --reference-model")
-    wanted = set(names or table) | set(benchmark.recovered)
+    selected_names = set(names or table) | set(benchmark.attack_metrics)
     if not with_reference:
-        wanted.discard("mia_reference")
-    while more := {part for name in wanted for part in table[name].of} - wanted:
-        wanted |= more
+        selected_names.discard("mia_reference")
+    while more := {part for name in selected_names for part in table[name].dependencies} - selected_names:
+        selected_names |= more
     chosen: dict[str, Metric] = {}
 
     def add(name: str) -> None:
-        for part in table[name].of:
+        for part in table[name].dependencies:
             add(part)
         chosen.setdefault(name, table[name])
 
     for name in table:
-        if name in wanted:
+        if name in selected_names:
             add(name)
     return chosen
 
@@ -105,7 +105,7 @@ def evaluate(
     out: Path,
     force: bool = False,
     observer: Observer = SILENT,
-) -> Result:
+) -> EvalResult:
     """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
@@ -131,7 +131,7 @@ def _evaluate(
     out: Path,
     force: bool,
     observer: Observer,
-) -> Result:
+) -> EvalResult:
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)
     if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
@@ -145,13 +145,13 @@ def _evaluate(
         metric.check()
     needs = {key for metric in chosen.values() for key in metric.needs}
     lm_eval = (*benchmark.tasks, *lm_eval)
-    asked = next((split for name, split in benchmark.splits.items() if name in QUESTIONS), None)
-    if show and asked:
-        needs |= {f"{asked.name}.text"} | ({before_key(show)} if delta else set())
+    shown_split = next((split for name, split in benchmark.splits.items() if name in QUESTIONS), None)
+    if show and shown_split:
+        needs |= {f"{shown_split.name}.text"} | ({before_key(show)} if delta else set())
     if lm_eval:
         check_installed()
         needs.add(harness_key(lm_eval))
-    passes = passes_for(needs, benchmark, lm_eval, asked, show)
+    passes = passes_for(needs, benchmark, lm_eval, shown_split, show)
     for warning in benchmark.warnings:
         observer.warn(warning)
     used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
@@ -164,18 +164,18 @@ def _evaluate(
         if unfinished.is_file():
             unfinished.chmod(PRIVATE_FILE)  # of an mpu that did not make it so
         splits = {key: [split.name for split in each.splits] for each in passes for key in each.keys}
-        found = read_findings(unfinished, facts, splits)
-        resumed = bool(found.kept)
+        findings = read_findings(unfinished, facts, splits)
+        resumed = bool(findings.entries)
         if resumed:
-            observer.note(f"resuming from {unfinished} (passes already done: {len(found.kept)})")
-        if todo := [each for each in passes if not found.kept.keys() >= {*each.keys}]:
-            carry_out(todo, subject, options, found, observer)
-        kept = found.kept
-        forms: dict[str, Form] = {}
+            observer.note(f"resuming from {unfinished} (passes already done: {len(findings.entries)})")
+        if todo := [each for each in passes if not findings.entries.keys() >= {*each.keys}]:
+            carry_out(todo, subject, options, findings, observer)
+        entries = findings.entries
+        forms: dict[str, MetricResult] = {}
         for name, metric in chosen.items():
-            forms[name] = metric.make(kept, forms)
+            forms[name] = metric.make(entries, forms)
         if lm_eval:
-            forms |= kept[harness_key(lm_eval)]
+            forms |= entries[harness_key(lm_eval)]
         document = {
             **FORMAT,
             **facts,
@@ -186,19 +186,19 @@ def _evaluate(
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
-    return Result(out, forms, _shown(kept, asked, show) if asked else [])
+    return EvalResult(out, forms, _answers_to_show(entries, shown_split, show) if shown_split else [])
 
 
-def _shown(kept: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
-    answers = kept.get(f"{split.name}.text", [])[:count]
-    before = kept.get(before_key(count)) or [{"generation": None}] * count
+def _answers_to_show(entries: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
+    answers = entries.get(f"{split.name}.text", [])[:count]
+    before = entries.get(before_key(count)) or [{"generation": None}] * count
     return [
         Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
         for record, now, then in zip(split.records, answers, before, strict=False)
     ]
 
 
-def _values(log: Path, forms: Mapping[str, Form]) -> dict[str, object]:
+def _values(log: Path, forms: Mapping[str, MetricResult]) -> dict[str, object]:
     """What the retain model has in these metrics, so that a table can say which result is nearest to it."""
     retain = read_retain_log(log)
     return {"metrics": {name: value for name in forms if (value := retain.value(name)) is not None}}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.evaluation.readings import Reading
+from mpu_cli.evaluation.readings import AnswerReading
 from mpu_cli.resumption import write_atomically
 
-FIELDS = sorted(Reading.__annotations__)  # of a reading: findings with other fields are of another version
+FIELDS = sorted(AnswerReading.__annotations__)  # of a reading: findings with other fields are of another version
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Findings:
     """What was found under ``facts``, by key; written to ``path`` after each pass."""
 
     facts: dict[str, Any]
-    kept: dict[str, Any]
+    entries: dict[str, Any]
     path: Path
 
-    def keep(self, found: Mapping[str, object]) -> None:
-        self.kept.update(found)
-        write_atomically(self.path, json.dumps({"facts": self.facts, "fields": FIELDS, "findings": self.kept}))
+    def keep(self, entries: Mapping[str, object]) -> None:
+        self.entries.update(entries)
+        write_atomically(self.path, json.dumps({"facts": self.facts, "fields": FIELDS, "findings": self.entries}))
 
 
 def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collection[str]]) -> Findings:
@@ -37,6 +37,8 @@ def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collec
         then, data = before.pop("data"), now.pop("data")
         same = {name for name in data if then.get(name) == data[name]}
         if before == now and document["fields"] == FIELDS:
-            found = document["findings"]
-            return Findings(facts, {key: found[key] for key in splits if key in found and same >= {*splits[key]}}, path)
+            entries = document["findings"]
+            return Findings(
+                facts, {key: entries[key] for key in splits if key in entries and same >= {*splits[key]}}, path
+            )
     return Findings(facts, {}, path)

@@ -73,16 +73,16 @@ def answer(
     waiting.sort(key=lambda i: len(items[i].prompt) + len(answers[i]), reverse=True)
     prompts = {i: [*items[i].prompt, *answers[i]] for i in waiting}
     rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
-    wanted = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
+    budgets = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
     at_once = _tokens_at_once(model)
-    for batch in _batches(waiting, prompts, wanted, rooms, ROWS * batch_size, at_once):
-        most = max(wanted[i] for i in batch)
+    for batch in _batches(waiting, prompts, budgets, rooms, ROWS * batch_size, at_once):
+        most = max(budgets[i] for i in batch)
         if most < 1:
             advance(len(batch))
             continue
         with memory_in_mind(ADVICE):
             fresh = _generate(
-                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].place for i in batch], ends
+                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].location for i in batch], ends
             )
         for i, tokens in zip(batch, fresh, strict=True):
             answers[i] = _until_end([*answers[i], *tokens], ends, limit)
@@ -94,7 +94,7 @@ def answer(
 
 
 @torch.inference_mode()
-def sampled(
+def sample_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[Item],
@@ -111,16 +111,18 @@ def sampled(
     ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
     ordered = sorted(range(len(items)), key=lambda i: len(items[i].prompt), reverse=True)
     prompts = {i: [*items[i].prompt] for i in ordered}
-    wanted, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
+    budgets, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
     rooms = {i: limit if longest is None else longest - len(items[i].prompt) for i in ordered}
     answers: dict[int, list[str]] = {}
     device = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(device):
         torch.manual_seed(0)
-        for batch in _batches(ordered, prompts, wanted, rooms, max(1, ROWS * batch_size // count), at_once):
-            most, asked = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
+        for batch in _batches(ordered, prompts, budgets, rooms, max(1, ROWS * batch_size // count), at_once):
+            most, batch_prompts = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
             with memory_in_mind(ADVICE):
-                fresh = _generate(model, tokenizer, asked, most, stops, [items[i].place for i in batch], ends, count)
+                fresh = _generate(
+                    model, tokenizer, batch_prompts, most, stops, [items[i].location for i in batch], ends, count
+                )
             for row, i in enumerate(batch):
                 drawn = fresh[row * count : (row + 1) * count]
                 texts = [_text(tokenizer, _until_end(tokens, ends, limit), items[i]) for tokens in drawn]
@@ -138,7 +140,7 @@ def _tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def _batches(
-    waiting: Sequence[int], prompts: Mapping[int, Sequence[int]], wanted: Mapping[int, int], rooms: Mapping[int, int],
+    waiting: Sequence[int], prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int],
     rows: int, tokens: int,
 ) -> Iterator[list[int]]:  # fmt: skip
     """Batches of at most ``rows`` and ``tokens``, or of one row, in which none needs more new tokens than any other has
@@ -146,9 +148,9 @@ def _batches(
     batch: list[int] = []
     for i in waiting:
         more = [*batch, i]
-        length = max(len(prompts[j]) for j in more) + max(wanted[j] for j in more)
+        length = max(len(prompts[j]) for j in more) + max(budgets[j] for j in more)
         too_large = len(more) > rows or (batch and length * len(more) > tokens)
-        if too_large or max(wanted[j] for j in more) > min(rooms[j] for j in more):
+        if too_large or max(budgets[j] for j in more) > min(rooms[j] for j in more):
             yield batch
             more = [i]
         batch = more
@@ -204,10 +206,11 @@ def _generate(
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # from all tokens
     drawing: dict[str, Any] = drawn if samples else greedy
+    row_locations = [location for location in places for _ in range(samples or 1)]
     generated = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=limit, num_beams=1, pad_token_id=tokenizer.eos_token_id,
         return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
-        logits_processor=LogitsProcessorList([_Numbers([place for place in places for _ in range(samples or 1)])]),
+        logits_processor=LogitsProcessorList([_Numbers(row_locations)]),
         num_return_sequences=samples or 1, **drawing, **stopping,
     )  # fmt: skip
     return generated[:, longest:].tolist()

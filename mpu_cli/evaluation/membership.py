@@ -39,7 +39,7 @@ def gradient_norms(
             items, pool.map(partial(_gradient_norm, model, parameters, norms_of), items), strict=True
         ):
             if norm != norm:
-                raise MpuError(f"{item.place}: the model's gradient is NaN")
+                raise MpuError(f"{item.location}: the model's gradient is NaN")
             norms.append(norm)
             advance(1)
     return norms

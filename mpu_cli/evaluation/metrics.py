@@ -23,12 +23,12 @@ CHANCE = 0.5  # AUC of random guessing
 GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to two splits
 
 Findings = Mapping[str, Any]
-Form = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
+MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``of``: metrics made before it; ``make(findings, forms)`` gives its form;
+    """``needs``: keys of Findings; ``dependencies``: metrics made before it; ``make(findings, forms)`` gives its form;
     ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
 
     ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with; ``says``:
@@ -36,9 +36,9 @@ class Metric:
     """
 
     needs: tuple[str, ...]
-    make: Callable[[Findings, Mapping[str, Form]], Form]
+    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]
     goal: str = UP
-    of: tuple[str, ...] = ()
+    dependencies: tuple[str, ...] = ()
     check: Callable[[], object] = lambda: None
     says: str = ""
 
@@ -46,17 +46,17 @@ class Metric:
 Arguments = ParamSpec("Arguments")
 
 
-def defined(maker: Callable[Arguments, Metric]) -> Callable[Arguments, Metric]:
+def with_definition(maker: Callable[Arguments, Metric]) -> Callable[Arguments, Metric]:
     """Makes the docstring of a function that returns a metric the metric's definition."""
 
     @wraps(maker)
-    def made(*arguments: Arguments.args, **named: Arguments.kwargs) -> Metric:
+    def metric_with_definition(*arguments: Arguments.args, **named: Arguments.kwargs) -> Metric:
         return replace(maker(*arguments, **named), says=" ".join((maker.__doc__ or "").split()))
 
-    return made
+    return metric_with_definition
 
 
-def by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> Form:
+def by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> MetricResult:
     return {"agg_value": agg_value, "value_by_index": {str(i): dict(row) for i, row in enumerate(rows)}}
 
 
@@ -64,12 +64,12 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-@defined
+@with_definition
 def probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of the true answer; the mean over records (Maini et al. 2024, arXiv
     2401.06121)."""
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         losses = [answer["loss"] for answer in findings[f"{split}.answer"]]
         return _probabilities(losses)
 
@@ -81,17 +81,17 @@ def _of_knowledge(split: str) -> str:
     return DOWN if split.startswith("forget") or split == "verbmem" else UP
 
 
-def _probabilities(losses: Sequence[float]) -> Form:
+def _probabilities(losses: Sequence[float]) -> MetricResult:
     rows = [{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses]
     return by_index(rows, mean([row["prob"] for row in rows]))
 
 
-@defined
+@with_definition
 def content_probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of the true answer without its end, which a model that knows nothing
     of it may predict; the mean over records."""
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         return _probabilities([answer["content_loss"] for answer in findings[f"{split}.answer"]])
 
     return Metric((f"{split}.answer",), make, _of_knowledge(split))
@@ -102,36 +102,36 @@ def unavailable(reason: str, goal: str) -> Metric:
     return Metric((), lambda _findings, _forms: no_value(reason), goal)
 
 
-def no_value(reason: str) -> Form:
+def no_value(reason: str) -> MetricResult:
     """The form of a metric that has no value, and why."""
     return {"agg_value": None, "reason": reason}
 
 
-@defined
+@with_definition
 def paraphrased_probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of the paraphrased answer; the mean over records."""
     key = f"{split}.paraphrased"
     return Metric((key,), lambda findings, _: _probabilities(findings[key]), _of_knowledge(split))
 
 
-@defined
+@with_definition
 def perturbed_probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of a wrong answer; the mean over those of a record, then over
     records."""
     key = f"{split}.perturbed"
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         rows = [{"prob": [math.exp(-loss) for loss in losses], "avg_loss": list(losses)} for losses in findings[key]]
         return by_index(rows, mean([mean(row["prob"]) for row in rows]))
 
     return Metric((key,), make, DOWN)
 
 
-@defined
+@with_definition
 def normalised_probability(right: str, wrong: str) -> Metric:
     """p(right)/(p(right) + Σ p(wrong)), p = exp(−ℓ) of the true and of each wrong answer; the mean over records."""
 
-    def make(_: Findings, forms: Mapping[str, Form]) -> Form:
+    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
         wrongs = forms[wrong]["value_by_index"]
         rows = []
         for index, row in forms[right]["value_by_index"].items():
@@ -139,16 +139,16 @@ def normalised_probability(right: str, wrong: str) -> Metric:
             rows.append({"prob": p / (p + math.fsum(wrongs[index]["prob"]) + EPSILON)})
         return by_index(rows, mean([row["prob"] for row in rows]))
 
-    return Metric((), make, of=(right, wrong))
+    return Metric((), make, dependencies=(right, wrong))
 
 
-@defined
+@with_definition
 def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
     """r = exp(−mean ℓ of the wrong answers)/exp(−ℓ of the right one) for each question; over the forget set the mean
     of min(r, 1/r), near 1 if the model distinguishes right from wrong no better than chance; elsewhere the mean of
     max(0, 1 − r)."""
 
-    def make(_: Findings, forms: Mapping[str, Form]) -> Form:
+    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
         wrongs = forms[wrong]["value_by_index"]
         rows = []
         for index, row in forms[right]["value_by_index"].items():
@@ -158,16 +158,16 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
         terms = [min(r, 1 / (r + EPSILON)) for r in ratios] if forget else [max(0.0, 1 - r) for r in ratios]
         return by_index(rows, mean(terms))
 
-    return Metric((), make, of=(right, wrong))
+    return Metric((), make, dependencies=(right, wrong))
 
 
-@defined
+@with_definition
 def rouge(split: str, score: str) -> Metric:
     """ROUGE-L of the model's own greedy answer against the true one, with stemming: recall for questions, F1 for MUSE;
     the mean over records."""
     key = f"{split}.text"
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
@@ -187,14 +187,14 @@ def rouge(split: str, score: str) -> Metric:
     return Metric((key,), make, _of_knowledge(split))
 
 
-@defined
+@with_definition
 def rouge_of_any_script(split: str) -> Metric:
     """ROUGE-L recall of the model's own greedy answer in answers of any script: words of letters, and single signs of
     scripts without spaces and of emoji, where OpenUnlearning's number knows letters of English and digits only. Without
     stemming; the mean over records."""
     key = f"{split}.text"
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(["rougeL"], tokenizer=AnyScript())
@@ -207,7 +207,7 @@ def rouge_of_any_script(split: str) -> Metric:
     return Metric((key,), make, _of_knowledge(split))
 
 
-@defined
+@with_definition
 def extraction_strength(split: str) -> Metric:
     """1 − k/L of an answer of L tokens, k the shortest prefix after which the model's likeliest token is right at every
     place (Carlini et al. 2021); on TOFU and MUSE k is L − 1 at most, as OpenUnlearning has it; the mean over
@@ -215,7 +215,7 @@ def extraction_strength(split: str) -> Metric:
     return _memorization(split, "extraction_strength")
 
 
-@defined
+@with_definition
 def exact_memorization(split: str) -> Metric:
     """the share of an answer's tokens that are the model's likeliest (Tirumala et al. 2022); the mean over records."""
     return _memorization(split, "exact_memorization")
@@ -224,7 +224,7 @@ def exact_memorization(split: str) -> Metric:
 def _memorization(split: str, name: str) -> Metric:
     key = f"{split}.answer"
 
-    def make(findings: Findings, _: object) -> Form:
+    def make(findings: Findings, _: object) -> MetricResult:
         rows = [{"score": answer[name]} for answer in findings[key]]
         return by_index(rows, mean([row["score"] for row in rows]))
 
@@ -254,13 +254,13 @@ def membership(members: str, non_members: str) -> dict[str, Metric]:
         ),
     }
 
-    def simple(value: Callable[[Mapping], float]) -> Callable[[Findings, object], Form]:
+    def simple(value: Callable[[Mapping], float]) -> Callable[[Findings, object], MetricResult]:
         return lambda findings, _: _attack(*([value(answer) for answer in findings[key]] for key in keys))
 
-    def gradnorm(findings: Findings, _: object) -> Form:
+    def gradnorm(findings: Findings, _: object) -> MetricResult:
         return _attack(findings[GRADIENTS]["forget"], findings[GRADIENTS]["holdout"])
 
-    def reference(findings: Findings, _: object) -> Form:
+    def reference(findings: Findings, _: object) -> MetricResult:
         sides = zip(keys, ("forget", "holdout"), strict=True)
         return _attack(
             *(
@@ -270,7 +270,10 @@ def membership(members: str, non_members: str) -> dict[str, Metric]:
         )
 
     says = "AUC between forgotten and unseen records by "
-    table = {name: Metric(keys, simple(value), RETAIN, says=says + of) for name, (of, value) in of_a_reading.items()}
+    table = {
+        name: Metric(keys, simple(value), RETAIN, says=says + description)
+        for name, (description, value) in of_a_reading.items()
+    }
     table["mia_gradnorm"] = Metric((GRADIENTS,), gradnorm, RETAIN, says=f"{says}the norm of the loss's gradient")
     table["mia_reference"] = Metric(
         (*keys, REFERENCE), reference, RETAIN, says=f"{says}the loss minus that of a reference model, --reference-model"
@@ -278,7 +281,7 @@ def membership(members: str, non_members: str) -> dict[str, Metric]:
     return table
 
 
-def _attack(forget: Sequence[float], holdout: Sequence[float]) -> Form:
+def _attack(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
     from sklearn.metrics import roc_auc_score
 
     labels = [0] * len(forget) + [1] * len(holdout)
@@ -290,21 +293,21 @@ def _attack(forget: Sequence[float], holdout: Sequence[float]) -> Form:
     return {**sides, "auc": auc, "agg_value": auc}
 
 
-@defined
+@with_definition
 def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
     """p-value of the two-sample Kolmogorov–Smirnov test between this model's truth ratios on the forget set and those
     of the retain model in --retain-log (Maini et al. 2024)."""
 
-    def make(_: Findings, forms: Mapping[str, Form]) -> Form:
+    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
         from scipy.stats import ks_2samp
 
         ratios = [row["score"] for row in forms["forget_truth_ratio"]["value_by_index"].values()]
         return {"agg_value": float(ks_2samp(ratios, retain_ratios()).pvalue)}
 
-    return Metric((), make, of=("forget_truth_ratio",), check=retain_ratios)
+    return Metric((), make, dependencies=("forget_truth_ratio",), check=retain_ratios)
 
 
-def privleak_form(auc: float, retain_auc: float) -> Form:
+def privleak_form(auc: float, retain_auc: float) -> MetricResult:
     """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain); no value if the retain model tells every pair apart."""
     retain = 1 - retain_auc
     if retain < EPSILON:
@@ -312,23 +315,23 @@ def privleak_form(auc: float, retain_auc: float) -> Form:
     return {"agg_value": 100 * ((1 - auc) - retain) / (retain + EPSILON)}
 
 
-@defined
+@with_definition
 def privleak(retain_auc: Callable[[], float]) -> Metric:
     """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain) of mia_min_k; AUC_retain from --retain-log, else 0.5 (Shi et
     al. 2024, arXiv 2407.06460)."""
 
-    def make(_: Findings, forms: Mapping[str, Form]) -> Form:
+    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
         return privleak_form(forms["mia_min_k"]["agg_value"], retain_auc())
 
-    return Metric((), make, ZERO, of=("mia_min_k",), check=retain_auc)
+    return Metric((), make, ZERO, dependencies=("mia_min_k",), check=retain_auc)
 
 
-@defined
+@with_definition
 def harmonic_mean(parts: tuple[str, ...]) -> Metric:
     """the harmonic mean of probability, ROUGE and truth ratio on the retain set, real authors and world facts (Maini et
     al. 2024)."""
 
-    def make(_: Findings, forms: Mapping[str, Form]) -> Form:
+    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
         from scipy.stats import hmean
 
         if missing := [name for name in parts if forms[name]["agg_value"] is None]:
@@ -336,4 +339,4 @@ def harmonic_mean(parts: tuple[str, ...]) -> Metric:
 
         return {"agg_value": float(hmean([forms[name]["agg_value"] for name in parts]))}
 
-    return Metric((), make, of=parts)
+    return Metric((), make, dependencies=parts)

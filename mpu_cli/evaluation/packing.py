@@ -39,7 +39,7 @@ class Pack:
     ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
+    prefix_lengths: list[int] = field(default_factory=list)
 
     def add(self, item: Item) -> None:
         ids = item.ids[:-1]
@@ -50,10 +50,10 @@ class Pack:
             same = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(before), len(ids)))
             path = self.paths[-1][:same]
         self.items.append(item)
-        self.known.append(len(path))
+        self.prefix_lengths.append(len(path))
         self.depths += range(len(path), len(ids))
         path = [*path, *range(len(self.ids), len(self.ids) + len(ids) - len(path))]
-        self.ids += ids[self.known[-1] :]
+        self.ids += ids[self.prefix_lengths[-1] :]
         self.paths.append(path)
 
     def predictors(self) -> list[list[int]]:
@@ -77,17 +77,17 @@ class TreeAttention:
     """The attention of one pack, as transformers calls it; ``rows`` items at once."""
 
     def __init__(self, pack: Pack, rows: int, device: torch.device):
-        fresh = [i for i, path in enumerate(pack.paths) if len(path) > pack.known[i]]
-        fresh.sort(key=lambda i: (len(pack.paths[i]) - pack.known[i], len(pack.paths[i])))
+        fresh = [i for i, path in enumerate(pack.paths) if len(path) > pack.prefix_lengths[i]]
+        fresh.sort(key=lambda i: (len(pack.paths[i]) - pack.prefix_lengths[i], len(pack.paths[i])))
         self._parts: list[_Part] = []
         order: list[torch.Tensor] = []  # of the tokens, as the parts give them back
         width = max(len(path) for path in pack.paths)
         while fresh:
-            most = len(pack.paths[fresh[-1]]) - pack.known[fresh[-1]]
+            most = len(pack.paths[fresh[-1]]) - pack.prefix_lengths[fresh[-1]]
             count = max(1, min(rows, MASK // (most * width)))
             chosen, fresh = fresh[-count:], fresh[:-count]
             paths = [torch.tensor(pack.paths[i]) for i in chosen]
-            queries = [path[pack.known[i] :] for i, path in zip(chosen, paths, strict=True)]
+            queries = [path[pack.prefix_lengths[i] :] for i, path in zip(chosen, paths, strict=True)]
             self._parts.append(_Part(queries, paths, torch.tensor(pack.depths), device))
             order.append(pad_sequence(queries, batch_first=True, padding_value=len(pack.ids)).flatten())
         self._back = torch.cat(order).argsort()[: len(pack.ids)].to(device)  # padding comes last
@@ -103,14 +103,14 @@ class TreeAttention:
         attention_mask: torch.Tensor | None,  # noqa: ARG002
         scaling: float | None = None,
         sliding_window: int | None = None,
-        **others: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """``query``, ``key`` and ``value`` are (1, heads, tokens, width); returns (1, tokens, heads, width)."""
-        if more := [name for name in UNKNOWN if others.get(name) is not None]:
+        if more := [name for name in UNKNOWN if kwargs.get(name) is not None]:
             raise NotImplementedError(more[0])
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        found = [part.attend(q, k, v, scaling, self._mask(part, sliding_window, q.dtype)) for part in self._parts]
-        return torch.cat(found).index_select(0, self._back)[None], None
+        outputs = [part.attend(q, k, v, scaling, self._mask(part, sliding_window, q.dtype)) for part in self._parts]
+        return torch.cat(outputs).index_select(0, self._back)[None], None
 
     def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         mask = self._masks.get((part, window))
@@ -142,10 +142,10 @@ class _Part:
         """What is added to attention scores, (items, 1, queries, keys): the keys of an item are in their order."""
         keys = torch.arange(self._keys.shape[1], device=self._keys.device)
         depths = self._depths[:, None, :, None]
-        seen = keys <= depths
+        visible = keys <= depths
         if window is not None:
-            seen &= keys > depths - window
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+            visible &= keys > depths - window
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, mask: torch.Tensor
@@ -168,13 +168,13 @@ def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 def attending_along_paths(model: PreTrainedModel) -> Iterator[None]:
     """Passes inside it use the attention that their thread sets with ``attending_by``."""
     text = model.get_decoder()  # what surrounds a language model may allow less
-    own = text.config._attn_implementation
+    original_attention = text.config._attn_implementation
     AttentionInterface.register(NAME, lambda *args, **kwargs: _attention.get()(*args, **kwargs))
     text.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        text.set_attn_implementation(own)
+        text.set_attn_implementation(original_attention)
 
 
 @contextmanager

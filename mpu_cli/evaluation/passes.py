@@ -10,7 +10,8 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation import recovery
+from mpu_cli.evaluation import relearning_attacks
+from mpu_cli.evaluation.attack_metrics import attack_key
 from mpu_cli.evaluation.benchmarks.base import SIDES, Benchmark, Split
 from mpu_cli.evaluation.encoding import Item, TrainedEncoder, encoder_of
 from mpu_cli.evaluation.findings import Findings
@@ -19,7 +20,6 @@ from mpu_cli.evaluation.membership import gradient_norms
 from mpu_cli.evaluation.metrics import GRADIENTS, REFERENCE
 from mpu_cli.evaluation.provenance import Subject
 from mpu_cli.evaluation.readings import reading
-from mpu_cli.evaluation.recovered import attack_key
 from mpu_cli.evaluation.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.limits import longest_input
@@ -60,17 +60,22 @@ class Pass:
 
 
 def passes_for(
-    needs: Collection[str], benchmark: Benchmark, tasks: Sequence[str], asked: Split | None, show: int
+    needs: Collection[str], benchmark: Benchmark, tasks: Sequence[str], shown_split: Split | None, show: int
 ) -> list[Pass]:
     """The passes that find what ``needs`` names, in the order in which they are carried out.
 
-    ``tasks`` are the harness's; ``asked`` is the split of which ``show`` answers are shown.
+    ``tasks`` are the harness's; ``shown_split`` is the split of which ``show`` answers are shown.
     """
 
-    def listed() -> Iterator[Pass]:
-        if asked and before_key(show) in needs:
+    def needed_passes() -> Iterator[Pass]:
+        if shown_split and before_key(show) in needs:
             yield Pass(
-                (before_key(show),), (asked,), partial(_before, asked, show), "answers before", show, with_delta=False
+                (before_key(show),),
+                (shown_split,),
+                partial(_before, shown_split, show),
+                "answers before",
+                show,
+                with_delta=False,
             )
         for split in benchmark.splits.values():
             rows = len(split.rows) if any(key.startswith(f"{split.name}.") for key in needs) else 0
@@ -87,9 +92,9 @@ def passes_for(
             yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
         for name in benchmark.attacks:  # those that alter weights are the last of them
             if (key := attack_key(name)) in needs:
-                attack = recovery.ATTACKS[name]
+                attack = relearning_attacks.ATTACKS[name]
                 read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
-                find = partial(_attacked, key, attack, read)
+                find = partial(_run_attack, key, attack, read)
                 yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
         if REFERENCE in needs:  # last, because it takes the model's place
             count = sum(len(split.rows) for split in sides)
@@ -98,32 +103,34 @@ def passes_for(
 
     names = SIDES
     sides = tuple(benchmark.splits[name] for name in names if name in benchmark.splits)
-    return list(listed())
+    return list(needed_passes())
 
 
-def carry_out(todo: Sequence[Pass], subject: Subject, options: Measuring, found: Findings, observer: Observer) -> None:
+def carry_out(
+    todo: Sequence[Pass], subject: Subject, options: Measuring, findings: Findings, observer: Observer
+) -> None:
     """Carry out passes in their order; what they find is kept after each.
 
     Raises MpuError, before the first, for records that the model cannot read.
     """
-    run = _opened(subject, options, found)
+    run = _open_run(subject, options, findings)
     observer.stage("evaluate", sum(each.records for each in todo), "records")
     for each in todo:
         for split in each.splits:
             for part in each.parts:
-                check_ids(run.encoded(split, part), run.model, subject.model.source)
+                check_ids(run.encoded_items(split, part), run.model, subject.model.source)
     if isinstance(run.encoder, TrainedEncoder):
         for remark in run.encoder.encoding.remarks(
             sum(len(s.rows) for s in {id(s): s for e in todo for s in e.splits}.values())
         ):
             observer.note(remark)
     scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
-    items = (run.encoded(split, part) for each in scoring for split in each.splits for part in each.parts)
+    items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)
     run.reader.prepare([*chain(*map(_flat, items))])
     for each in todo:
         if each.with_delta:
             run.add_delta()
-        found.keep(each.find(run, partial(_advance, observer, each.what)))
+        findings.keep(each.find(run, partial(_advance, observer, each.what)))
         if each.alters:
             run.release()
 
@@ -132,16 +139,18 @@ def _advance(observer: Observer, what: str, count: float) -> None:
     observer.advance(count, what)
 
 
-def _opened(subject: Subject, options: Measuring, found: Findings) -> Run:
+def _open_run(subject: Subject, options: Measuring, findings: Findings) -> Run:
     model = subject.model
-    loaded, tokenizer = load_subject(subject, found.facts)
-    template = str(found.facts["options"]["template"])
+    loaded, tokenizer = load_subject(subject, findings.facts)
+    template = str(findings.facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
         raise MpuError("the model's tokenizer has no chat template", "use --template plain")
     if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
-    encoder = encoder_of(tokenizer, options.prompts, template, longest_input(loaded), found.facts["options"]["scored"])
-    return Run(subject, options, tokenizer, encoder, found, loaded)
+    encoder = encoder_of(
+        tokenizer, options.prompts, template, longest_input(loaded), findings.facts["options"]["scored"]
+    )
+    return Run(subject, options, tokenizer, encoder, findings, loaded)
 
 
 def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
@@ -150,51 +159,55 @@ def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source
     for item in _flat(items):
         if max(item.ids) >= rows:
             raise MpuError(
-                f"{item.place}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
+                f"{item.location}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
             )
         if longest is not None and len(item.ids) > longest:
-            raise MpuError(f"{item.place}: {len(item.ids)} tokens, but {source} reads at most {longest}")
+            raise MpuError(f"{item.location}: {len(item.ids)} tokens, but {source} reads at most {longest}")
 
 
 def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
-    return [*chain(*_grouped(encoded))]
+    return [*chain(*_item_groups(encoded))]
 
 
-def _grouped(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
+def _item_groups(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
     return [each if isinstance(each, list) else [each] for each in encoded]
 
 
 def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance: Advance) -> dict[str, object]:
     """One pass over all ``parts`` of a split's records."""
-    groups = {part: _grouped(run.encoded(split, part)) for part in parts}
+    groups = {part: _item_groups(run.encoded_items(split, part)) for part in parts}
     flat = {part: _flat(groups[part]) for part in parts}
     answers = flat.get("answer", [])
-    others = [item for part in parts if part != "answer" for item in flat[part]]
-    share = len(parts) * len(split.rows) / (len(answers) + len(others))
+    loss_items = [item for part in parts if part != "answer" for item in flat[part]]
+    share = len(parts) * len(split.rows) / (len(answers) + len(loss_items))
     scored = iter(
         run.reader.score(
-            answers, others=others, batch_size=run.batch_size, moments=moments, advance=lambda n: advance(n * share)
+            answers,
+            loss_items=loss_items,
+            batch_size=run.batch_size,
+            moments=moments,
+            advance=lambda n: advance(n * share),
         )
     )
-    found: dict[str, object] = {}
+    entries: dict[str, object] = {}
     for part in parts:
         scores = [[next(scored) for _ in group] for group in groups[part]]
         if part == "answer":
             texts = decode(run.tokenizer, [list(item.labels) for [item] in groups[part]])
-            found[f"{split.name}.answer"] = [
+            entries[f"{split.name}.answer"] = [
                 reading(item, each, text) for [item], [each], text in zip(groups[part], scores, texts, strict=True)
             ]
         elif part == "paraphrased":
-            found[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
+            entries[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
         else:
-            found[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
-    return found
+            entries[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
+    return entries
 
 
 def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
     """The model's answers, started from what its scores on the true answers already show, if there are any."""
-    items = run.encoded(split)
-    readings = run.findings.kept.get(f"{split.name}.answer", [{}] * len(items))
+    items = run.encoded_items(split)
+    readings = run.findings.entries.get(f"{split.name}.answer", [{}] * len(items))
     drafts = [
         read.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
         for item, read in zip(items, readings, strict=True)
@@ -203,8 +216,8 @@ def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
 
 
 def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, object]:
-    first = run.encoded(split)[:count]
-    return {before_key(count): _answers(split, first, [[]] * len(first), run, advance)}
+    items = run.encoded_items(split)[:count]
+    return {before_key(count): _answers(split, items, [[]] * len(items), run, advance)}
 
 
 def _answers(
@@ -217,14 +230,14 @@ def _answers(
     return [asdict(each) for each in answers]
 
 
-def _attacked(
-    key: str, attack: recovery.Attack, splits: Sequence[Split], run: Run, advance: Advance
+def _run_attack(
+    key: str, attack: relearning_attacks.RelearningAttack, splits: Sequence[Split], run: Run, advance: Advance
 ) -> dict[str, object]:
     return {key: attack.find(run, splits, advance)}
 
 
 def _gradients(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
-    scores = [gradient_norms(run.model, run.encoded(split), advance) for split in sides]
+    scores = [gradient_norms(run.model, run.encoded_items(split), advance) for split in sides]
     return {GRADIENTS: dict(zip(SIDES, scores, strict=True))}
 
 
@@ -236,15 +249,15 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     """Losses of the reference model, which takes the place of the measured one."""
     source = run.subject.reference
     assert source is not None
-    items, vocabulary = [run.encoded(split) for split in sides], run.tokenizer.get_vocab()
+    items, vocabulary = [run.encoded_items(split) for split in sides], run.tokenizer.get_vocab()
     run.release()  # one model at a time
     other, its_tokenizer = loaded_for(source, run.findings.facts)
     if its_tokenizer.get_vocab() != vocabulary:
         raise MpuError(f"{source.source}: vocabulary differs from the model's", "use one with the same vocabulary")
     for side in items:
         check_ids(side, other, source.source)
-    scorer, found = Scorer(other), {}
+    scorer, losses = Scorer(other), {}
     for name, side in zip(SIDES, items, strict=True):  # apart, as the model's: batches of other records round otherwise
-        scored = scorer.score(side, others=[], batch_size=run.batch_size, advance=advance)
-        found[name] = [each.loss for each in scored]
-    return {REFERENCE: found}
+        scored = scorer.score(side, loss_items=[], batch_size=run.batch_size, advance=advance)
+        losses[name] = [each.loss for each in scored]
+    return {REFERENCE: losses}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import UsageError
+from mpu_cli.evaluation.attack_metrics import RELEARNED
 from mpu_cli.evaluation.metrics import privleak_form
-from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.figures import PALETTE, legend_below, log_ticks, make_figure, plain, svg, write_figure
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def draw(
     models += [("retain model", RETAIN, retain)] if retain else []
     models += [("before unlearning", BEFORE, before)] if before else []
     panels: list[Callable[[Axes], None]] = []
-    curves = [(label, colour, of[RELEARNED]["curve"]) for label, colour, of in models if RELEARNED in of]
+    curves = [
+        (label, colour, model_forms[RELEARNED]["curve"])
+        for label, colour, model_forms in models
+        if RELEARNED in model_forms
+    ]
     if RELEARNED in forms:
         panels.append(lambda axes: draw_relearning(axes, curves))
     if "value_by_index" in forms.get("forget_truth_ratio", {}):
@@ -63,10 +67,10 @@ def draw(
     if retain and "mia_min_k" in retain:  # what the others' own files say was measured against another model, or none
         auc = _aggregate(retain, "mia_min_k")
         models = [
-            (label, colour, {**of, "privleak": privleak_form(_aggregate(of, "mia_min_k"), auc)})
-            for label, colour, of in models
+            (label, colour, {**model_forms, "privleak": privleak_form(_aggregate(model_forms, "mia_min_k"), auc)})
+            for label, colour, model_forms in models
         ]
-    numbers = [[name, *(_value(of, name) for _, _, of in models)] for name in forms]
+    numbers = [[name, *(_value(model_forms, name) for _, _, model_forms in models)] for name in forms]
     write_figure(
         make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
     )
@@ -171,7 +175,7 @@ def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
     height = 0.8 / len(models)
     for i, (label, colour, forms) in enumerate(models):
         values = [_aggregate(forms, name) for name in parts]
-        places = [place + (i - (len(models) - 1) / 2) * height for place in range(len(parts))]
+        places = [position + (i - (len(models) - 1) / 2) * height for position in range(len(parts))]
         axes.barh(places, values, height, color=colour, label=label)
     axes.set_yticks(range(len(parts)), [UTILITY[name] for name in parts], fontsize=8)
     axes.invert_yaxis()

@@ -45,9 +45,9 @@ class Subject:
 def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
     """What the numbers depend on: model, data, options, versions, hardware."""
     model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
-    place = device_of(scoring.device)
-    device = str(place)
-    own = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
+    torch_device = device_of(scoring.device)
+    device = str(torch_device)
+    stored_dtype = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
     template = prompts.template or own_template(model)
     return {
         "mpu": __version__,
@@ -60,7 +60,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
         },
         "options": {
-            "dtype": scoring.dtype or ("float32" if device == "cpu" else WORD.get(own, "float32")),
+            "dtype": scoring.dtype or ("float32" if device == "cpu" else WORD.get(stored_dtype, "float32")),
             "batch_size": scoring.batch_size,
             **({"quantize": scoring.quantize} if scoring.quantize else {}),
             "template": template,
@@ -72,7 +72,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
             **({"attacks": asdict(options.recovery)} if benchmark.attacks else {}),
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
-        "hardware": {"device": device, "name": name_of(place), "threads": torch.get_num_threads()},
+        "hardware": {"device": device, "name": name_of(torch_device), "threads": torch.get_num_threads()},
     }
 
 

@@ -23,11 +23,11 @@ class Reader(Protocol):
         items: Sequence[Item],
         *,
         batch_size: int,
-        others: Sequence[Item] = (),
+        loss_items: Sequence[Item] = (),
         moments: bool = False,
         advance: Callable[[int], None] = ...,
     ) -> list[TokenScores]:
-        """Scores of the tokens of ``items`` and then of ``others``; with ``moments`` where whole distributions are
+        """Scores of the tokens of ``items`` and then of ``loss_items``; with ``moments`` where whole distributions are
         known."""
 
     def answer(

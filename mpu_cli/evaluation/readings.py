@@ -15,7 +15,7 @@ LEAST_VARIANCE = 1e-6
 LOWEST = 0.4  # fraction of tokens that min-k uses
 
 
-class Reading(TypedDict, total=False):
+class AnswerReading(TypedDict, total=False):
     """What one answer's scores gave: mean loss, memorisation, attack scores; ``content_loss``, the mean loss without
     the answer's end; and ``says``, the first tokens that the model itself would generate, as far as its scores on the
     true answer show them."""
@@ -30,7 +30,7 @@ class Reading(TypedDict, total=False):
     compressed: int
 
 
-def reading(item: Item, scores: TokenScores, text: str) -> Reading:
+def reading(item: Item, scores: TokenScores, text: str) -> AnswerReading:
     """Everything the metrics need from one answer.
 
     ``text`` is the answer without special tokens. Only the loss includes the answer's end.
@@ -41,7 +41,7 @@ def reading(item: Item, scores: TokenScores, text: str) -> Reading:
         raise ValueError("reading: only the losses of this answer were computed")
     agreed = scores.likeliest == torch.tensor(item.labels)
     right, count = int(agreed.long().cumprod(0).sum()), item.content_tokens
-    read: Reading = {
+    read: AnswerReading = {
         "loss": scores.loss,
         "says": scores.likeliest[: right + 1].tolist(),
         "content_loss": float(scores.losses[:count].mean()) if count else scores.loss,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpu_cli.evaluation.attack_metrics import RELEARNED
 from mpu_cli.evaluation.benchmarks import known_metrics
 from mpu_cli.evaluation.metrics import CHANCE, DOWN, RETAIN, UP, ZERO
-from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 
 # metrics that every table shows by default, in this order, if the results have them
@@ -75,8 +75,8 @@ def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
     for result in results:
         if result.is_retain:
             return result.value(name)
-    told = {_at(result.facts, ("retain_log", "metrics", name)) for result in results}
-    value = told.pop() if len(told) == 1 else None
+    recorded_values = {_at(result.facts, ("retain_log", "metrics", name)) for result in results}
+    value = recorded_values.pop() if len(recorded_values) == 1 else None
     return value if isinstance(value, float) else None
 
 
@@ -89,13 +89,13 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
         return DOWN
     if form and isinstance(form.get("higher_is_better"), bool):
         return "up" if form["higher_is_better"] else "down"
-    known = known_metrics()
-    return known[name].goal if name in known else DOWN if name.startswith("forget") else UP
+    metrics = known_metrics()
+    return metrics[name].goal if name in metrics else DOWN if name.startswith("forget") else UP
 
 
-def main_metrics(there: Iterable[str]) -> list[str]:
-    """Those of ``there`` that are shown unless others are asked for; all of them if none is a main one."""
-    names = list(dict.fromkeys(there))
+def main_metrics(available: Iterable[str]) -> list[str]:
+    """Those of ``available`` that are shown unless others are asked for; all of them if none is a main one."""
+    names = list(dict.fromkeys(available))
     return [name for name in MAIN if name in names] or names
 
 
@@ -110,10 +110,10 @@ def best(values: Sequence[float | None], towards: str, retain: float | None = No
         return value if towards == UP else -value if towards == DOWN else -abs(value - target[towards])
 
     merits = [None if value is None else merit(value) for value in values]
-    known = [m for m in merits if m is not None]
-    if len(set(known)) < 2:
+    valid_merits = [m for m in merits if m is not None]
+    if len(set(valid_merits)) < 2:
         return set()
-    return {i for i, m in enumerate(merits) if m == max(known)}
+    return {i for i, m in enumerate(merits) if m == max(valid_merits)}
 
 
 def differences(results: Sequence[Evaluated]) -> list[str]:
@@ -137,8 +137,8 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
 
 def one_retain_log(results: Sequence[Evaluated]) -> bool:
     """Whether all, except the retain model itself, were measured against the same one, or all without one."""
-    others = [result for result in results if not result.is_retain]
-    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in others}) < 2
+    candidates = [result for result in results if not result.is_retain]
+    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in candidates}) < 2
 
 
 def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:

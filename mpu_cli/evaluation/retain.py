@@ -62,8 +62,8 @@ class RetainLog:
         """The truth ratio of each of ``questions``. Raises MpuError if the log has different questions."""
         rows = self.metrics["forget_truth_ratio"].get("value_by_index", {})
         ratios = [_number(rows.get(str(i), {}).get("score")) for i in range(len(rows))]
-        known = [ratio for ratio in ratios if ratio is not None]
-        if not known or len(known) < len(ratios):
+        valid_ratios = [ratio for ratio in ratios if ratio is not None]
+        if not valid_ratios or len(valid_ratios) < len(ratios):
             raise MpuError(f"{self.path}: forget_truth_ratio does not have a score for every question")
         if len(ratios) != len(questions):
             raise MpuError(
@@ -71,11 +71,11 @@ class RetainLog:
             )
         answers = self.metrics.get("forget_Q_A_ROUGE", {}).get("value_by_index", {})
         for i, question in enumerate(questions):
-            asked = answers.get(str(i), {}).get("input")
+            prompt = answers.get(str(i), {}).get("input")
             # A chat template may strip whitespace.
-            if isinstance(asked, str) and question.strip() not in asked:
+            if isinstance(prompt, str) and question.strip() not in prompt:
                 raise MpuError(f"{self.path}: made with different questions (number {i} is not {question.strip()!r})")
-        return known
+        return valid_ratios
 
 
 def _number(value: object) -> float | None:

@@ -33,7 +33,7 @@ class Run:
     findings: Findings
     _model: PreTrainedModel | None
     _reader: Reader | None = None
-    _whole: bool = False  # with its delta
+    _has_delta: bool = False  # with its delta
     _items: dict[tuple[str, str], list] = field(default_factory=dict)
 
     @property
@@ -52,7 +52,7 @@ class Run:
     def batch_size(self) -> int:
         return self.options.scoring.batch_size
 
-    def encoded(self, split: Split, part: str = "answer") -> list:
+    def encoded_items(self, split: Split, part: str = "answer") -> list:
         """The items of ``part`` of every record: an Item each, or a list of them."""
         if (split.name, part) not in self._items:
             self._items[split.name, part] = list(split.encode(self.encoder, part, split))
@@ -65,18 +65,18 @@ class Run:
 
     def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
         """Mean loss per token of each item, in nats."""
-        scores = self.reader.score([], others=items, batch_size=self.batch_size, advance=advance)
+        scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=advance)
         return [each.loss for each in scores]
 
     def add_delta(self) -> None:
         """Add the delta to the weights, if there is one and they are without it."""
-        if self.subject.delta and not self._whole:
+        if self.subject.delta and not self._has_delta:
             add_delta(self.model, self.subject.model, self.subject.delta)
-            self._whole = True
+            self._has_delta = True
 
     def release(self) -> None:
         """Let go of the model, whose weights were changed, or whose room is needed."""
-        self._model, self._reader, self._whole = None, None, False
+        self._model, self._reader, self._has_delta = None, None, False
 
 
 def load_subject(subject: Subject, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -80,39 +80,39 @@ class Scorer:
         items: Sequence[Item],
         *,
         batch_size: int,
-        others: Sequence[Item] = (),
+        loss_items: Sequence[Item] = (),
         moments: bool = False,
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """Scores of ``items`` and then of ``others``, of which nothing but losses is computed.
+        """Scores of ``items`` and then of ``loss_items``, of which nothing but losses is computed.
 
         They are computed ``batch_size`` items at a time, in float32 or wider; duplicates are read once. Of ``items``,
         mean and variance are included with ``moments``.
         Raises MpuError if scores are not finite (with the place) or if memory runs out.
         """
         scores_of: dict[_Key, TokenScores] = {}
-        asked = [*items, *others]
-        unique = _unique(asked)
-        wanted = _Wanted(frozenset(map(_key, items)), moments)
+        all_items = [*items, *loss_items]
+        unique = _unique(all_items)
+        request = _Wanted(frozenset(map(_key, items)), moments)
         self.prepare(unique)
         suit_heap_to(weights_of(self._model))
         with memory_in_mind(ADVICE):
-            for read, found in self._read(unique, batch_size, wanted):
-                for item, scores in zip(read, found, strict=True):
+            for read, batch_scores in self._read(unique, batch_size, request):
+                for item, scores in zip(read, batch_scores, strict=True):
                     parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
                     if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                        raise MpuError(f"{item.place}: the model's logits are NaN or infinite")
+                        raise MpuError(f"{item.location}: the model's logits are NaN or infinite")
                     scores_of[_key(item)] = scores
                 advance(len(read))
-        return [scores_of[_key(item)] for item in asked]
+        return [scores_of[_key(item)] for item in all_items]
 
     @cached_property
     def _head(self) -> Head | None:
         return separate_head(self._model)
 
-    def _read(self, items: Sequence[Item], size: int, wanted: _Wanted) -> Iterator[_Scored]:
-        read = _packed if self._packs and len(items) > 1 else _padded
-        return read(self._model, self._head, items, size, wanted)
+    def _read(self, items: Sequence[Item], size: int, request: _Wanted) -> Iterator[_Scored]:
+        read = _packed_scores if self._packs and len(items) > 1 else _padded_scores
+        return read(self._model, self._head, items, size, request)
 
 
 _Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
@@ -145,12 +145,12 @@ class _Pass:
     states: torch.Tensor
     rows: Sequence[Sequence[int]]
 
-    def scores(self, head: Head | None, wanted: _Wanted) -> list[TokenScores]:
+    def scores(self, head: Head | None, request: _Wanted) -> list[TokenScores]:
         """Scores of each item, computed a chunk of labels at a time, each label after a row once."""
         device = self.states.device
         vocabulary = self.states.shape[1] if head is None else vocabulary_of(head)
         sizes = [len(item.labels) for item in self.items]
-        fully = [_key(item) in wanted.fully for item in self.items]
+        fully = [_key(item) in request.fully for item in self.items]
         of_items = torch.tensor([[*chain(*self.rows)], [*chain(*(item.labels for item in self.items))]]).T
         pairs, places = torch.unique(of_items, dim=0, return_inverse=True)  # (pairs, 2): rows and labels
         needed = torch.zeros(len(pairs), dtype=torch.bool)
@@ -167,11 +167,11 @@ class _Pass:
             # As the suite does, along the vocabulary as a strided axis.
             losses.append(cross_entropy(logits[None], target[None], reduction="none")[0])
             if chunk.start < count:
-                details.append(_details(logits.T.contiguous(), target, wanted.moments))
-        loss, *others = (torch.cat([*column]).cpu() for column in (losses, *zip(*details, strict=True)))
+                details.append(_details(logits.T.contiguous(), target, request.moments))
+        loss, *detail_columns = (torch.cat([*column]).cpu() for column in (losses, *zip(*details, strict=True)))
         return [
-            TokenScores(loss[own], *(column[own] for column in others if full))
-            for own, full in zip(places.split(sizes), fully, strict=True)
+            TokenScores(loss[indices], *(column[indices] for column in detail_columns if full))
+            for indices, full in zip(places.split(sizes), fully, strict=True)
         ]
 
 
@@ -192,16 +192,16 @@ def _columns(head: Head | None, states: torch.Tensor) -> torch.Tensor:
 def _details(logits: torch.Tensor, targets: torch.Tensor, moments: bool) -> list[torch.Tensor]:
     """From (tokens, vocabulary) what TokenScores has beside losses."""
     log_p = logits.log_softmax(-1)
-    found = [log_p.gather(1, targets[:, None])[:, 0], log_p.argmax(-1)]
+    details = [log_p.gather(1, targets[:, None])[:, 0], log_p.argmax(-1)]
     if moments:
         p = log_p.exp()
         mean = (p * log_p).sum(-1)
-        found += [mean, (p * log_p.square()).sum(-1) - mean.square()]
-    return found
+        details += [mean, (p * log_p.square()).sum(-1) - mean.square()]
+    return details
 
 
-def _packed(
-    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, wanted: _Wanted
+def _packed_scores(
+    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, request: _Wanted
 ) -> Iterator[_Scored]:
     """Scores from passes that read what items have in common once.
 
@@ -210,25 +210,27 @@ def _packed(
     """
     workers = max(1, min(passes_at_once(model), size // FEWEST_ITEMS))
     rows = CPU_ROWS if model.device.type == "cpu" else size
-    read = partial(_read_pack, model, head, rows=rows, wanted=wanted)
+    read = partial(_read_pack, model, head, rows=rows, request=request)
     with attending_along_paths(model), worker_pool(workers) as pool:
         yield from pool.map(read, packs(items, size // workers))
 
 
 @torch.inference_mode()  # which holds for one thread
-def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, wanted: _Wanted) -> _Scored:
+def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, request: _Wanted) -> _Scored:
     ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
     predictors = pack.predictors()
-    places = {place: number for number, place in enumerate(sorted({*chain(*predictors)}))}
-    kept = torch.tensor([*places], device=model.device)
-    keep = {"logits_to_keep": kept} if head is None and _keeps_logits(model) else {}
+    places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
+    predictor_indices = torch.tensor([*places], device=model.device)
+    keep = {"logits_to_keep": predictor_indices} if head is None and _keeps_logits(model) else {}
     with attending_by(TreeAttention(pack, rows, model.device)), input_of(head) as read:
         output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
     states = output.logits[0] if head is None else read[0][0]
-    found = _Pass(
-        pack.items, states if keep else states[kept], [[places[place] for place in row] for row in predictors]
+    forward_pass = _Pass(
+        pack.items,
+        states if keep else states[predictor_indices],
+        [[places[token_index] for token_index in row] for row in predictors],
     )
-    return pack.items, found.scores(head, wanted)
+    return pack.items, forward_pass.scores(head, request)
 
 
 def passes_at_once(model: PreTrainedModel) -> int:
@@ -238,8 +240,8 @@ def passes_at_once(model: PreTrainedModel) -> int:
     """
     kinds = {str(getattr(module, "rope_type", None)) for module in model.modules()}
     keeps = any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
-    one = keeps or model.device.type != "cpu" or is_large(weights_of(model))
-    return 1 if one else torch.get_num_threads()
+    sequential = keeps or model.device.type != "cpu" or is_large(weights_of(model))
+    return 1 if sequential else torch.get_num_threads()
 
 
 def weights_of(model: PreTrainedModel) -> int:
@@ -262,28 +264,31 @@ def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) 
     # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
     slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
     try:
-        [(read, together)] = _packed(model, head, trial, len(trial), only_losses)
+        [(read, together)] = _packed_scores(model, head, trial, len(trial), only_losses)
     except NotImplementedError:
         return False
     apart = _states_of(model, head, read).scores(head, only_losses)
-    return all((one.losses - other.losses).abs().mean() <= slack for one, other in zip(together, apart, strict=True))
+    return all(
+        (packed_scores.losses - other.losses).abs().mean() <= slack
+        for packed_scores, other in zip(together, apart, strict=True)
+    )
 
 
-def _padded(
-    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, wanted: _Wanted
+def _padded_scores(
+    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, request: _Wanted
 ) -> Iterator[_Scored]:
     """Scores from passes of ``size`` items of similar length, longest first, so that running out of memory happens
     right away."""
     ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
     for start in range(0, len(ordered), size):
         part = ordered[start : start + size]
-        yield part, _states_of(model, head, part).scores(head, wanted)
+        yield part, _states_of(model, head, part).scores(head, request)
 
 
 def logits_of(model: PreTrainedModel, item: Item) -> torch.Tensor:
     """Logits of the scored tokens of an item: (tokens, vocabulary)."""
-    found = _states_of(model, None, [item])
-    return found.states[found.rows[0][0] : found.rows[0][-1] + 1]
+    forward_pass = _states_of(model, None, [item])
+    return forward_pass.states[forward_pass.rows[0][0] : forward_pass.rows[0][-1] + 1]
 
 
 def _states_of(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> _Pass:

@@ -108,7 +108,7 @@ def cost(
     Training takes 6 operations per token and weight: 2 forward, 4 backward. What comes back is what ``options`` train.
     """
     from mpu_cli.checkpoint.writer import nbytes_of
-    from mpu_cli.client.change import delta_specs
+    from mpu_cli.client.delta import delta_specs
 
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
@@ -152,34 +152,36 @@ class ExperimentCost:
 def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
     """What each experiment costs at least; None if its model or records are not on this machine."""
     from mpu_cli.client.checks import epochs_of
-    from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted
+    from mpu_cli.experiment.modes import publication_in, rounds_of, with_merged_rounds
 
     machine = measure_machine()
     costs: list[ExperimentCost | None] = []
     read: dict[tuple[str, str, RecordFormat], int] = {}
     for experiment in experiments:
-        played = uninterrupted(experiment)
+        played = with_merged_rounds(experiment)
         published = publication_in(played, seed=bytes(32))
-        asked = played.unlearning
-        where = (played.base, asked.records.forget, asked.records.reading)
+        options = played.unlearning
+        where = (played.base, options.records.forget, options.records.reading)
         if not Path(played.base).exists():
             costs.append(None)
             continue
         try:
             model = shallow(open_model(played.base), published.omitted)
             if where not in read:
-                read[where] = training_tokens(model, asked.records.forget, asked.records.reading)
+                read[where] = training_tokens(model, options.records.forget, options.records.reading)
         except MpuError:
             costs.append(None)
             continue
-        one = cost(
-            model, machine, copies=published.copies, options=asked,
-            tokens=int(2 * epochs_of(asked) * read[where]),
+        round_cost = cost(
+            model, machine, copies=published.copies, options=options,
+            tokens=int(2 * epochs_of(options) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)
-        assert one.training_seconds is not None
+        assert round_cost.training_seconds is not None
         costs.append(
-            ExperimentCost(rounds * one.published, rounds * one.returned, rounds * one.training_seconds / 3600)
+            ExperimentCost(
+                rounds * round_cost.published, rounds * round_cost.returned, rounds * round_cost.training_seconds / 3600
+            )
         )
     return costs
 
@@ -204,11 +206,11 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
     """
-    from mpu_cli.client.change import change_of, stored_specs
     from mpu_cli.client.checks import check_options, epochs_of
+    from mpu_cli.client.datasets import encoded_sets
+    from mpu_cli.client.delta import change_of, stored_specs
     from mpu_cli.client.rate import usual_rate, with_epochs, with_rate
     from mpu_cli.client.schedule import schedule
-    from mpu_cli.client.sets import encoded_sets
     from mpu_cli.experiment.memory import largest_work, peak_memory
     from mpu_cli.models.device import device_of
     from mpu_cli.models.loading import skeleton, tokenizer_of

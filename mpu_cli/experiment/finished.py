@@ -35,7 +35,7 @@ def remember(folder: Path, experiment: Experiment, model: Path) -> None:
         write_atomically(folder / NAME, json.dumps({**facts, "model": str(model.relative_to(folder))}, indent=1) + "\n")
 
 
-def finished(folder: Path, experiment: Experiment) -> Outcome | None:
+def read_outcome(folder: Path, experiment: Experiment) -> Outcome | None:
     """The outcome of the same experiment, if ``folder`` holds it; None if that takes more than a look to find out."""
     try:
         done = json.loads((folder / NAME).read_text(encoding="utf-8"))

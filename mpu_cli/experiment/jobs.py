@@ -27,16 +27,16 @@ class Jobs:
     _places: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        for place in range(self.count):
-            self._places.put(place)
+        for slot in range(self.count):
+            self._places.put(slot)
 
     def play(self, name: str) -> dict[str, Any]:
         """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""
-        place = self._places.get()
+        slot = self._places.get()
         try:
-            ended = run_mpu([*self.command, "--cell", name], environment=self._environment(place))
+            ended = run_mpu([*self.command, "--cell", name], environment=self._environment(slot))
         finally:
-            self._places.put(place)
+            self._places.put(slot)
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / OUTPUT).write_text(ended.stderr, encoding="utf-8")
@@ -45,10 +45,10 @@ class Jobs:
         except ValueError:
             raise MpuError(ended.reason, f"{folder / OUTPUT} has all that it said") from None
 
-    def _environment(self, place: int) -> dict[str, str]:
+    def _environment(self, slot: int) -> dict[str, str]:
         import torch
 
         if devices := torch.cuda.device_count():
             allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
-            return {"CUDA_VISIBLE_DEVICES": allowed[place % devices]}
+            return {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
         return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.count))}

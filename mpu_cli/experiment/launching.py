@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.subprocesses import run_mpu
 
 
-def launched(command: str, asked: Unlearning, copy: Path, target: Path, reference_file: Path | None) -> dict[str, Any]:
+def launch_unlearning(
+    command: str, options: Unlearning, copy: Path, target: Path, reference_file: Path | None
+) -> dict[str, Any]:
     """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; what it reports with --json.
 
     Raises MpuError with what the processes said if they fail, UsageError if ``command`` cannot be started.
     """
-    resume = [] if asked.privacy.dp_epsilon is not None else ["--resume"]
-    kept = ["--reference-file", str(reference_file)] if reference_file else []
+    resume = [] if options.privacy.dp_epsilon is not None else ["--resume"]
+    reference_arguments = ["--reference-file", str(reference_file)] if reference_file else []
     # Several processes cannot look a copy over for traps; this one is the run's own.
     arguments = [
-        "unlearn", str(copy), *as_arguments(asked), *resume, *kept, "--trust-copy", "--out", str(target), "--force",
-        "--json",
+        "unlearn", str(copy), *as_arguments(options), *resume, *reference_arguments, "--trust-copy", "--out",
+        str(target), "--force", "--json",
     ]  # fmt: skip
     try:
         ended = run_mpu(arguments, launcher=shlex.split(command))
@@ -39,9 +41,9 @@ def launched(command: str, asked: Unlearning, copy: Path, target: Path, referenc
 
 def as_arguments(options: Unlearning) -> Iterator[str]:
     """The options that differ from their defaults, as they stand on the command line."""
-    known = declared(Unlearning)
+    declarations = declared_options(Unlearning)
     for name, value in flat(options).items():
-        option = known[name]
+        option = declarations[name]
         if value is None or value == option.default:
             continue
         if option.kind is bool:

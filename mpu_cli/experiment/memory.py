@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mpu_cli.client import lora
-from mpu_cli.client.change import change_of
 from mpu_cli.client.checks import PRECISIONS
+from mpu_cli.client.delta import change_of
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.optimizers import OPTIMIZERS
 from mpu_cli.client.precision import in_precision
@@ -84,7 +84,7 @@ def peak_memory(
     """
     dtype = PRECISIONS[options.training.precision]
     bare = bare or skeleton(copy)
-    trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trained(bare))
+    trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trainable_names(bare))
     weights = float(sum(p.numel() for p in bare.parameters()) * dtype.itemsize)
     if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(bare).values()]):
         weights -= sum(matrices) * (dtype.itemsize - BYTES)
@@ -94,7 +94,7 @@ def peak_memory(
     if options.lora.lora_rank is not None:
         trained, width = _factors(bare, options.lora, trained_names), FACTORS
         weights += trained * width
-    held = held_for_backward(bare, dtype, options, work, trained_names)
+    activation_bytes = held_for_backward(bare, dtype, options, work, trained_names)
     vocabulary = bare.get_output_embeddings().weight
     at_once = min(work.answers * vocabulary.shape[0], CHUNK)
     logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
@@ -105,14 +105,14 @@ def peak_memory(
         weights=weights,
         gradients=trained * width,
         state=trained * OPTIMIZERS[options.training.optim].state_bytes,
-        activations=terms * held,
+        activations=terms * activation_bytes,
         logits=logits,
     )
 
 
 def _factors(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> int:
     """How many numbers LoRA's factors have."""
-    shapes = [weight.shape for weight in lora.adapted(model, options, trained).values()]
+    shapes = [weight.shape for weight in lora.adapted_parameters(model, options, trained).values()]
     return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
 
 
@@ -124,15 +124,15 @@ def held_for_backward(
     layers = max(1, config.num_hidden_layers)
     try:
         model = _without_data(bare, dtype, options, trained)
-        held = _saved(model, work)
+        saved_bytes = _saved_tensor_bytes(model, work)
         if not checkpointing:
-            return held
+            return saved_bytes
         model.enable_input_require_grads()  # as peft does: checkpoints of frozen inputs would have no gradient
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        return _saved(model, work) + held // layers  # one layer at a time is computed again
+        return _saved_tensor_bytes(model, work) + saved_bytes // layers  # one layer at a time is computed again
     except (RuntimeError, ValueError):  # what this model computes depends on its data, such as a router's choices
-        held = by_formula(config, work, dtype)
-        return held // layers + held // KEPT_BY_LAYER if checkpointing else held
+        saved_bytes = by_formula(config, work, dtype)
+        return saved_bytes // layers + saved_bytes // KEPT_BY_LAYER if checkpointing else saved_bytes
 
 
 def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]) -> PreTrainedModel:
@@ -166,12 +166,12 @@ class _LowRank(torch.nn.Module):
 
 def _adapt(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> None:
     """LoRA on ``model``, in place; stacks of experts' matrices, which add little to what is kept, are left out."""
-    targets = lora.adapted(model, options, trained)
+    targets = lora.adapted_parameters(model, options, trained)
     model.requires_grad_(False)
     for name, weight in targets.items():
         if weight.ndim == 2:
-            place = name.removesuffix(".weight")
-            model.set_submodule(place, _LowRank(model.get_submodule(place), weight, options.rank))
+            module_name = name.removesuffix(".weight")
+            model.set_submodule(module_name, _LowRank(model.get_submodule(module_name), weight, options.rank))
 
 
 def by_formula(config: PretrainedConfig, work: Work, dtype: torch.dtype) -> int:
@@ -183,17 +183,17 @@ def by_formula(config: PretrainedConfig, work: Work, dtype: torch.dtype) -> int:
     shared = getattr(config, "num_key_value_heads", None) or heads
     experts = getattr(config, "num_experts_per_tok", None) or 1
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * width
-    kept = 6 * width + 2 * (heads + shared) * of_head + 4 * experts * inner
-    return work.rows * work.length * config.num_hidden_layers * kept * dtype.itemsize
+    elements_per_token = 6 * width + 2 * (heads + shared) * of_head + 4 * experts * inner
+    return work.rows * work.length * config.num_hidden_layers * elements_per_token * dtype.itemsize
 
 
-def _saved(model: PreTrainedModel, work: Work) -> int:
-    own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+def _saved_tensor_bytes(model: PreTrainedModel, work: Work) -> int:
+    model_storages = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved_tensors: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if _storage(tensor) not in own:
-            kept.setdefault(_storage(tensor), tensor)
+        if _storage(tensor) not in model_storages:
+            saved_tensors.setdefault(_storage(tensor), tensor)
         return tensor
 
     fakes = next(tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor))
@@ -203,7 +203,7 @@ def _saved(model: PreTrainedModel, work: Work) -> int:
         mask = torch.ones_like(ids) if work.rows > 1 else None  # one record is not padded
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     del output  # until here, what it keeps is kept
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -222,8 +222,8 @@ def way_to_fit(
         share = -(-work.answers * rows // work.rows)
         tries.append((words, changed, replace(work, rows=rows, answers=share)))
 
-    def with_training(of: Unlearning, **named: Any) -> Unlearning:
-        return replace(of, training=replace(of.training, **named))
+    def with_training(base_options: Unlearning, **named: Any) -> Unlearning:
+        return replace(base_options, training=replace(base_options.training, **named))
 
     smaller = [rows for rows in (16, 8, 4, 2, 1) if rows < work.rows]
     for rows in smaller:
@@ -249,10 +249,14 @@ def way_to_fit(
         half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
         add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
     if not options.lora.quantize and training.precision != "float64" and options.privacy.dp_epsilon is None:
-        held = replace(options.lora if options.lora.lora_rank else Lora(lora_rank=16), quantize="nf4")
+        quantized_lora = replace(options.lora if options.lora.lora_rank else Lora(lora_rank=16), quantize="nf4")
         rank = "" if options.lora.lora_rank else "--lora-rank 16 "
         words = f"{rank}--quantize nf4 --gradient-checkpointing --micro-batch-size 1 --precision bfloat16"
-        add(words, with_training(replace(checkpointing, lora=held), precision="bfloat16", micro_batch_size=1), 1)
+        add(
+            words,
+            with_training(replace(checkpointing, lora=quantized_lora), precision="bfloat16", micro_batch_size=1),
+            1,
+        )
     bare = skeleton(copy)
     for words, changed, smaller_work in tries:
         needed = peak_memory(copy, changed, objective, smaller_work, bare)

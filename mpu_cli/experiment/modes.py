@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpu_cli.checkpoint.dtypes import OPTION
-from mpu_cli.client.change import delta_specs
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset
+from mpu_cli.client.delta import delta_specs
 from mpu_cli.client.losses import ALGORITHMS
 from mpu_cli.client.rate import with_rate
 from mpu_cli.models.source import open_model
@@ -37,7 +37,7 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
         kappa=disguise.kappa,
         shared_kappa=disguise.permanent_noise,
         symmetries=disguise.symmetries,
-        omitted=disguise.omitted,
+        omitted=disguise.omitted_layers,
     )
     return MODES[experiment.mode](published)
 
@@ -67,7 +67,7 @@ def rounds_of(experiment: Experiment) -> int:
     return ALGORITHMS[experiment.unlearning.algo].rounds if experiment.rounds is None else experiment.rounds
 
 
-def uninterrupted(experiment: Experiment) -> Experiment:
+def with_merged_rounds(experiment: Experiment) -> Experiment:
     """``experiment`` as it is played: what is clean has one round with all epochs."""
     if experiment.mode != "clean":
         return experiment
@@ -77,11 +77,11 @@ def uninterrupted(experiment: Experiment) -> Experiment:
 
 def with_one_rate(experiment: Experiment, data: Dataset) -> Experiment:
     """``experiment`` with a number for the learning rate, the same in every mode: from the steps of all rounds."""
-    asked = experiment.unlearning
-    if asked.training.lr != AUTO:
+    unlearning = experiment.unlearning
+    if unlearning.training.lr != AUTO:
         return experiment
-    epochs, size = rounds_of(experiment) * epochs_of(asked), asked.training.batch_size
-    specs = delta_specs(open_model(experiment.base), asked)
+    epochs, size = rounds_of(experiment) * epochs_of(unlearning), unlearning.training.batch_size
+    specs = delta_specs(open_model(experiment.base), unlearning)
     trained = sum(math.prod(shape) for _, shape in specs.values())
-    training = with_rate(asked, trained, epochs * -(-len(data.forget) // size))
-    return replace(experiment, unlearning=replace(asked, training=training))
+    training = with_rate(unlearning, trained, epochs * -(-len(data.forget) // size))
+    return replace(experiment, unlearning=replace(unlearning, training=training))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG
 from mpu_cli.experiment.modes import publication_in, rounds_of
 from mpu_cli.models.source import Model, open_model
-from mpu_cli.options.declare import declared, flat
+from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Copies
 from mpu_cli.options.unlearning import Unlearning
@@ -43,7 +43,7 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
             # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return
-        if changed := list(differences(_compared(before), _compared(facts))):
+        if changed := list(differences(_decisive_facts(before), _decisive_facts(facts))):
             raise MpuError(
                 f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
             )
@@ -52,7 +52,7 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
     write_atomically(document, text)
 
 
-def _compared(facts: Mapping[str, object]) -> dict[str, object]:
+def _decisive_facts(facts: Mapping[str, object]) -> dict[str, object]:
     """What of a run's facts decides its result; a run may be resumed under others."""
     return {name: value for name, value in facts.items() if name not in ("hardware", "versions", "without_effect")}
 
@@ -61,18 +61,20 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     """What is needed to repeat the run."""
     options = flat(replace(experiment, rounds=rounds_of(experiment)))
     # Of models and records the contents count, below; of the noise what it amounts to, in "published".
-    elsewhere = {"base", "pretrained", *declared(Copies), *declared(Unlearning)}
-    known = declared(Experiment)
-    decided = {name: value for name, value in options.items() if known[name].affects_result and name not in elsewhere}
+    elsewhere = {"base", "pretrained", *declared_options(Copies), *declared_options(Unlearning)}
+    declarations = declared_options(Experiment)
+    decided = {
+        name: value for name, value in options.items() if declarations[name].affects_result and name not in elsewhere
+    }
     decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
-    of, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
+    publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
     published = {
-        "noise": {"kind": of.scheme.kind, "factors": of.scheme.factors}, "kappa": of.kappa,
-        "shared_kappa": of.shared_kappa, "symmetries": of.symmetries, "omitted": of.omitted,
+        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors}, "kappa": publication.kappa,
+        "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries, "omitted": publication.omitted,
     }  # fmt: skip
 
     def digest(records: Sequence[Record]) -> str:
-        rows = [asdict(record) | {"place": ""} for record in records]
+        rows = [record.content for record in records]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
     sets = {"forget": data.forget, "retain": data.retain, "few_shot": data.few_shot}
@@ -85,7 +87,9 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
                 "published": published,
                 "base": identity_of(open_model(experiment.base)).fingerprint,
                 "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,
-                "records": {name: {"count": len(of), "sha256": digest(of)} for name, of in sets.items()}
+                "records": {
+                    name: {"count": len(record_set), "sha256": digest(record_set)} for name, record_set in sets.items()
+                }
                 | {"alternates": hashlib.sha256(json.dumps(list(data.alternates)).encode()).hexdigest()},
                 "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
                 "hardware": {

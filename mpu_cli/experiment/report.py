@@ -20,7 +20,7 @@ from mpu_cli.evaluation.results import best, goal, main_metrics
 from mpu_cli.experiment.tables import (
     BEFORE,
     FIXED,
-    OTHERS,
+    LITERATURE,
     RELEARNING,
     REPEATS,
     RESULTS,
@@ -53,8 +53,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         raise MpuError(f"{folder}: has no {RESULTS}, or an empty one", "pass the folder of a sweep")
     try:
         latest = {str(line["name"]): line for line in lines}
-        known = [line for line in latest.values() if isinstance(line["metrics"], dict)]
-        return sorted(known, key=lambda line: [*MODES, line.get("mode")].index(line.get("mode")))
+        evaluated_lines = [line for line in latest.values() if isinstance(line["metrics"], dict)]
+        return sorted(evaluated_lines, key=lambda line: [*MODES, line.get("mode")].index(line.get("mode")))
     except (KeyError, TypeError) as error:
         raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
 
@@ -72,7 +72,7 @@ def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """What the sweeps showed beside their own results, each once. Raises MpuError if it is damaged."""
-    lines = [line for folder in folders for line in read_lines(folder / OTHERS, "run the sweep again")]
+    lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
     return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
 
 
@@ -83,28 +83,28 @@ def write_report(
     metrics: Sequence[str] | None = None,
     over: Sequence[str] | None = None,
     *,
-    others: Sequence[Line] = (),
+    published: Sequence[Line] = (),
     force: bool = False,
 ) -> None:
-    """Write the page; ``others`` are lines of what others measured, which stand beside.
+    """Write the page; ``published`` are lines of what others measured, which stand beside.
 
     Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes.
     """
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = list(metrics or main_metrics(had))
     repeats = [name for name in REPEATS if any(name in line for line in lines)] if over is None else list(over)
-    beside = [*lines, *others]
+    beside = [*lines, *published]
     tables = pivot(beside, names, None, over)
     parts = [
         f"<p>{len(lines)} experiments, {sum(line.get('seconds') or 0 for line in lines) / 60:.0f} minutes of work "
         "without evaluation. Bold: best of its row. Where runs are averaged, ± is half of the 95 % interval.</p>"
     ]
-    for mode, found in degradation(beside, names).items():
-        parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(found)]
+    for mode, mode_distances in degradation(beside, names).items():
+        parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(mode_distances)]
     for name, (head, *rows) in tables.items():
         parts += [
             f"<h2>{html.escape(name)}</h2>",
-            html_table(head, [_marked(head, r, name) for r in rows], escape=False),
+            html_table(head, [_html_row(head, r, name) for r in rows], escape=False),
         ]
     forgetting = next((name for name in FORGETTING if name in had), None)
     utility = next((name for name in UTILITY if name in had), None)
@@ -126,15 +126,15 @@ def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[
     curves: list[tuple[str, str, Sequence[Mapping[str, Any]]]] = []
     same: dict[str, Sequence[Mapping[str, Any]]] = {}
     for line in lines:
-        own = dict(line.get(RELEARNING) or {})
-        if after := own.pop("after", None):
+        line_curves = dict(line.get(RELEARNING) or {})
+        if after := line_curves.pop("after", None):
             label = " ".join(str(value) for name, value in line.items() if name not in FIXED) or str(line["name"])
             curves.append((label, PALETTE[len(curves) % len(PALETTE)], after))
-        same |= own
+        same |= line_curves
     return [*curves, *((label, "#000000" if label == BEFORE else "#777777", curve) for label, curve in same.items())]
 
 
-def _marked(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
+def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
     """``row`` as HTML, with the best value in bold; axes and distances do not compete."""
     values: list[float | None] = []
     for name, cell in zip(head, row, strict=True):
@@ -154,10 +154,10 @@ def _number(text: str) -> float | None:
 def _mean(lines: Sequence[Line], metric: str) -> tuple[float, float] | None:
     """The mean of a metric and half of its 95 % interval (0 for a single run); None if no run has it."""
     values = [line["metrics"].get(metric) for line in lines]
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    if not known:
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if not numbers:
         return None
-    return statistics.fmean(known), half_interval(known) if len(known) > 1 else 0.0
+    return statistics.fmean(numbers), half_interval(numbers) if len(numbers) > 1 else 0.0
 
 
 def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> None:
@@ -165,8 +165,8 @@ def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> 
     algorithms = list(dict.fromkeys(str(line.get("algo", "")) for line in lines))
     modes = list(dict.fromkeys(str(line.get("mode", "mpu")) for line in lines))
     for (i, algo), mode in itertools.product(enumerate(algorithms), modes):
-        own = [line for line in lines if line.get("algo", "") == algo and line.get("mode", "mpu") == mode]
-        x, y = _mean(own, utility), _mean(own, forgetting)
+        runs = [line for line in lines if line.get("algo", "") == algo and line.get("mode", "mpu") == mode]
+        x, y = _mean(runs, utility), _mean(runs, forgetting)
         if x and y:
             colour, filled = MODES.get(mode, (PALETTE[3], "full"))
             axes.errorbar(
@@ -182,7 +182,7 @@ def _numeric_axes(lines: Sequence[Line], repeats: Sequence[str]) -> list[str]:
     """Options with numbers for values, of which the sweep has several."""
     names = dict.fromkeys(name for line in lines for name in line if name not in (*FIXED, *repeats))
     values = {name: {line[name] for line in lines if isinstance(line.get(name), int | float)} for name in names}
-    return [name for name, known in values.items() if len(known) > 1]
+    return [name for name, numbers in values.items() if len(numbers) > 1]
 
 
 def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str]) -> Callable[[Axes], None]:
@@ -196,20 +196,22 @@ def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str
         groups.setdefault(group(line), []).append(line)
 
     def draw(axes: Axes) -> None:
-        for i, (names, own) in enumerate(groups.items()):
+        for i, (names, group_lines) in enumerate(groups.items()):
             facts: Mapping[str, str] = dict(names)
             label = " ".join(value for value in facts.values() if value != "default")
             colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
             style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
-            places = sorted({line[axis] for line in own if isinstance(line.get(axis), int | float)})
-            points = [(x, found) for x in places if (found := _mean([c for c in own if c.get(axis) == x], metric))]
+            places = sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)})
+            points = [
+                (x, mean) for x in places if (mean := _mean([c for c in group_lines if c.get(axis) == x], metric))
+            ]
             if points:
                 axes.errorbar(
                     [x for x, _ in points], [y for _, (y, _) in points], yerr=[half for _, (_, half) in points],
                     marker=MARKERS[i % len(MARKERS)], fillstyle=filled, capsize=2, **style,
                 )  # fmt: skip
-            elif found := _mean(own, metric):
-                axes.axhline(found[0], **style)
+            elif mean := _mean(group_lines, metric):
+                axes.axhline(mean[0], **style)
         axes.set_xlabel(axis)
         axes.set_ylabel(metric)
         if axis == "kappa":

@@ -32,8 +32,8 @@ from mpu_cli.client.tag import client_secret
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.experiment.finished import LOG, Outcome, remember
-from mpu_cli.experiment.launching import launched
-from mpu_cli.experiment.modes import publication_in, rounds_of, uninterrupted, with_one_rate
+from mpu_cli.experiment.launching import launch_unlearning
+from mpu_cli.experiment.modes import publication_in, rounds_of, with_merged_rounds, with_one_rate
 from mpu_cli.experiment.provenance import begin, facts_of, identity_of
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
@@ -80,7 +80,7 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     if experiment.server_rate.probe:
         columns = parse_columns(experiment.server_rate.probe_columns)
         read_records(experiment.server_rate.probe, columns=columns)  # before the work
-    played = uninterrupted(with_one_rate(experiment, data))
+    played = with_merged_rounds(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
@@ -124,8 +124,8 @@ class _Rounds:
     def play(self) -> Path:
         """All rounds that are not done yet; the last round's model."""
         unfinished = ("round_*/.*.partial", "round_*/deltas/.*.partial", "round_*/outbox", "references/.*.partial")
-        for place in unfinished:
-            for path in self.server.parent.glob(f"*/{place}"):
+        for pattern in unfinished:
+            for path in self.server.parent.glob(f"*/{pattern}"):
                 shutil.rmtree(path)  # left by a run that was killed
         done = [number for number in range(1, self.count + 1) if self.model(number).exists()]
         model = str(self.model(done[-1])) if done else self.experiment.base
@@ -154,14 +154,14 @@ class _Rounds:
         Raises MpuError if those of the first one do.
         """
         least = self.experiment.min_cosine
-        told = next(line for line in reversed(self.log.lines) if line["step"] == "aggregate")
-        if least is None or told["round"] != number or not told["smallest_pairwise_cosine"] < least:
+        entry = next(line for line in reversed(self.log.lines) if line["step"] == "aggregate")
+        if least is None or entry["round"] != number or not entry["smallest_pairwise_cosine"] < least:
             return False
-        found = f"cosine between copies {told['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
+        reason = f"cosine between copies {entry['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
         if number == 1:
-            raise MpuError(f"round 1: {found}", "lower --kappa or --lr, or use --optim adamw-blockwise")
-        self.log.add("stop", round=number, smallest_pairwise_cosine=told["smallest_pairwise_cosine"])
-        self.observer.note(f"round {number}: {found}; the result is that of round {number - 1}")
+            raise MpuError(f"round 1: {reason}", "lower --kappa or --lr, or use --optim adamw-blockwise")
+        self.log.add("stop", round=number, smallest_pairwise_cosine=entry["smallest_pairwise_cosine"])
+        self.observer.note(f"round {number}: {reason}; the result is that of round {number - 1}")
         return True
 
 
@@ -196,7 +196,7 @@ class _Round:
         target = Target(
             outbox,
             self.server / "keys.bin",
-            lambda keys: seal(keys, [known.to_public() for known in identities]),
+            lambda keys: seal(keys, [identity.to_public() for identity in identities]),
             force=True,
         )
         public = open_model(pretrained) if pretrained else None
@@ -217,13 +217,15 @@ class _Round:
 
     def _publication(self) -> Publication:
         """This round's publication, the same for each of its copies."""
-        given = self.experiment.secret_seed
-        seed, name = new_seed() if given is None else seed_from_number(given), ""
+        secret_seed = self.experiment.secret_seed
+        seed, name = new_seed() if secret_seed is None else seed_from_number(secret_seed), ""
         if (self.server / "keys.bin").exists():  # another copy of this round was published already
             keys = self._keys()
             seed, name = keys.publication.seed, keys.run
-        elif (first := self.rounds.server / "round_1" / "keys.bin").exists():
-            name = unseal(first, self.rounds.identities).run  # one run is a whole request, however many rounds it has
+        elif (first_keys_path := self.rounds.server / "round_1" / "keys.bin").exists():
+            name = unseal(
+                first_keys_path, self.rounds.identities
+            ).run  # one run is a whole request, however many rounds it has
         return publication_in(self.experiment, seed=seed, run=name, number=self.number)
 
     def _keys(self) -> Keys:
@@ -231,36 +233,40 @@ class _Round:
 
     def _unlearn(self, k: int, copy: Path) -> None:
         target = self.client / "deltas" / f"copy_{k}.safetensors"
-        asked = self.experiment.unlearning
+        unlearning = self.experiment.unlearning
         reference_file = None
-        if self.experiment.loss_reference == "original" and self.rounds.count > 1 and refers_back(check_options(asked)):
+        if (
+            self.experiment.loss_reference == "original"
+            and self.rounds.count > 1
+            and refers_back(check_options(unlearning))
+        ):
             reference_file = self.rounds.references / f"copy_{k}.safetensors"
         started = time.monotonic()
         if self.experiment.launch:
-            told = launched(self.experiment.launch, asked, copy, target, reference_file)
+            report = launch_unlearning(self.experiment.launch, unlearning, copy, target, reference_file)
         else:
             result = unlearn(
                 open_model(str(copy)),
                 self.rounds.data,
-                asked,
+                unlearning,
                 target=target,
                 force=True,
-                logging=Logging(resume=asked.privacy.dp_epsilon is None),
+                logging=Logging(resume=unlearning.privacy.dp_epsilon is None),
                 reference_file=reference_file,
                 secret=lambda: client_secret(self.rounds.client / "client.key"),
                 observer=Within(WarningsOnly(self.observer), f"copy {k}"),
             )
             losses = [asdict(step) for step in result.steps]
-            told = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
-        if told["privacy"]:
-            self.observer.note(f"copy {k}: privacy spent on each record: ε = {told['privacy']['epsilon']:.3g}")
-        for warning in told["warnings"]:
+            report = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
+        if report["privacy"]:
+            self.observer.note(f"copy {k}: privacy spent on each record: ε = {report['privacy']['epsilon']:.3g}")
+        for warning in report["warnings"]:
             self.observer.warn(f"copy {k}: {warning}")
-        steps = told["steps"]
+        steps = report["steps"]
         self.rounds.log.add(
-            "unlearn", round=self.number, copy=k, steps=len(steps), norm=told["norm"],
+            "unlearn", round=self.number, copy=k, steps=len(steps), norm=report["norm"],
             **({"first": steps[0], "last": steps[-1]} if steps else {}),
-            **({"privacy": told["privacy"]} if told["privacy"] else {}),
+            **({"privacy": report["privacy"]} if report["privacy"] else {}),
             seconds=round(time.monotonic() - started, 3), bytes=target.stat().st_size if target.is_file() else None,
         )  # fmt: skip
 
@@ -300,7 +306,7 @@ def _survival(published: Published) -> dict[str, object]:
         return math.fsum(value(block.copies[0]) * block.weights for block in blocks) / weights
 
     return {
-        "noise_asked": math.sqrt(mean(lambda copy: copy.asked**2)),
+        "noise_asked": math.sqrt(mean(lambda copy: copy.requested**2)),
         "noise_survived": math.sqrt(mean(lambda copy: copy.survived**2)),
         "weights_unchanged": mean(lambda copy: copy.unchanged),
     }

@@ -30,10 +30,10 @@ from typing import Any
 from mpu_cli.client.checks import check_options
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.evaluation.attack_metrics import RELEARNED
 from mpu_cli.evaluation.benchmarks import Benchmark, benchmark_of
 from mpu_cli.evaluation.evaluate import choose, evaluate
 from mpu_cli.evaluation.metrics import Metric
-from mpu_cli.evaluation.recovered import RELEARNED
 from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.modes import publication_in
@@ -43,7 +43,7 @@ from mpu_cli.experiment.tables import BEFORE, RELEARNING, RESULTS
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
-from mpu_cli.options.declare import declared, flat, from_flat
+from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.resumption import alone_beside, append_line, read_lines
@@ -90,12 +90,12 @@ class Cell:
     def measuring(self) -> Measuring:
         """Options of eval; where [eval] does not say, records are measured as they were trained."""
         trained = flat(self.experiment)
-        given = {name: trained[name] for name in AS_TRAINED} | self.evaluation
-        given.pop(RETAIN_MODEL, None)  # its log is made first
-        if given.get("benchmark") == "qa":
-            own = {name: trained[name] for name in ("forget", "retain") if Path(str(trained[name])).exists()}
-            given = own | given
-        return from_flat(Measuring, given)
+        options = {name: trained[name] for name in AS_TRAINED} | self.evaluation
+        options.pop(RETAIN_MODEL, None)  # its log is made first
+        if options.get("benchmark") == "qa":
+            record_files = {name: trained[name] for name in ("forget", "retain") if Path(str(trained[name])).exists()}
+            options = record_files | options
+        return from_flat(Measuring, options)
 
 
 def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> list[Cell]:
@@ -153,28 +153,30 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
     ]
     named = []
     for cell in cells:
-        shown = {name: cell.options.get(name, _default(name)) for name in axes if name not in _ignored(cell.options)}
+        shown = {
+            name: cell.options.get(name, _default(name)) for name in axes if name not in _ignored_options(cell.options)
+        }
         shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
         named.append(replace(cell, varied={k: "default" if v in (None, ()) else v for k, v in shown.items()}))
     return named
 
 
-def _ignored(options: Mapping[str, object]) -> tuple[str, ...]:
+def _ignored_options(options: Mapping[str, object]) -> tuple[str, ...]:
     return IGNORED.get(str(options.get("mode", "mpu")), ())
 
 
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:
-    ignored = _ignored(options)
-    kept = {name: value for name, value in options.items() if name not in ignored}
-    from_flat(Experiment, kept, f"{path}: ")
-    shown = {name: kept[name] for name in varied if name in kept}
+    ignored = _ignored_options(options)
+    effective_options = {name: value for name, value in options.items() if name not in ignored}
+    from_flat(Experiment, effective_options, f"{path}: ")
+    shown = {name: effective_options[name] for name in varied if name in effective_options}
     parts = [re.sub(r"[^\w.]+", "_", str(value)).strip("_.") for value in shown.values()]
-    return Cell("-".join(parts) or "run", kept, dict(evaluation), shown)
+    return Cell("-".join(parts) or "run", effective_options, dict(evaluation), shown)
 
 
 def _default(name: str) -> object:
-    known = declared(Experiment)[name]
-    return None if known.required else known.default
+    declaration = declared_options(Experiment)[name]
+    return None if declaration.is_required else declaration.default
 
 
 def _digest(cell: Cell) -> str:
@@ -202,8 +204,12 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     results = folder / RESULTS
-    kept = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
-    done = {cell.name: kept[cell.name] for cell in cells if kept.get(cell.name, {}).get("digest") == _digest(cell)}
+    stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
+    done = {
+        cell.name: stored_lines[cell.name]
+        for cell in cells
+        if stored_lines.get(cell.name, {}).get("digest") == _digest(cell)
+    }
     failed: dict[str, MpuError] = {}
 
     telling = Lock()
@@ -229,12 +235,12 @@ def sweep(
 
 def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
     """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
-    own, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
-    cell = _with_retain_log(cell, folder, own)
-    before = _before(cell, folder, own)
+    cell_observer, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
+    cell = _with_retain_log(cell, folder, cell_observer)
+    before = _before(cell, folder, cell_observer)
     forms = {BEFORE: before} | _retain_forms(cell)
-    outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, own)
-    forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", own)
+    outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, cell_observer)
+    forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
     return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": _values(forms["after"]),
@@ -247,7 +253,11 @@ def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
 
 def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, object]:
     """How fast what was forgotten is learned again, of each model: "after", "before" and "retain model"."""
-    curves = {of: own[RELEARNED]["curve"] for of, own in forms.items() if "curve" in own.get(RELEARNED, {})}
+    curves = {
+        model_name: metrics[RELEARNED]["curve"]
+        for model_name, metrics in forms.items()
+        if "curve" in metrics.get(RELEARNED, {})
+    }
     return {RELEARNING: curves} if curves else {}
 
 
@@ -258,8 +268,8 @@ def _retain_forms(cell: Cell) -> dict[str, Mapping[str, Any]]:
 
 def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
     """The cell's metrics of the model before unlearning, measured once for all cells that agree on how."""
-    asked = json.dumps([cell.experiment.base, flat(cell.measuring)], sort_keys=True, default=str)
-    out = folder / f"{BEFORE}-{hashlib.sha256(asked.encode()).hexdigest()[:6]}.json"
+    cache_key = json.dumps([cell.experiment.base, flat(cell.measuring)], sort_keys=True, default=str)
+    out = folder / f"{BEFORE}-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
     with alone_beside(out, observer):
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))["metrics"]
@@ -271,19 +281,19 @@ def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
     model = cell.evaluation.get(RETAIN_MODEL)
     if model is None:
         return cell
-    asked = json.dumps([model, flat(cell.measuring)], sort_keys=True, default=str)
-    log = folder / f"retain-{hashlib.sha256(asked.encode()).hexdigest()[:6]}.json"
+    cache_key = json.dumps([model, flat(cell.measuring)], sort_keys=True, default=str)
+    log = folder / f"retain-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
     if not log.exists():
         observer.note(f"measuring {model}, the retain model")
         benchmark = benchmark_of(cell.measuring, None)
-        wanted = [*cell.measuring.metrics, *LOGGED] if cell.measuring.metrics else []
-        options = replace(cell.measuring, metrics=tuple(name for name in wanted if name in benchmark.metrics))
+        metric_names = [*cell.measuring.metrics, *LOGGED] if cell.measuring.metrics else []
+        options = replace(cell.measuring, metrics=tuple(name for name in metric_names if name in benchmark.metrics))
         evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
     evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
     return replace(cell, evaluation={**evaluation, "retain_log": str(log)})
 
 
-def measured(cells: Sequence[Cell]) -> list[str]:
+def sweep_metric_names(cells: Sequence[Cell]) -> list[str]:
     """The names of all metrics that ``cells`` will have. Raises MpuError or UsageError for what cannot be measured."""
     names: dict[str, None] = {}
     for cell in cells:

@@ -22,7 +22,7 @@ FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_round
          "error_estimate", "seconds", BEFORE, RELEARNING)  # fmt: skip
 RESULTS = "results.jsonl"  # of a sweep's folder
 PUBLISHED = "published"  # how the mode of what others measured begins
-OTHERS = "published.jsonl"  # of a sweep's folder: what others measured
+LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
 COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95
@@ -55,22 +55,22 @@ def pivot(
     compared = [head for head in heads if _clean_of(head) in heads] if across == "mode" else []
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
     # A place that omits an axis gets no row of its own if others fill it in.
-    rows = [place for place in places if not any(_covers(place, other) for other in places)]
-    told = [BEFORE] if any(line.get(BEFORE) for line in lines) else []
-    changed = [head for head in compared if told and not _is_published(head)]
+    rows = [row for row in places if not any(_covers(row, other) for other in places)]
+    before_columns = [BEFORE] if any(line.get(BEFORE) for line in lines) else []
+    changed = [head for head in compared if before_columns and not _is_published(head)]
     distances = [f"{head}: % from clean" for head in compared]
     distances += [f"{head}: % of clean's change" for head in changed]
     tables = {}
     for metric in metrics:
-        table = [[*down, *told, *map(str, heads), *distances]]
+        table = [[*down, *before_columns, *map(str, heads), *distances]]
         for row in rows:
             where = dict(zip(down, row, strict=True))
             here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
-            before = [_value(line, metric, BEFORE) for own in here.values() for line in own]
-            cells = [_text([*dict.fromkeys(before)]) for _ in told]
+            before = [_value(line, metric, BEFORE) for column_lines in here.values() for line in column_lines]
+            cells = [_text([*dict.fromkeys(before)]) for _ in before_columns]
             cells += [_text([_value(line, metric) for line in here[head]]) for head in heads]
             apart = {h: _distances(here[h], here[_clean_of(h)], metric, repeats) for h in compared}
-            cells += [_text([each.percent for each in own]) for own in apart.values()]
+            cells += [_text([each.percent for each in column_distances]) for column_distances in apart.values()]
             cells += [_text([each.of_change for each in apart[head]]) for head in changed]
             table.append([*("–" if value is None else str(value) for value in row), *cells])
         tables[metric] = table
@@ -98,7 +98,7 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
     clean = [line for line in lines if line.get("mode") == "clean"]
     # Doing nothing is a mode, too.
     lines = [*lines, *({**line, "mode": BEFORE, "metrics": line[BEFORE]} for line in clean if line.get(BEFORE))]
-    found: dict[str, dict[str, Distance]] = {}
+    mode_distances: dict[str, dict[str, Distance]] = {}
     modes = dict.fromkeys(str(line.get("mode", "clean")) for line in lines)
     for mode in (mode for mode in modes if _clean_of(mode) in modes):
         clean = [line for line in lines if line.get("mode") == _clean_of(mode)]
@@ -109,8 +109,8 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
                 distances = [d for line in runs for d in _distances([line], clean, metric, [*_axes(line)])]
                 means += [_mean(distances)] if distances else []
             if means:
-                found.setdefault(mode, {})[metric] = replace(_mean(means), count=len(means))
-    return found
+                mode_distances.setdefault(mode, {})[metric] = replace(_mean(means), count=len(means))
+    return mode_distances
 
 
 def _is_published(mode: object) -> bool:
@@ -128,12 +128,12 @@ def _mean(distances: Sequence[Distance]) -> Distance:
     return Distance(statistics.fmean(each.percent for each in distances), statistics.fmean(shares) if shares else None)
 
 
-def sentences(found: Mapping[str, Distance]) -> list[str]:
+def sentences(distances: Mapping[str, Distance]) -> list[str]:
     """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
     said = []
-    for count in dict.fromkeys(distance.count for distance in found.values()):
+    for count in dict.fromkeys(distance.count for distance in distances.values()):
         parts = []
-        for metric, distance in found.items():
+        for metric, distance in distances.items():
             if distance.count == count:
                 share = "" if distance.of_change is None else f", {_percent(distance.of_change)} of clean's change"
                 parts.append(f"{_percent(distance.percent)}{share} ({metric})")
@@ -168,14 +168,14 @@ def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeat
     return distances
 
 
-def _value(line: Line, metric: str, of: str = "metrics") -> float | None:
-    value = (line.get(of) or {}).get(metric)
+def _value(line: Line, metric: str, key: str = "metrics") -> float | None:
+    value = (line.get(key) or {}).get(metric)
     return value if isinstance(value, int | float) else None
 
 
-def _covers(place: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether ``other`` sets everything that ``place`` does, and more."""
-    return place != other and all(mine in (None, theirs) for mine, theirs in zip(place, other, strict=True))
+def _covers(row: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether ``other`` sets everything that ``row`` does, and more."""
+    return row != other and all(mine in (None, theirs) for mine, theirs in zip(row, other, strict=True))
 
 
 def _text(values: Sequence[float | None]) -> str:
@@ -195,7 +195,7 @@ def half_interval(values: Sequence[float]) -> float:
     return float(quantile * statistics.stdev(values) / math.sqrt(len(values)))
 
 
-def markdown(table: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(table: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table whose first row is its header."""
     head, *rows = [f"| {' | '.join(cells)} |" for cells in table]
     return [head, "|" + "---|" * len(table[0]), *rows]

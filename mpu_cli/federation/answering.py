@@ -24,7 +24,7 @@ from mpu_cli.checkpoint.transaction import STOPPING
 from mpu_cli.client.checks import check_options, refers_back
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.ledger import default_ledger_path
-from mpu_cli.client.outcome import Result
+from mpu_cli.client.outcome import UnlearningResult
 from mpu_cli.client.tag import client_secret, default_secret_path
 from mpu_cli.client.unlearn import unlearn
 from mpu_cli.errors import MpuError, Stopped, first_line
@@ -40,7 +40,7 @@ ENDING = 10.0  # seconds that a process has to clean up before it is killed
 
 
 @dataclass(frozen=True)
-class Task:
+class CopyTask:
     """A copy by its name in the spool, where it lies, and where its delta and reference probabilities belong."""
 
     copy: str
@@ -54,7 +54,7 @@ class Answered:
     """Which copy it was, and the training; None if its delta was there already."""
 
     origin: CopyManifest
-    result: Result | None
+    result: UnlearningResult | None
 
 
 class Answering:
@@ -66,9 +66,9 @@ class Answering:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
-    def answer(self, task: Task) -> Answered:
+    def answer(self, task: CopyTask) -> Answered:
         """Unlearn on a copy. Raises MpuError if that fails, whatever the reason."""
-        pipe = self._started()
+        pipe = self._connect_process()
         ends = time.monotonic() + self._seconds
         observer = Within(self._observer, task.copy)
         try:
@@ -113,7 +113,7 @@ class Answering:
             code = process.wait()
         return signal.strsignal(-code) or "killed" if code < 0 else f"status {code}"
 
-    def _started(self) -> Connection:
+    def _connect_process(self) -> Connection:
         if self._process is None or self._pipe is None or self._process.poll() is not None:
             # Not multiprocessing's own way: its processes import from the current folder, which may be the spool.
             self._pipe, other = Pipe()
@@ -162,7 +162,7 @@ def serve() -> None:
             _limit_memory()
         sys.stdout = sys.stderr  # results are the parent's to print
         while True:
-            task: Task = pipe.recv()
+            task: CopyTask = pipe.recv()
             try:
                 pipe.send(("done", _answer(task, data, options, checks, _Reporting(pipe))))
             except MpuError as error:
@@ -176,7 +176,7 @@ def serve() -> None:
             signal.signal(number, signal.SIG_IGN)  # it is ending
 
 
-def _answer(task: Task, data: Dataset, options: Unlearning, checks: Checks, observer: Observer) -> Answered:
+def _answer(task: CopyTask, data: Dataset, options: Unlearning, checks: Checks, observer: Observer) -> Answered:
     model = open_model(str(task.arrived), links=False)
     origin = read_copy_manifest(task.arrived, model.checkpoint.metadata)
     if origin is None or task.copy != f"{origin.run}/round_{origin.round}/copy_{origin.copy}":

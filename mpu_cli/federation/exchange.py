@@ -15,7 +15,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from mpu_cli.errors import MpuError
-from mpu_cli.federation.messages import Value, about, packed, pieces
+from mpu_cli.federation.messages import Value, about, message_content, pieces
 
 LOOK = 0.3  # seconds between looks for replies
 CARRYING = 2  # messages with pieces under way at once: the SuperLink holds them in memory
@@ -23,7 +23,7 @@ PAUSE = 5.0  # seconds before a request that failed is sent again
 RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and after how many of them to stop
 
 
-def shown(text: object) -> str:
+def printable_excerpt(text: object) -> str:
     """What another party sent, as text for a log: one line, without control characters, cut."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:300])
 
@@ -51,7 +51,9 @@ def word(reply: Reply, name: str, allowed: Sequence[str]) -> str:
     """One of the ``allowed`` words. Raises MpuError for anything else."""
     value = reply.values.get(name)
     if value not in allowed:
-        raise MpuError(f"a courier answered {shown(value)!r} where one of {', '.join(allowed)} was expected")
+        raise MpuError(
+            f"a courier answered {printable_excerpt(value)!r} where one of {', '.join(allowed)} was expected"
+        )
     return str(value)
 
 
@@ -134,7 +136,7 @@ class Exchange:
                 each = running[number]
                 each.messages.remove(sent)
                 if message.has_error():
-                    why = f"error {message.error.code}: {shown(message.error.reason)}"
+                    why = f"error {message.error.code}: {printable_excerpt(message.error.reason)}"
                     each.raised += message.error.code == RAISED
                     if each.raised == ENOUGH:
                         self._give_up(number, f"its courier cannot answer ({why})", running, failures)
@@ -144,7 +146,7 @@ class Exchange:
                 try:
                     reply = Reply(about(message.content), pieces(message.content))
                 except (KeyError, ValueError, TypeError, AttributeError) as error:
-                    self._give_up(number, f"its reply cannot be read ({shown(error)})", running, failures)
+                    self._give_up(number, f"its reply cannot be read ({printable_excerpt(error)})", running, failures)
                     continue
                 self._late.update(each.messages)
                 self._advance(number, each.job, each.owner, reply, running, failures)
@@ -170,11 +172,11 @@ class Exchange:
         except MpuError as error:
             running.pop(number, None)
             failures.append((owner, error))
-            self.say(f"{owner}: {shown(error.problem)}")
+            self.say(f"{owner}: {printable_excerpt(error.problem)}")
             return
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
             # What a courier answers is whatever its owner, or somebody who broke in there, wants.
-            why = f"its reply cannot be used ({type(error).__name__}: {shown(error)})"
+            why = f"its reply cannot be used ({type(error).__name__}: {printable_excerpt(error)})"
             self._give_up(number, why, running, failures, owner)
             return
         running[number] = _Running(job, owner, request, time.monotonic())
@@ -192,7 +194,7 @@ class Exchange:
         if node is None:
             each.due = time.monotonic() + PAUSE
             return
-        content = packed(
+        content = message_content(
             {"kind": each.request.kind, "copy": each.request.copy, **each.request.values}, each.request.data
         )
         [message] = self.grid.push_messages([Message(content, dst_node_id=node, message_type="query")])

@@ -11,7 +11,7 @@ Value = Any  # str, int, or a list of one of them
 ABOUT, PIECES = "about", "pieces"
 
 
-def packed(about: Mapping[str, Value], pieces: Sequence[bytes] = ()) -> RecordDict:
+def message_content(about: Mapping[str, Value], pieces: Sequence[bytes] = ()) -> RecordDict:
     """A message's content. Pieces are arrays, which Flower streams; a value would be sent in one body."""
     content = RecordDict({ABOUT: ConfigRecord(dict(about))})
     if pieces:

@@ -31,8 +31,8 @@ from flwr.serverapp import Grid, ServerApp
 from mpu_cli.boundary.files import private_folder
 from mpu_cli.checkpoint.reader import INDEX_NAME, open_checkpoint
 from mpu_cli.errors import MpuError
-from mpu_cli.federation.exchange import Exchange, Job, Reply, Request, shown, table, word
-from mpu_cli.federation.spool import COPY, DELTA, SHARD, checked, digest_of, files_of
+from mpu_cli.federation.exchange import Exchange, Job, Reply, Request, printable_excerpt, table, word
+from mpu_cli.federation.spool import COPY, DELTA, SHARD, digest_of, files_of, validate_name
 from mpu_cli.manifest import MANIFEST_NAME, delta_manifest
 from mpu_cli.resumption import alone_in, write_atomically
 from mpu_cli.server.card import CARD
@@ -40,7 +40,7 @@ from mpu_cli.subprocesses import run_mpu
 
 PIECE = 32 << 20  # bytes of files in a message
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
-LARGEST = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
+MAX_DELTA_RATIO = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
 MOST_FILES = 1_000  # of a delta: shards of 5 GB
 STATES = ("arriving", "waiting", "done", "failed")
@@ -138,7 +138,7 @@ class Round:
 
     def name(self, owner: str, copy: Path) -> str:
         """RUN/round_R/copy_K, as in the owner's spool."""
-        return checked(f"{self._run_of(owner)}/{self.folder.name}/{copy.name}", COPY)
+        return validate_name(f"{self._run_of(owner)}/{self.folder.name}/{copy.name}", COPY)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -154,10 +154,10 @@ class Round:
             if not self.keys(owner).exists():
                 self._publish(owner)
         failures = self._collect(self.settings.owners)
-        there = [owner for owner in self.settings.owners if owner not in failures]
-        if failures and not (self.settings.leave_out and len(there) >= self.settings.quorum):
+        participants = [owner for owner in self.settings.owners if owner not in failures]
+        if failures and not (self.settings.leave_out and len(participants) >= self.settings.quorum):
             raise next(iter(failures.values()))
-        self._aggregate(there, {owner: error.problem for owner, error in failures.items()})
+        self._aggregate(participants, {owner: error.problem for owner, error in failures.items()})
 
     def ask_again(self) -> None:
         """Ask the owners that were left out once more; if deltas of all copies of one come, the model is made anew."""
@@ -165,8 +165,8 @@ class Round:
         failures = self._collect(list(left_out))
         if came := left_out.keys() - failures.keys():
             say(f"round {self.number}: deltas of {', '.join(sorted(came))} came after all")
-            there = [owner for owner in self.settings.owners if owner not in failures]
-            self._aggregate(there, {owner: error.problem for owner, error in failures.items()})
+            participants = [owner for owner in self.settings.owners if owner not in failures]
+            self._aggregate(participants, {owner: error.problem for owner, error in failures.items()})
 
     def end(self) -> None:
         """Remove what the round no longer needs, here and at the owners; of those that were left out, nothing."""
@@ -208,7 +208,9 @@ class Round:
         warnings += [f"{owner} was left out: {why}" for owner, why in left_out.items()]
         for warning in warnings:
             say(f"warning: {warning}")
-        (self.folder / "warnings.txt").write_text("".join(f"{shown(each)}\n" for each in warnings), encoding="utf-8")
+        (self.folder / "warnings.txt").write_text(
+            "".join(f"{printable_excerpt(each)}\n" for each in warnings), encoding="utf-8"
+        )
         if left_out:
             with (fresh / CARD).open("a", encoding="utf-8") as card:
                 card.write(f"\nLeft out of round {self.number}: {', '.join(left_out)}.\n")
@@ -238,10 +240,10 @@ class Round:
         return refused
 
     def _publish(self, owner: str) -> None:
-        folder, first = self.folder / owner, self.settings.state / "round_1" / owner / "run"
+        folder, run_file = self.folder / owner, self.settings.state / "round_1" / owner / "run"
         shutil.rmtree(folder, ignore_errors=True)  # of a publication that was interrupted
         folder.mkdir(parents=True)
-        run = ["--run", first.read_text().strip()] if first.exists() else []
+        run = ["--run", run_file.read_text().strip()] if run_file.exists() else []
         mpu("publish", self.base, "--out", folder / "copies", "--keys", folder / "keys.partial", "--identity",
             self.identity, "--round", self.number, *run, *self.settings.publish)  # fmt: skip
         facts = json.loads((self.copies(owner)[0] / "mpu.json").read_text(encoding="utf-8"))
@@ -258,7 +260,7 @@ class Round:
         for attempt in range(1, TRIES + 1):
             if target.exists():
                 return
-            reply = yield from self._trained(name, copy)
+            reply = yield from self._await_unlearning(name, copy)
             arrived = self.folder / owner / "arriving" / copy.name / target.name
             problem = "its owner could not unlearn on it"
             if word(reply, "state", STATES) == "done":
@@ -281,7 +283,7 @@ class Round:
             say(f"{owner}, {copy.name}: {problem}; it is asked for again")
             yield Request("again", name)
 
-    def _trained(self, name: str, copy: Path) -> Job:
+    def _await_unlearning(self, name: str, copy: Path) -> Job:
         """Send what the owner does not hold of a copy, and wait until it is "done" or "failed"; the last reply.
 
         Raises MpuError ``limit`` seconds after the copy arrived.
@@ -303,18 +305,18 @@ class Round:
         futile, most, damaged = 0, -1, 0
         while word(reply, "state", STATES) == "arriving":
             missing = _missing(files, table(reply, "sizes", int))
-            held = sum(missing.get(path, path.stat().st_size) for path in files.values())
-            futile, most = (0, held) if held > most else (futile + 1, most)
+            received_bytes = sum(missing.get(path, path.stat().st_size) for path in files.values())
+            futile, most = (0, received_bytes) if received_bytes > most else (futile + 1, most)
             if futile > TRIES:
                 raise MpuError(f"{name}: its owner keeps nothing of what is sent")
             names, offsets, data = _next_pieces(missing)
-            asked: dict[str, Any] = {"names": names, "offsets": offsets}
-            if held + sum(map(len, data)) == sum(path.stat().st_size for path in files.values()):
-                asked |= {"files": list(digests), "digests": list(digests.values())}
+            values: dict[str, Any] = {"names": names, "offsets": offsets}
+            if received_bytes + sum(map(len, data)) == sum(path.stat().st_size for path in files.values()):
+                values |= {"files": list(digests), "digests": list(digests.values())}
                 damaged, most = damaged + 1, -1  # whatever is damaged is removed there
                 if damaged > TRIES:
                     raise MpuError(f"{name}: arrives damaged at its owner")
-            reply = yield Request("put", name, asked, data)
+            reply = yield Request("put", name, values, data)
         return reply
 
     def _fetch(self, name: str, arrived: Path, copy: Path, declared: Reply) -> Job:
@@ -322,22 +324,26 @@ class Round:
         sizes, digests = table(declared, "sizes", int), table(declared, "digests", str)
         if problem := _odd(sizes, arrived.name):
             return problem
-        if sum(sizes.values()) > HEADERS + LARGEST * sum(path.stat().st_size for path in files_of(copy)):
+        if sum(sizes.values()) > HEADERS + MAX_DELTA_RATIO * sum(path.stat().st_size for path in files_of(copy)):
             return "is larger than any delta of its copy"
         shutil.rmtree(arrived.parent, ignore_errors=True)
         arrived.parent.mkdir(parents=True)
-        held = dict.fromkeys(sizes, 0)
-        while wanted := _next_wanted(sizes, held):
-            asked = {"names": list(wanted), "offsets": [held[file] for file in wanted], "counts": [*wanted.values()]}
-            pieces = (yield Request("get", name, asked)).data
-            if [len(piece) for piece in pieces] != list(wanted.values()):
+        received_sizes = dict.fromkeys(sizes, 0)
+        while counts := _next_wanted(sizes, received_sizes):
+            values = {
+                "names": list(counts),
+                "offsets": [received_sizes[file] for file in counts],
+                "counts": [*counts.values()],
+            }
+            pieces = (yield Request("get", name, values)).data
+            if [len(piece) for piece in pieces] != list(counts.values()):
                 return "sent other sizes than it had declared"
-            for file, piece in zip(wanted, pieces, strict=True):
+            for file, piece in zip(counts, pieces, strict=True):
                 path = arrived.parent / file
                 path.parent.mkdir(exist_ok=True)
                 with path.open("ab") as written:
                     written.write(piece)
-                held[file] += len(piece)
+                received_sizes[file] += len(piece)
         damaged = [file for file in digests if digest_of(arrived.parent / file) != digests[file]]
         return f"{damaged[0]} arrived damaged" if damaged else ""
 
@@ -370,24 +376,26 @@ def _odd(sizes: dict[str, int], name: str) -> str:
     other = [file for file in sizes if file != name and not file.startswith(f"{name}/")]
     other += [file for file in inside if file not in (INDEX_NAME, MANIFEST_NAME) and not SHARD.fullmatch(file)]
     if other:
-        return f"sent a file of another name, {shown(other[0])}"
+        return f"sent a file of another name, {printable_excerpt(other[0])}"
     empty = [file for file, size in sizes.items() if size < 1]
-    return f"sent an empty file, {shown(empty[0])}" if empty else ""
+    return f"sent an empty file, {printable_excerpt(empty[0])}" if empty else ""
 
 
-def _next_wanted(sizes: dict[str, int], held: dict[str, int]) -> dict[str, int]:
+def _next_wanted(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
     """How many bytes to ask for next of which files: PIECE at most, small files together."""
-    wanted: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for file, size in sizes.items():
-        if count := min(size - held[file], PIECE - sum(wanted.values())):
-            wanted[file] = count
-    return wanted
+        if count := min(size - received_sizes[file], PIECE - sum(counts.values())):
+            counts[file] = count
+    return counts
 
 
-def _missing(files: dict[str, Path], held: dict[str, int]) -> dict[Path, int]:
+def _missing(files: dict[str, Path], received_sizes: dict[str, int]) -> dict[Path, int]:
     """The files that are not whole yet, and where they go on."""
     return {
-        path: held.get(name, 0) for name, path in files.items() if name not in held or held[name] < path.stat().st_size
+        path: received_sizes.get(name, 0)
+        for name, path in files.items()
+        if name not in received_sizes or received_sizes[name] < path.stat().st_size
     }
 
 

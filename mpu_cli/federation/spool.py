@@ -64,14 +64,14 @@ class Spool:
     def arriving(self, copy: str) -> Path:
         return self.root / _arriving(copy)
 
-    def arrived(self, copy: str) -> Path:
-        return self.root / _arrived(copy)
+    def inbox_path(self, copy: str) -> Path:
+        return self.root / _inbox_path(copy)
 
     def delta(self, copy: str) -> Path:
         return self.root / _delta(copy)
 
-    def failed(self, copy: str) -> Path:
-        return self.root / _failed(copy)
+    def failure_path(self, copy: str) -> Path:
+        return self.root / _failure_path(copy)
 
     def prepare(self, group: str | None = None) -> None:
         """Make the folders that both sides use; the spool itself, if it is missing, for ``group`` and nobody else.
@@ -118,14 +118,14 @@ class Spool:
 
     def state(self, copy: str) -> str:
         """ "arriving", "waiting" for its delta, "done" or "failed"."""
-        delta, failed, arrived = _delta(copy), _failed(copy), _arrived(copy)
+        delta, failed, arrived = _delta(copy), _failure_path(copy), _inbox_path(copy)
         if self._folder.kind(delta) in ("file", "folder"):
             return "done"
         if self._folder.kind(failed) == "file":
             return "failed"
         return "waiting" if self._folder.kind(arrived) == "folder" else "arriving"
 
-    def held(self, copy: str) -> Sizes:
+    def received_sizes(self, copy: str) -> Sizes:
         """Bytes that are here of each file of a copy that is arriving."""
         folder = _arriving(copy)
         files = [name for name in self._folder.names(folder) if self._folder.kind(f"{folder}/{name}") == "file"]
@@ -133,8 +133,8 @@ class Spool:
 
     def put(self, copy: str, name: str, offset: int, data: bytes) -> None:
         """Write a piece where it belongs; the same piece may come again."""
-        path = f"{_arriving(copy)}/{checked(name, FILE)}"
-        if "/" in name or self._folder.kind(_arrived(copy)) is not None:
+        path = f"{_arriving(copy)}/{validate_name(name, FILE)}"
+        if "/" in name or self._folder.kind(_inbox_path(copy)) is not None:
             return
         if not 0 <= offset <= self._folder.size(path):
             return  # a piece before it is missing: the sender asks what is held
@@ -143,10 +143,10 @@ class Spool:
     def complete(self, copy: str, digests: Mapping[str, str]) -> list[str]:
         """Move a copy to where ``mpu watch`` finds it. Returns the files that are not those of ``digests``: they are
         removed, and have to come again."""
-        folder, target = _arriving(copy), _arrived(copy)
+        folder, target = _arriving(copy), _inbox_path(copy)
         if self._folder.kind(target) is not None:
             return []
-        wrong = [name for name in digests if self._digest(f"{folder}/{checked(name, FILE)}") != digests[name]]
+        wrong = [name for name in digests if self._digest(f"{folder}/{validate_name(name, FILE)}") != digests[name]]
         for name in self._folder.names(folder):
             if name in wrong or name not in digests:
                 self._folder.remove(f"{folder}/{name}")
@@ -160,7 +160,7 @@ class Spool:
         Only regular files with names that copies have. Raises MpuError for anything else under such a name, and if
         there is not enough room.
         """
-        folder = _arrived(copy)
+        folder = _inbox_path(copy)
         private_folder(target)
         room = shutil.disk_usage(target).free - SPARE
         for name in self._folder.names(folder):
@@ -199,13 +199,15 @@ class Spool:
 
     def fail(self, copy: str) -> None:
         """Leave the mark of a failure, which says nothing else."""
-        if self._folder.kind(_failed(copy)) == "folder":  # moved, not removed: it may be nested as deep as it likes
-            parent, _, name = _failed(copy).rpartition("/")
-            self._folder.move(_failed(copy), f"{parent}/{random_name(name)}")
-        with self._folder.create(_failed(copy)):
+        if (
+            self._folder.kind(_failure_path(copy)) == "folder"
+        ):  # moved, not removed: it may be nested as deep as it likes
+            parent, _, name = _failure_path(copy).rpartition("/")
+            self._folder.move(_failure_path(copy), f"{parent}/{random_name(name)}")
+        with self._folder.create(_failure_path(copy)):
             pass
 
-    def made(self, copy: str) -> dict[str, File]:
+    def delta_files(self, copy: str) -> dict[str, File]:
         """The files of a delta, relative to its parent."""
         parent = _delta(copy).rpartition("/")[0]
         paths = {name: f"{parent}/{name}" for name in self._files_of_delta(copy)}
@@ -213,7 +215,7 @@ class Spool:
 
     def read(self, copy: str, name: str, offset: int, count: int) -> bytes:
         """A piece of one of the files that ``made`` names."""
-        if checked(name, FILE) not in self._files_of_delta(copy):
+        if validate_name(name, FILE) not in self._files_of_delta(copy):
             raise ValueError(f"not a file of the delta of {copy}: {name}")
         with self._folder.open(f"{_delta(copy).rpartition('/')[0]}/{name}") as file:
             file.seek(offset)
@@ -221,12 +223,12 @@ class Spool:
 
     def again(self, copy: str) -> None:
         """Have the delta made anew."""
-        for path in (_delta(copy), _failed(copy)):
+        for path in (_delta(copy), _failure_path(copy)):
             self._folder.remove(path)
 
     def forget(self, copy: str) -> None:
         """Remove a copy and its delta: the round is over."""
-        for path in (_arriving(copy), _arrived(copy), _delta(copy)):
+        for path in (_arriving(copy), _inbox_path(copy), _delta(copy)):
             self._folder.remove(path)
 
     def _files_of_delta(self, copy: str) -> list[str]:
@@ -243,19 +245,19 @@ class Spool:
 
 
 def _arriving(copy: str) -> str:
-    return f"arriving/{checked(copy, COPY)}"
+    return f"arriving/{validate_name(copy, COPY)}"
 
 
-def _arrived(copy: str) -> str:
-    return f"in/{checked(copy, COPY)}"
+def _inbox_path(copy: str) -> str:
+    return f"in/{validate_name(copy, COPY)}"
 
 
 def _delta(copy: str) -> str:
-    return f"out/{checked(copy, COPY)}{DELTA}"
+    return f"out/{validate_name(copy, COPY)}{DELTA}"
 
 
-def _failed(copy: str) -> str:
-    return f"out/{checked(copy, COPY)}{FAILED}"
+def _failure_path(copy: str) -> str:
+    return f"out/{validate_name(copy, COPY)}{FAILED}"
 
 
 def is_name(name: object, pattern: re.Pattern[str]) -> bool:
@@ -263,7 +265,7 @@ def is_name(name: object, pattern: re.Pattern[str]) -> bool:
     return isinstance(name, str) and bool(pattern.fullmatch(name)) and ".." not in name
 
 
-def checked(name: str, pattern: re.Pattern[str]) -> str:
+def validate_name(name: str, pattern: re.Pattern[str]) -> str:
     """``name``; ValueError unless it has the form of a name here."""
     if not is_name(name, pattern):
         raise ValueError(f"not a name that can be used here: {str(name)[:80]!r}")

@@ -17,9 +17,9 @@ from mpu_cli.boundary.documents import Document, Text, parse_document
 from mpu_cli.boundary.files import private_folder, private_umask
 from mpu_cli.client.checks import check_options
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.outcome import Result
+from mpu_cli.client.outcome import UnlearningResult
 from mpu_cli.errors import MpuError, first_line
-from mpu_cli.federation.answering import Answering, Task
+from mpu_cli.federation.answering import Answering, CopyTask
 from mpu_cli.federation.spool import COPY, DELTA, Spool, digest_of_folder, is_name
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Checks, Unlearning
@@ -32,7 +32,7 @@ ANSWERED: Literal["answered"] = "answered"
 FAILED: Literal["failed"] = "failed"
 
 
-class Answer(Document):
+class AnsweredCopy(Document):
     """A line of the worker's own file: what became of a copy. ``state`` is empty in lines of mpu before 0.2, which
     noted only deltas that left."""
 
@@ -41,14 +41,14 @@ class Answer(Document):
     digest: Text = ""
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[AnsweredCopy]:
     """What was done about copies so far, in order. Raises MpuError if the file is damaged."""
     hint = "choose another --work"
-    answers: list[Answer] = []
+    answers: list[AnsweredCopy] = []
     for line in read_lines(path, hint):
-        answer = parse_document(Answer, line, f"{path}: damaged", hint)
+        answer = parse_document(AnsweredCopy, line, f"{path}: damaged", hint)
         if is_name(answer.copy, COPY):
-            states = [answer] if answer.state else [Answer(copy=answer.copy, state=s) for s in (BEGUN, ANSWERED)]
+            states = [answer] if answer.state else [AnsweredCopy(copy=answer.copy, state=s) for s in (BEGUN, ANSWERED)]
             answers += states
     return answers
 
@@ -66,7 +66,7 @@ class Watching:
     data: Dataset
     options: Unlearning
     observer: Observer
-    on_delta: Callable[[str, Path, Result | None], None]
+    on_delta: Callable[[str, Path, UnlearningResult | None], None]
     most: int | None = None
     seconds: float = DAY
     checks: Checks = field(default_factory=Checks)
@@ -118,7 +118,7 @@ class Watching:
             self.spool.take(copy, arrived)
             if not delta.exists():
                 self._begin(copy, digest_of_folder(arrived))
-            answered = answering.answer(Task(copy, arrived, delta, self.work / "references"))
+            answered = answering.answer(CopyTask(copy, arrived, delta, self.work / "references"))
             self._note(copy, ANSWERED)
             out = self.spool.hand_over(copy, delta)
             self.on_delta(copy, out, answered.result)
@@ -173,15 +173,15 @@ class Watching:
         answers = self._answers(copy)
         return answers[-1].state if answers else ""
 
-    def _answers(self, copy: str | None = None) -> list[Answer]:
+    def _answers(self, copy: str | None = None) -> list[AnsweredCopy]:
         """What was done about each copy so far, or about one, in order."""
         return [answer for answer in read_answers(self._ledger) if copy in (None, answer.copy)]
 
     def _delta(self, copy: str) -> Path:
         return self.work / "deltas" / (copy + DELTA)
 
-    def _clear(self, there: list[str]) -> None:
+    def _clear(self, arrived_copies: list[str]) -> None:
         """Remove kept deltas of copies that the other party no longer has here."""
-        for copy in {answer.copy for answer in self._answers()} - set(there):
+        for copy in {answer.copy for answer in self._answers()} - set(arrived_copies):
             delta = self._delta(copy)
             shutil.rmtree(delta) if delta.is_dir() else delta.unlink(missing_ok=True)

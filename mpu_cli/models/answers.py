@@ -15,7 +15,7 @@ from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 
 AT_ONCE = 8  # examples
-MOST = 128  # records of a file: enough to tell a difference
+MAX_RECORDS = 128  # records of a file: enough to tell a difference
 
 
 class Answers:
@@ -32,19 +32,19 @@ class Answers:
         total, count = 0.0, 0
         for batch in self._batches:
             labels = batch["labels"][:, 1:].to(device)
-            given = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+            inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
             with input_of(head) as states:
-                made = model(**given, use_cache=False).logits
-            asked = labels >= 0
-            found = Logits((made if head is None else states[0])[:, :-1][asked], head)
-            total -= float(found.log_probs(labels[asked]).double().sum())
-            count += len(found)
+                logits = model(**inputs, use_cache=False).logits
+            answer_mask = labels >= 0
+            answer_logits = Logits((logits if head is None else states[0])[:, :-1][answer_mask], head)
+            total -= float(answer_logits.log_probs(labels[answer_mask]).double().sum())
+            count += len(answer_logits)
         return total / max(1, count)
 
 
 def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase, columns: str | None = None) -> Answers:
     """The first records of ``path``. Raises MpuError as ``read_records`` does, and if none of them has an answer."""
-    examples = Encoding(tokenizer).encode(read_records(path, columns=parse_columns(columns))[:MOST])
+    examples = Encoding(tokenizer).encode(read_records(path, columns=parse_columns(columns))[:MAX_RECORDS])
     if not any(label >= 0 for example in examples for label in example.labels):
         raise MpuError(f"{path}: no record has an answer")
     return Answers(examples)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     """The layers of ``model``, which may be wrapped; of one that reads images, those of its language model."""
-    whole: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    depth = whole.config.get_text_config().num_hidden_layers
-    lists = (module for module in whole.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
+    unwrapped_model: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    depth = unwrapped_model.config.get_text_config().num_hidden_layers
+    lists = (module for module in unwrapped_model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
     return next(layers for layers in lists if len(layers) == depth and any(layers[0].children()))
 
 
@@ -23,20 +23,20 @@ def output_of_layer(model: torch.nn.Module, layer: int | None) -> Iterator[list[
     """Passes of ``model`` inside it leave the output of ``layer``, counted from 0 and not the last, in the list that
     this yields, (batch, length, width). The layers above read it detached: nothing of theirs is kept for a backward
     pass. Without a layer, passes are as usual."""
-    seen: list[torch.Tensor] = []
+    layer_outputs: list[torch.Tensor] = []
     if layer is None:
-        yield seen
+        yield layer_outputs
         return
 
     def keep(_: torch.nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         states = inputs[0] if inputs else named["hidden_states"]
-        seen[:] = [states]
+        layer_outputs[:] = [states]
         if inputs:
             return (states.detach(), *inputs[1:]), named
         return inputs, named | {"hidden_states": states.detach()}
 
     hook = decoder_layers(model)[layer + 1].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        yield seen
+        yield layer_outputs
     finally:
         hook.remove()

@@ -29,7 +29,7 @@ from transformers import (
 
 from mpu_cli.boundary.cleaning import check_tokens
 from mpu_cli.boundary.documents import read_json_object
-from mpu_cli.boundary.limited import PROCESS, LimitError
+from mpu_cli.boundary.sandbox import PROCESS, LimitError
 from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
@@ -37,17 +37,17 @@ from mpu_cli.checkpoint.reader import (
     INDEX_NAME,
     WEIGHTS_NAME,
     Checkpoint,
-    listed,
     open_checkpoint,
+    quoted_list,
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
 from mpu_cli.models.device import device_of, processes_of
-from mpu_cli.models.memory import has_separate_heads, in_memory
 from mpu_cli.models.network import build, concrete, network_of, parts_of
 from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
-from mpu_cli.models.source import VOCABULARY_FILES, Model, cached
-from mpu_cli.models.staging import staged, staged_adapter
+from mpu_cli.models.source import VOCABULARY_FILES, Model, cached_snapshot
+from mpu_cli.models.staging import staged_adapter, staged_model
+from mpu_cli.models.tensor_names import has_separate_heads, in_memory
 from mpu_cli.options.unlearning import Quantization
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
@@ -74,7 +74,7 @@ def adapter_base(folder: Path) -> str:
     beside = folder.resolve().parent / Path(base).name
     if base == beside.name and beside.is_dir():
         return str(beside)
-    if snapshot := cached(base):
+    if snapshot := cached_snapshot(base):
         return str(snapshot)
     raise MpuError(f"{path}: its base is said to be {short(base)}, which is not beside it", "name it with --base")
 
@@ -90,7 +90,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         names = {name.replace(".default", "") for name in open_checkpoint(ours / ADAPTER_WEIGHTS).tensors}
         adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
         if unused := names - get_peft_model_state_dict(adapted, save_embedding_layers=True).keys():
-            raise MpuError(f"{folder}: the model has no place for this adapter's {listed(unused)}")
+            raise MpuError(f"{folder}: the model has no place for this adapter's {quoted_list(unused)}")
         in_4_bits = any(map(is_quantized, model.parameters()))  # adding to those would round the adapter
         apart = in_4_bits or _is_on_tied(adapted)
         return adapted.get_base_model() if apart else adapted.merge_and_unload()
@@ -107,7 +107,7 @@ def _is_on_tied(adapted: torch.nn.Module) -> bool:
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
-    with staged(model) as folder, _blaming(f"{model.source}: transformers cannot load its tokenizer"):
+    with staged_model(model) as folder, _blaming(f"{model.source}: transformers cannot load its tokenizer"):
         return _tokenizer_in(folder)
 
 
@@ -161,7 +161,7 @@ def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     which would live on into whatever is loaded next. Small models may: collecting takes up to a second."""
 
     @wraps(work)
-    def done(*arguments: Arguments.args, **named: Arguments.kwargs) -> Value:
+    def wrapper(*arguments: Arguments.args, **named: Arguments.kwargs) -> Value:
         try:
             return work(*arguments, **named)
         finally:
@@ -169,7 +169,7 @@ def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
                 gc.collect()
             clear_device_cache()
 
-    return done
+    return wrapper
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def skeleton(model: Model) -> PreTrainedModel:
     """``model`` as its config describes it, with tensors that have shapes but no data. Raises MpuError if transformers
     does not know it."""
     transformers.logging.set_verbosity_error()
-    with staged(model) as folder, _blaming(f"{model.source}: transformers cannot load it"):
+    with staged_model(model) as folder, _blaming(f"{model.source}: transformers cannot load it"):
         return _skeleton(folder, model.checkpoint)
 
 
@@ -224,13 +224,13 @@ def _untie(config: PretrainedConfig) -> None:
             part.tie_word_embeddings = False
 
 
-def _attention(config: PretrainedConfig, asked: str) -> str | dict[str, str]:
-    """The attention that was ``asked`` for, or "eager" for a model that has no sdpa; only of the language model, if
+def _attention(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """The attention that was ``attention`` for, or "eager" for a model that has no sdpa; only of the language model, if
     others surround it, which may have no such kernel."""
     if (text := config.get_text_config()) is not config:
-        return {name: asked for name in config.sub_configs if getattr(config, name) is text}
+        return {name: attention for name in config.sub_configs if getattr(config, name) is text}
     network = concrete(config)
-    return "eager" if asked == "sdpa" and network is not None and not network._supports_sdpa else asked
+    return "eager" if attention == "sdpa" and network is not None and not network._supports_sdpa else attention
 
 
 def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
@@ -289,18 +289,24 @@ def load(
     transformers.utils.logging.disable_progress_bar()
     repeat_keys_where_faster()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
-    place = device_of(device)
-    if place == torch.device("cuda"):  # each process has one of its own
-        place = processes_of(place).device
-    with staged(source) as folder:
+    torch_device = device_of(device)
+    if torch_device == torch.device("cuda"):  # each process has one of its own
+        torch_device = processes_of(torch_device).device
+    with staged_model(source) as folder:
         PROCESS.start()
         with _blaming(f"{source.source}: transformers cannot load it"):
             bare = _skeleton(folder, source.checkpoint)
             check_size(bare, source)
-            held = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(place)}} if quantize else {}
-            model, tokenizer, info = _load(folder, dtype, attention, held, tied=bool(bare.all_tied_weights_keys))
+            quantization_kwargs = (
+                {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
+                if quantize
+                else {}
+            )
+            model, tokenizer, info = _load(
+                folder, dtype, attention, quantization_kwargs, tied=bool(bare.all_tied_weights_keys)
+            )
         if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-            raise MpuError(f"{source.source}: the weights do not match config.json ({listed(made_up)})")
+            raise MpuError(f"{source.source}: the weights do not match config.json ({quoted_list(made_up)})")
         if has_weights():
             check_is(model, source.checkpoint)
     _LOADED.add(model)
@@ -312,15 +318,15 @@ def load(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if has_weights():
-        model.to(place)
+        model.to(torch_device)
     model.tie_weights()  # on some devices, torch makes new parameters of both
     if is_sharded():
-        _share_buffers(model, place)
+        _share_buffers(model, torch_device)
     return model, tokenizer
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, attention: str, held: dict[str, Any], *, tied: bool
+    folder: Path, dtype: torch.dtype, attention: str, quantization_kwargs: dict[str, Any], *, tied: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     tokenizer = _tokenizer_in(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -332,7 +338,7 @@ def _load(
                 setattr(part, name, 0 * rate)  # an int where the field is one
     ways = {
         "dtype": dtype, "attn_implementation": _attention(config, attention),
-        "experts_implementation": _experts(config, dtype), **held,
+        "experts_implementation": _experts(config, dtype), **quantization_kwargs,
     }  # fmt: skip
     if has_weights():
         model, info = network_of(config).from_pretrained(
@@ -360,12 +366,12 @@ def _leave_training(module: torch.nn.Module, _: object) -> None:
 def check_size(skeleton: PreTrainedModel, source: Model) -> None:
     """Raises MpuError if ``config.json`` describes more than the files hold, before memory is taken for it."""
     described = sum(parameter.numel() for parameter in skeleton.parameters())
-    held = sum(info.elements for info in source.checkpoint.tensors.values())
+    stored_weights = sum(info.elements for info in source.checkpoint.tensors.values())
     tables = sum(buffer.numel() * buffer.element_size() for buffer in skeleton.buffers())
-    if described > held or tables > LARGEST_TABLES:
-        what = f"{described:,} weights" if described > held else f"tables of {tables:,} bytes"
+    if described > stored_weights or tables > LARGEST_TABLES:
+        what = f"{described:,} weights" if described > stored_weights else f"tables of {tables:,} bytes"
         raise MpuError(
-            f"{source.config_path}: describes a model of {what}, but the files hold {held:,} weights",
+            f"{source.config_path}: describes a model of {what}, but the files hold {stored_weights:,} weights",
             "the weights do not match config.json: get both again",
         )
 
@@ -375,30 +381,30 @@ def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     that nobody can foresee. What was trained or measured is then what was opened and fingerprinted."""
     draw = torch.Generator().manual_seed(secrets.randbits(63))  # only which elements are looked at
     for name, view in in_memory(model, checkpoint.tensors).items():
-        held = checkpoint.tensor(name)
-        if held.shape != shape_of(view):
+        file_tensor = checkpoint.tensor(name)
+        if file_tensor.shape != shape_of(view):
             raise MpuError(f"{checkpoint.path}: {name!r} has another shape than the model that was loaded")
-        if held.numel() and not _is_of(view, held, draw):
+        if file_tensor.numel() and not _is_of(view, file_tensor, draw):
             raise MpuError(
                 f"{checkpoint.path}: what was loaded as {name!r} differs from this file",
                 "let nothing else write there, and try again",
             )
 
 
-def _is_of(view: torch.Tensor, held: torch.Tensor, draw: torch.Generator) -> bool:
-    """Whether a parameter or buffer has the values of the tensor ``held``, rounded as it is kept."""
+def _is_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Generator) -> bool:
+    """Whether a parameter or buffer has the values of the tensor ``file_tensor``, rounded as it is kept."""
     if is_quantized(view):
-        return is_rounding_of(view, held, draw)
+        return is_rounding_of(view, file_tensor, draw)
     if not view.is_floating_point():
         return True
-    places = torch.randint(held.numel(), (min(SAMPLED, held.numel()),), generator=draw)
-    flat, loaded = held.reshape(-1)[places], view.detach().reshape(-1)[places.to(view.device)].cpu()
+    places = torch.randint(file_tensor.numel(), (min(SAMPLED, file_tensor.numel()),), generator=draw)
+    flat, loaded = file_tensor.reshape(-1)[places], view.detach().reshape(-1)[places.to(view.device)].cpu()
     return torch.equal(flat.to(view.dtype).nan_to_num(), loaded.nan_to_num())
 
 
-def _share_buffers(model: PreTrainedModel, place: torch.device) -> None:
+def _share_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Give all processes the first one's buffers, which no file holds."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(place))
+            setattr(module, name, buffer.to(device))
             broadcast(getattr(module, name), from_process=0)

@@ -47,7 +47,9 @@ class Logits:
         """log p of each token's target: (tokens,)."""
         if type(self.head) is torch.nn.Linear:
             return _LogProbs.apply(self.states, self.head.weight, self.head.bias, targets)
-        return self.per_token(lambda logits, wanted: -cross_entropy(logits, wanted, reduction="none"), targets)
+        return self.per_token(
+            lambda logits, chunk_targets: -cross_entropy(logits, chunk_targets, reduction="none"), targets
+        )
 
     def per_token(
         self, compute: Callable[..., torch.Tensor], *columns: torch.Tensor, frozen: Logits | None = None
@@ -58,11 +60,11 @@ class Logits:
         """
         more = () if frozen is None else (frozen.states,)
 
-        def part(states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        def part(states: torch.Tensor, *chunk_columns: torch.Tensor) -> torch.Tensor:
             if frozen is not None:
                 with torch.no_grad():
-                    others = (*others[:-1], Logits(others[-1], frozen.head).whole())
-            return compute(Logits(states, self.head).whole(), *others)
+                    chunk_columns = (*chunk_columns[:-1], Logits(chunk_columns[-1], frozen.head).whole())
+            return compute(Logits(states, self.head).whole(), *chunk_columns)
 
         step = len(self) if self.head is None else chunk_of(vocabulary_of(self.head))
         if len(self) <= step:
@@ -99,16 +101,16 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
         ctx.step = chunk_of(weight.shape[0])
-        found, sums, kept = [], [], None
-        for part, wanted in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
-            kept = None  # or two chunks exist while the next is computed
-            kept = _wide(linear(part, weight, bias))
-            sums += [rows.logsumexp(1) for rows in kept.split(ROWS)]  # in rows, for what it allocates
-            found.append(kept.gather(1, wanted[:, None])[:, 0])
+        target_logits, sums, logits = [], [], None
+        for part, chunk_targets in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
+            logits = None  # or two chunks exist while the next is computed
+            logits = _wide(linear(part, weight, bias))
+            sums += [rows.logsumexp(1) for rows in logits.split(ROWS)]  # in rows, for what it allocates
+            target_logits.append(logits.gather(1, chunk_targets[:, None])[:, 0])
         normalisers = torch.cat(sums) if sums else states.new_zeros(0)
-        ctx.kept = kept if len(found) == 1 and any(ctx.needs_input_grad) else None
+        ctx.chunk_logits = logits if len(target_logits) == 1 and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(states, weight, bias, targets, normalisers)
-        return torch.cat(found) - normalisers if found else normalisers
+        return torch.cat(target_logits) - normalisers if target_logits else normalisers
 
     @staticmethod
     @once_differentiable
@@ -119,12 +121,12 @@ class _LogProbs(torch.autograd.Function):
         for start in range(0, len(states), ctx.step):
             part = slice(start, start + ctx.step)
             logits = None
-            logits = _wide(linear(states[part], weight, bias)) if ctx.kept is None else ctx.kept
-            ctx.kept = None
-            rate, wanted = gradient[part, None], targets[part, None]
+            logits = _wide(linear(states[part], weight, bias)) if ctx.chunk_logits is None else ctx.chunk_logits
+            ctx.chunk_logits = None
+            rate, chunk_targets = gradient[part, None], targets[part, None]
             logits.sub_(normalisers[part, None]).exp_().mul_(-rate)
             # On a GPU, adding in place has no deterministic form; writing has.
-            logits.scatter_(1, wanted, logits.gather(1, wanted) + rate)
+            logits.scatter_(1, chunk_targets, logits.gather(1, chunk_targets) + rate)
             logits = logits.to(weight.dtype)
             if of_states is not None:
                 of_states[part] = logits @ weight
@@ -165,29 +167,29 @@ def separate_head(model: PreTrainedModel) -> Head | None:
         logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
     finally:
         hook.remove()
-    alone = large and large[0].shape == logits.shape and torch.equal(large[0].to(logits.dtype), logits)
-    return head if alone else None
+    head_is_last = large and large[0].shape == logits.shape and torch.equal(large[0].to(logits.dtype), logits)
+    return head if head_is_last else None
 
 
 @contextmanager
 def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
     """This thread's passes of the model inside it leave what ``head`` reads, (batch, length, width), in the list that
     this yields, and compute the logits of the first position only. Without a head, passes are as usual."""
-    seen: list[torch.Tensor] = []
+    head_inputs: list[torch.Tensor] = []
     if head is None:
-        yield seen
+        yield head_inputs
         return
     thread = threading.get_ident()
 
     def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         if threading.get_ident() != thread:
             return None
-        seen[:] = inputs
+        head_inputs[:] = inputs
         return (inputs[0][:, :1],)
 
     hook = head.register_forward_pre_hook(keep)
     try:
-        yield seen
+        yield head_inputs
     finally:
         hook.remove()
 

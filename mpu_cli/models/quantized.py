@@ -35,9 +35,14 @@ def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
     linear = linear_layers(bare)
     if not linear:
         raise UsageError("--quantize nf4: this model has no linear layers that can be held in 4 bits")
-    others = [name for name, module in bare.named_modules() if hasattr(module, "weight") and name not in linear]
+    skipped_modules = [
+        name for name, module in bare.named_modules() if hasattr(module, "weight") and name not in linear
+    ]
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=others
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=skipped_modules,
     )
 
 
@@ -58,7 +63,7 @@ def shape_of(parameter: torch.Tensor) -> torch.Size:
     return torch.Size(parameter.quant_state.shape) if is_quantized(parameter) else parameter.shape  # type: ignore[attr-defined]
 
 
-def dequantized(parameter: torch.Tensor) -> torch.Tensor:
+def dequantized_weight(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter`` as the model computes with it: itself, or the matrix that its 4 bits stand for."""
     if not is_quantized(parameter):
         return parameter.detach()
@@ -72,17 +77,17 @@ def scales(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.quant_state.absmax if is_quantized(parameter) else parameter.detach()  # type: ignore[attr-defined]
 
 
-def is_rounding_of(parameter: Any, held: torch.Tensor, draw: torch.Generator) -> bool:
-    """Whether ``parameter`` is NF4 of ``held``, by ``COMPARED`` blocks of it at places that ``draw`` chooses."""
+def is_rounding_of(parameter: Any, file_tensor: torch.Tensor, draw: torch.Generator) -> bool:
+    """Whether ``parameter`` is NF4 of ``file_tensor``, by ``COMPARED`` blocks of it at places that ``draw`` chooses."""
     from bitsandbytes.functional import quantize_4bit
 
-    state, blocks = parameter.quant_state, held.numel() // BLOCK
+    state, blocks = parameter.quant_state, file_tensor.numel() // BLOCK
     numbers = torch.randint(blocks, (min(COMPARED, blocks),), generator=draw)
-    part = held.reshape(-1)[: blocks * BLOCK].view(blocks, BLOCK)[numbers].to(state.dtype)
+    part = file_tensor.reshape(-1)[: blocks * BLOCK].view(blocks, BLOCK)[numbers].to(state.dtype)
     expected, of_part = quantize_4bit(part.reshape(-1), blocksize=BLOCK, quant_type="nf4")
     packed = parameter.detach().reshape(-1)[: blocks * BLOCK // 2].view(blocks, -1)[numbers.to(parameter.device)].cpu()
-    own = state.absmax[numbers.to(state.absmax.device)].cpu()
-    return torch.equal(packed.reshape(-1), expected.reshape(-1)) and torch.equal(own, of_part.absmax)
+    absmax = state.absmax[numbers.to(state.absmax.device)].cpu()
+    return torch.equal(packed.reshape(-1), expected.reshape(-1)) and torch.equal(absmax, of_part.absmax)
 
 
 def settle(model: PreTrainedModel) -> None:

@@ -31,13 +31,13 @@ def shallow(model: Model, omitted: Sequence[int]) -> Model:
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     cut = without_layers(layout, omitted)
     alias = {layout.alias: layout.alias} if layout.alias else {}
-    checkpoint = model.checkpoint.renamed({**cut.names, **alias})
+    checkpoint = model.checkpoint.with_renamed_tensors({**cut.names, **alias})
     try:
         config = _config(model, layout, omitted)
-        own = layout_of(checkpoint.tensors, config, model.source)
+        actual_layout = layout_of(checkpoint.tensors, config, model.source)
     except MpuError as error:
         raise MpuError(f"{model.source}: {UNLIKE}") from error
-    if own.structures != cut.layout.structures or own.tensors != cut.layout.tensors:
+    if actual_layout.structures != cut.layout.structures or actual_layout.tensors != cut.layout.tensors:
         raise MpuError(f"{model.source}: {UNLIKE}")
     return replace(model, checkpoint=checkpoint, config=config)
 
@@ -45,17 +45,17 @@ def shallow(model: Model, omitted: Sequence[int]) -> Model:
 def names_in_base(model: Model, omitted: Sequence[int]) -> dict[str, str]:
     """What the tensors of ``shallow(model, omitted)`` are called in ``model``."""
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
-    return {own: name for name, own in without_layers(layout, omitted).names.items()}
+    return {shallow_name: name for name, shallow_name in without_layers(layout, omitted).names.items()}
 
 
 def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, object]:
     """The config with fewer layers, and the lists in it that have an entry for each layer with as many fewer."""
     count = len(layout.structures)
-    own: Any = dict(model.config)
+    model_config: Any = dict(model.config)
     inner = layout.family.text_config
-    if inner is None or not isinstance(own.get(inner), dict):
+    if inner is None or not isinstance(model_config.get(inner), dict):
         inner = None
-    section = dict(own[inner]) if inner else own
+    section = dict(model_config[inner]) if inner else model_config
     source = layout.family.sizes["layers"]
     names = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, list | tuple) else ()
     counts = {name: count - len(omitted) for name in names if section.get(name) == count}
@@ -65,13 +65,13 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
         raise MpuError(f"{model.source}: {UNLIKE}")
     lists = {
         name: [value for layer, value in enumerate(values) if layer not in omitted]
-        for name, values in _of_layers(own, inner).items()
+        for name, values in _of_layers(model_config, inner).items()
     }
     section |= counts | lists
     if isinstance(by_number := section.get(BY_LAYER), dict):
         places = {str(layer): str(i) for i, layer in enumerate(k for k in range(count) if k not in omitted)}
         section[BY_LAYER] = {places[layer]: entries for layer, entries in by_number.items() if layer in places}
-    config = {**own, inner: section} if inner else section
+    config = {**model_config, inner: section} if inner else section
     if _of_layers(config, inner) != lists:
         raise MpuError(f"{model.source}: {UNLIKE}")
     return config
@@ -87,8 +87,8 @@ def _of_layers(config: Mapping[str, Any], inner: str | None) -> dict[str, list[A
         filled.validate()
     except (StrictDataclassError, ValueError) as error:
         raise MpuError(f"transformers does not take the config ({str(error).splitlines()[0]})") from error
-    held = vars(getattr(filled, inner) if inner else filled)
+    entries = vars(getattr(filled, inner) if inner else filled)
     lists = {
-        name: value for name, value in held.items() if name.endswith(PER_LAYER) and isinstance(value, list | tuple)
+        name: value for name, value in entries.items() if name.endswith(PER_LAYER) and isinstance(value, list | tuple)
     }
     return {name: list(value) for name, value in lists.items() if value}

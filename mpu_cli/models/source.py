@@ -75,7 +75,7 @@ class Model:
         return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
 
 
-def cached(source: str) -> Path | None:
+def cached_snapshot(source: str) -> Path | None:
     """Where a Hub id's files lie in the cache, None if they do not; nothing is asked for."""
     name = source.removeprefix(HUB_PREFIX)
     if not _HUB_ID.fullmatch(name):

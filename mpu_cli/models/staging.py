@@ -18,7 +18,7 @@ from typing import Any
 from mpu_cli.boundary.cleaning import JSON_FILES, LONGEST_TEMPLATE, clean_config
 from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, copy_bounded, open_regular, private_scratch
-from mpu_cli.boundary.limited import PROCESS
+from mpu_cli.boundary.sandbox import PROCESS
 from mpu_cli.checkpoint.header import short
 from mpu_cli.checkpoint.reader import (
     ADAPTER_CONFIG,
@@ -26,8 +26,8 @@ from mpu_cli.checkpoint.reader import (
     INDEX_NAME,
     WEIGHTS_NAME,
     Checkpoint,
-    listed,
     open_checkpoint,
+    quoted_list,
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import LARGEST_JSON, Model
@@ -62,7 +62,7 @@ _WORDS = re.compile(r"[\w.]{1,200}")
 
 
 @contextmanager
-def staged(model: Model) -> Iterator[Path]:
+def staged_model(model: Model) -> Iterator[Path]:
     """A private folder from which transformers loads ``model``: its config, tokenizer and the opened weights.
 
     Raises MpuError for a config that no library should see.
@@ -126,7 +126,7 @@ def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) 
     Raises MpuError for an entry that says something else of what the adapter does.
     """
     if unknown := [n for n, value in config.items() if value and n not in (*_LORA, *_CHECKED, *_PAST)]:
-        raise _not_honoured(path, listed(unknown))
+        raise _not_honoured(path, quoted_list(unknown))
     start = config.get("init_lora_weights")
     changes_base = isinstance(start, str) and bool(_CHANGED_BASE.fullmatch(start))
     if not changes_base and start not in _FIRST_WEIGHTS:

@@ -32,10 +32,10 @@ class Options:
     """A group of options, which cannot be made with a number that is out of its range: raises UsageError."""
 
     def __post_init__(self) -> None:
-        known = declared(cast(AnyClass, type(self)))
-        for own in fields(cast(AnyClass, self)):
-            if own.name in known:  # and not a group, which checked itself
-                known[own.name].check(getattr(self, own.name))
+        declarations = declared_options(cast(AnyClass, type(self)))
+        for group_field in fields(cast(AnyClass, self)):
+            if group_field.name in declarations:  # and not a group, which checked itself
+                declarations[group_field.name].check(getattr(self, group_field.name))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Declaration:
     words: tuple[str, ...] = ()
 
     @property
-    def required(self) -> bool:
+    def is_required(self) -> bool:
         return self.default is MISSING
 
     def convert(self, value: object, where: str = "") -> object:
@@ -119,8 +119,8 @@ class Declaration:
         if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
             return
         finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
-        place = f"{where}{self.name} =" if where else self.flag
-        raise UsageError(f"{place} {value}: must be {finite}{allowed}")
+        label = f"{where}{self.name} =" if where else self.flag
+        raise UsageError(f"{label} {value}: must be {finite}{allowed}")
 
 
 def _number(text: str, complaint: str) -> float:
@@ -164,85 +164,89 @@ def option(
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 
-def group(of: type[Group]) -> Group:
+def group(group_class: type[Group]) -> Group:
     """A field of a group that holds the options of another group."""
-    return field(default_factory=of)  # type: ignore[return-value]
+    return field(default_factory=group_class)  # type: ignore[return-value]
 
 
 @cache
-def declared(of: AnyClass) -> dict[str, Declaration]:
+def declared_options(group_class: AnyClass) -> dict[str, Declaration]:
     """All options of a group, those of the groups inside it included, in the order of their declaration."""
     options: dict[str, Declaration] = {}
-    for own, kind in _own_fields(of):
-        inner = declared(kind) if is_dataclass(kind) else {own.name: _declaration(of, own, kind)}
+    for group_field, kind in _own_fields(group_class):
+        inner = (
+            declared_options(kind)
+            if is_dataclass(kind)
+            else {group_field.name: _declaration(group_class, group_field, kind)}
+        )
         if twice := options.keys() & inner.keys():
-            raise TypeError(f"{of.__name__} declares {min(twice)!r} twice")
+            raise TypeError(f"{group_class.__name__} declares {min(twice)!r} twice")
         options |= inner
     return options
 
 
-def from_flat(of: type[Group], values: Mapping[str, object], where: str = "") -> Group:
+def from_flat(group_class: type[Group], values: Mapping[str, object], where: str = "") -> Group:
     """The group with the options in ``values``, by name; defaults for those that are missing.
 
     Raises UsageError, its text beginning with ``where``, for an unknown name, a wrong type, a value that is not
     a choice or out of range, and for a required option that is missing.
     """
-    known = declared(cast(AnyClass, of))
-    values = by_present_names(of, values)
+    declarations = declared_options(cast(AnyClass, group_class))
+    values = by_present_names(group_class, values)
     for name in values:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+        if name not in declarations:
+            close = get_close_matches(name, declarations, 1)
             raise UsageError(
                 f"{where}{name}: unknown option",
-                f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}",
+                f"did you mean {close[0]}?" if close else f"choose from {', '.join(declarations)}",
             )
-    return _build(of, values, where)
+    return _build(group_class, values, where)
 
 
-def by_present_names(of: type[Group], values: Mapping[str, object]) -> dict[str, object]:
+def by_present_names(group_class: type[Group], values: Mapping[str, object]) -> dict[str, object]:
     """``values`` with options that had another name before by the one that they have now. Raises UsageError
     for both names of one."""
-    names = {each.former: name for name, each in declared(cast(AnyClass, of)).items() if each.former}
+    names = {each.former: name for name, each in declared_options(cast(AnyClass, group_class)).items() if each.former}
     if twice := [former for former, name in names.items() if former in values and name in values]:
         raise UsageError(f"{twice[0]}: is the former name of {names[twice[0]]}", "give one of the two")
     return {names.get(name, name): value for name, value in values.items()}
 
 
-def _build(of: type[Group], values: Mapping[str, object], where: str) -> Group:
+def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:
     arguments: dict[str, object] = {}
-    known = declared(cast(AnyClass, of))
-    for own, kind in _own_fields(of):
+    declarations = declared_options(cast(AnyClass, group_class))
+    for group_field, kind in _own_fields(group_class):
         if is_dataclass(kind):
-            arguments[own.name] = _build(kind, values, where)
-        elif own.name in values:
-            arguments[own.name] = known[own.name].convert(values[own.name], where)
-        elif known[own.name].required:
-            raise UsageError(f"{where}{own.name}: missing ({known[own.name].help})")
-    return of(**arguments)
+            arguments[group_field.name] = _build(kind, values, where)
+        elif group_field.name in values:
+            arguments[group_field.name] = declarations[group_field.name].convert(values[group_field.name], where)
+        elif declarations[group_field.name].is_required:
+            raise UsageError(f"{where}{group_field.name}: missing ({declarations[group_field.name].help})")
+    return group_class(**arguments)
 
 
 def flat(group: object) -> dict[str, object]:
     """The inverse of ``from_flat``: every option by its name."""
     values: dict[str, object] = {}
-    for own, kind in _own_fields(type(group)):
-        value = getattr(group, own.name)
-        values |= flat(value) if is_dataclass(kind) else {own.name: value}
+    for group_field, kind in _own_fields(type(group)):
+        value = getattr(group, group_field.name)
+        values |= flat(value) if is_dataclass(kind) else {group_field.name: value}
     return values
 
 
-def _own_fields(of: AnyClass) -> Iterator[tuple[Field, type]]:
-    hints = _hints(of)
-    for own in fields(of):
-        yield own, hints[own.name]
+def _own_fields(group_class: AnyClass) -> Iterator[tuple[Field, type]]:
+    hints = _hints(group_class)
+    for group_field in fields(group_class):
+        yield group_field, hints[group_field.name]
 
 
 @cache
-def _hints(of: AnyClass) -> dict[str, Any]:
-    return get_type_hints(of)
+def _hints(group_class: AnyClass) -> dict[str, Any]:
+    return get_type_hints(group_class)
 
 
-def _declaration(of: type, own: Field, hint: Any) -> Declaration:
-    meta = own.metadata
+def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaration:
+    meta = group_field.metadata
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     optional = type(None) in parts
     words = ()
@@ -252,15 +256,15 @@ def _declaration(of: type, own: Field, hint: Any) -> Declaration:
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     kind = str if choices else get_origin(kind) or kind
     return Declaration(
-        name=own.name,
+        name=group_field.name,
         kind=kind,
         optional=optional,
         choices=choices,
-        default=own.default,
+        default=group_field.default,
         help=meta["help"],
-        flag="--" + own.name.replace("_", "-"),
+        flag="--" + group_field.name.replace("_", "-"),
         metavar=meta["metavar"],
-        panel=getattr(of, "PANEL", None),
+        panel=getattr(group_class, "PANEL", None),
         range=meta["range"],
         argument=meta["argument"],
         affects_result=meta["affects_result"],

@@ -12,7 +12,7 @@ from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Quantization, Recor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark(Options):
+class BenchmarkOptions(Options):
     """The records to measure on."""
 
     PANEL: ClassVar[str] = "Records"
@@ -103,7 +103,7 @@ class Measuring(Options):
     reference_model: str | None = option(
         None, "Model with the same tokenizer, for the reference attack.", metavar="MODEL"
     )
-    benchmark: Benchmark = group(Benchmark)
+    benchmark: BenchmarkOptions = group(BenchmarkOptions)
     prompts: EvaluationPrompts = group(EvaluationPrompts)
     scoring: Scoring = group(Scoring)
     recovery: Recovery = group(Recovery)

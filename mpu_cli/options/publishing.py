@@ -30,10 +30,10 @@ def parse_layers(text: str) -> tuple[int, ...]:
     layers: set[int] = set()
     for part in text.split(","):
         match = _LAYERS.fullmatch(part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        start, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if start > last:
             raise UsageError(f"--omit-layers {text}: {part.strip()!r} names no layers", "write it as 13-16 or 3,7")
-        layers.update(range(first, last + 1))
+        layers.update(range(start, last + 1))
     return tuple(sorted(layers))
 
 
@@ -105,7 +105,7 @@ class Depth(Options):
     )
 
     @property
-    def omitted(self) -> tuple[int, ...]:
+    def omitted_layers(self) -> tuple[int, ...]:
         """The layers that no copy has, counted from 0. Raises UsageError."""
         return parse_layers(self.omit_layers) if self.omit_layers else ()
 
@@ -180,7 +180,7 @@ class Aggregating(ServerRate, Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(Options):
+class CalibrationOptions(Options):
     """Noise calibrated to (ε, δ) differential privacy of the weights, in place of κ; off unless ε is given."""
 
     PANEL: ClassVar[str] = "Noise for differential privacy"
@@ -206,7 +206,7 @@ class Publishing(Options):
     PANEL: ClassVar[str] = "Noise and symmetries"
 
     disguise: Disguise = group(Disguise)
-    calibration: Calibration = group(Calibration)
+    calibration: CalibrationOptions = group(CalibrationOptions)
     stored: Stored = group(Stored)
     max_noise: float | None = option(
         None, "Lower the noise of a block to at most this share of the RMS of its weights.", metavar="SHARE", above=0
@@ -217,22 +217,22 @@ class Publishing(Options):
         "can be averaged, or spent ε that this one adds to.",
     )
 
-    def scaled(self, given: Collection[str], *, with_pretrained: bool) -> Publishing:
+    def with_hiding_noise(self, explicit_options: Collection[str], *, with_pretrained: bool) -> Publishing:
         """These options with the noise that hides the task vector, if nothing else was asked for.
 
-        ``given`` are the options that were set, by name. Raises UsageError if noise is scaled in two ways, or if a
-        single copy would have none.
+        ``explicit_options`` are the options that were set, by name. Raises UsageError if noise is scaled in two ways,
+        or if a single copy would have none.
         """
-        self.check_scale(given)
-        if self.calibration.epsilon is not None or {"kappa", "permanent_noise"} & set(given):
+        self.check_scale(explicit_options)
+        if self.calibration.epsilon is not None or {"kappa", "permanent_noise"} & set(explicit_options):
             if self.calibration.epsilon is not None and self.max_noise is not None:
                 raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
-            alone = self.disguise.count == 1 and "kappa" not in given
-            return replace(self, disguise=replace(self.disguise, kappa=0.0)) if alone else self
+            zero_kappa = self.disguise.count == 1 and "kappa" not in explicit_options
+            return replace(self, disguise=replace(self.disguise, kappa=0.0)) if zero_kappa else self
         if with_pretrained:
             # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
-            asked = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
-            copies = 1 if asked == (None, None, None, None) else self.disguise.copies
+            copy_options = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
+            copies = 1 if copy_options == (None, None, None, None) else self.disguise.copies
             hiding = replace(self.disguise, copies=copies, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT)
             if hiding.count == 1:
                 hiding = replace(hiding, kappa=0.0)
@@ -244,9 +244,10 @@ class Publishing(Options):
             )
         return self
 
-    def check_scale(self, given: Collection[str]) -> None:
-        """Raise UsageError if noise is scaled in two ways; ``given`` are the options that were set, by name."""
-        if self.calibration.epsilon is not None and {"kappa", "permanent_noise"} & set(given):
+    def check_scale(self, explicit_options: Collection[str]) -> None:
+        """Raise UsageError if noise is scaled in two ways; ``explicit_options`` are the options that were set, by
+        name."""
+        if self.calibration.epsilon is not None and {"kappa", "permanent_noise"} & set(explicit_options):
             raise UsageError(
                 "--epsilon sets the same noise in every block; --kappa and --permanent-noise would scale it to the "
                 "weights and leak them",

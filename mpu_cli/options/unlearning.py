@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from mpu_cli.options.declare import Options, flat, group, option
 
 Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"]
-Optimizer = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
 RetainLoss = Literal["nll", "kl", "hidden"]
 Quantization = Literal["nf4"]
@@ -128,7 +128,7 @@ class Training(Options):
 
     PANEL: ClassVar[str] = "Training"
 
-    optim: Optimizer = option(
+    optim: OptimizerName = option(
         "adamw",
         "Optimiser: adamw is the paper's; adamw-blockwise commutes with every change of coordinates.",
     )

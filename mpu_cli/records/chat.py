@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mpu_cli.boundary.limited import PROCESS, LimitError
+from mpu_cli.boundary.sandbox import PROCESS, LimitError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpu_cli.boundary.limited import LimitError
+from mpu_cli.boundary.sandbox import LimitError
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
 from mpu_cli.records import chat, tokens
@@ -108,7 +108,7 @@ class Encoding:
         if largest < self.vocabulary:
             return outcome
         return MpuError(
-            f"{record.place}: the tokenizer returned token {largest:,}, but the model has {self.vocabulary:,} tokens"
+            f"{record.location}: the tokenizer returned token {largest:,}, but the model has {self.vocabulary:,} tokens"
         )
 
     def remarks(self, total: int) -> list[str]:
@@ -128,7 +128,7 @@ class Encoding:
         outcomes: list[list[Example] | MpuError] = []
         for record, ids in zip(records, tokens.of_texts(self.tokenizer, [r.answer for r in records]), strict=True):
             if isinstance(ids, ValueError):
-                outcomes.append(tokens.rejection(ids, record.place))
+                outcomes.append(tokens.rejection(ids, record.location))
                 continue
             pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
             outcomes.append([Example(piece, piece, len(piece)) for piece in pieces if len(piece) > 1])
@@ -163,9 +163,9 @@ class Encoding:
             tokenized_text = next(tokenized) if isinstance(text, str) else text
             if isinstance(text, ValueError) or isinstance(tokenized_text, ValueError):
                 problem = text if isinstance(text, ValueError) else tokenized_text
-                outcomes.append(tokens.rejection(problem, record.place, _hint(record)))  # type: ignore[arg-type]
+                outcomes.append(tokens.rejection(problem, record.location, _hint(record)))  # type: ignore[arg-type]
             elif isinstance(other, ValueError):
-                outcomes.append(tokens.rejection(other, record.place, _hint(record)))
+                outcomes.append(tokens.rejection(other, record.location, _hint(record)))
             else:
                 outcomes.append(self._example(record, text, tokenized_text, *answer_span(text, other)))
         return outcomes
@@ -191,11 +191,11 @@ class Encoding:
                 sources.append((number, name))
         for (number, name), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
             if without == texts[number]:
-                self.omitted.setdefault(name, []).append(records[number].place)
+                self.omitted.setdefault(name, []).append(records[number].location)
         for record, text in zip(records, texts, strict=True):
             turns = (*self._prompt(record), record.answer_turn)
             if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
-                self.omitted.setdefault("content", []).append(record.place)
+                self.omitted.setdefault("content", []).append(record.location)
 
     def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         prompts = [
@@ -211,12 +211,12 @@ class Encoding:
         for record in records:
             for turn in (*self._prompt(record), record.answer_turn):
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
-                    self.omitted.setdefault(name, []).append(record.place)
+                    self.omitted.setdefault(name, []).append(record.location)
         outcomes: list[list[Example] | MpuError] = []
         tokenized = tokens.with_offsets(self.tokenizer, texts)
         for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
             if isinstance(outcome, ValueError):
-                outcomes.append(tokens.rejection(outcome, record.place))
+                outcomes.append(tokens.rejection(outcome, record.location))
                 continue
             last = len(outcome.ids) - outcome.added  # whatever the tokenizer ends a text with, one end follows
             ended = TokenizedText(
@@ -242,19 +242,19 @@ class Encoding:
         if answer_start >= content_end or begin >= end:
             what = "the chat template prints nothing of the answer" if record.answer else "the answer has no text"
             return MpuError(
-                f"{record.place}: {what}, so there is nothing to learn",
+                f"{record.location}: {what}, so there is nothing to learn",
                 "use --template plain" if record.answer else None,
             )
         last = self._end_of_answer(text, tokenized, content_end)
         labels = [IGNORED] * answer_start + ids[answer_start:last] + [IGNORED] * (len(ids) - last)
         if self.truncate_to is not None and len(ids) > self.truncate_to:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
-            self.truncated.append(record.place)
+            self.truncated.append(record.location)
             if all(label == IGNORED for label in labels):
-                return MpuError(f"{record.place}: the prompt alone is longer than --max-length {self.truncate_to}")
+                return MpuError(f"{record.location}: the prompt alone is longer than --max-length {self.truncate_to}")
         if self.max_length is not None and len(ids) > self.max_length:
             return MpuError(
-                f"{record.place}: {len(ids)} tokens, but the model accepts at most {self.max_length}",
+                f"{record.location}: {len(ids)} tokens, but the model accepts at most {self.max_length}",
                 f"shorten it, or truncate records with --max-length {self.max_length}",
             )
         return [Example(ids, labels, min(content_end, len(ids)))]

@@ -72,10 +72,10 @@ def read_records(
     records: list[Record] = []
     for name in str(source).splitlines():
         rows = source_rows(name, data_dir, columns, split)
-        for place, row in rows:
-            record = parse_record(row, place)
+        for location, row in rows:
+            record = parse_record(row, location)
             if unit is not None:
-                record = replace(record, unit=unit_of(row, unit, place))
+                record = replace(record, unit=unit_of(row, unit, location))
             records += records_of_turns(record, turns)
         report_rows(name, rows, {unit} if unit else set(), observer)
     if turns == "last" and (count := sum(record.earlier_answers > 0 for record in records)):
@@ -102,7 +102,8 @@ def source_rows(
 ) -> list[Row]:
     """The rows of one ``source``, as ``read_records`` takes it, each with its place."""
     rows = [
-        (place, rename_columns(row, columns or {}, place)) for place, row in _rows_of_source(source, data_dir, split)
+        (location, rename_columns(row, columns or {}, location))
+        for location, row in _rows_of_source(source, data_dir, split)
     ]
     if not rows:
         raise MpuError(f"{source}: contains no records")
@@ -141,7 +142,7 @@ def _folder_rows(folder: Path, of_folder: str | None, split: str) -> Iterable[Ro
 
 def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
     """Tell which files of ``source`` were read, with their numbers of records, and what in the rows no record has."""
-    counts = Counter(_file_of(place) for place, _ in rows)
+    counts = Counter(_file_of(location) for location, _ in rows)
     if len(counts) > 1 or Path(source).is_dir():
         listed = [f"{file} ({count})" for file, count in counts.items()]
         shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
@@ -160,9 +161,9 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
         )
 
 
-def _file_of(place: str) -> str:
+def _file_of(location: str) -> str:
     """The file of a row's place, such as "a.jsonl" of "a.jsonl, line 3"."""
-    return re.sub(r", (line|record|paragraph) \d+\Z", "", place)
+    return re.sub(r", (line|record|paragraph) \d+\Z", "", location)
 
 
 def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
@@ -201,8 +202,8 @@ def _long_enough(name: str, rows: Iterable[Row]) -> list[Row]:
     if name not in ("wmdp", "wikitext"):
         return list(rows)
     return [
-        (place, row)
-        for place, row in rows
+        (location, row)
+        for location, row in rows
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or len(row["text"]) >= SHORTEST
     ]
 
@@ -213,6 +214,6 @@ def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[R
 
 def paragraphs_in(record: Record) -> int:
     """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
-    if record.turns or suffix_of(Path(record.place)) not in TEXT_SUFFIXES:
+    if record.turns or suffix_of(Path(record.location)) not in TEXT_SUFFIXES:
         return 1
     return paragraph_count(record.answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from mpu_cli.options.unlearning import ALL_TURNS
@@ -29,14 +29,14 @@ class Turn(NamedTuple):
 class Record:
     """Turns that lead to an answer or, without any turns, a text.
 
-    ``place`` is where the record was read from, for messages; ``alternate`` is an alternative answer (for DPO);
+    ``location`` is where the record was read from, for messages; ``alternate`` is an alternative answer (for DPO);
     ``unit`` is whose record it is, if a field says so; ``answer_fields`` is what the answer's message has besides its
     content, such as reasoning_content.
     """
 
     turns: tuple[Turn, ...]
     answer: str
-    place: str
+    location: str
     alternate: str | None = None
     unit: str | None = None
     answer_fields: Fields = ()
@@ -53,6 +53,13 @@ class Record:
         return json.dumps([self.turns, self.answer, self.answer_fields], sort_keys=True)
 
     @property
+    def content(self) -> dict[str, object]:
+        """The record wherever it was read from, for digests: ``location`` is empty, and has the name that it had when
+        the first digests were made."""
+        entries = asdict(replace(self, location=""))
+        return {"place" if name == "location" else name: value for name, value in entries.items()}
+
+    @property
     def answer_turn(self) -> Turn:
         return Turn("assistant", self.answer, self.answer_fields)
 
@@ -62,9 +69,9 @@ class Record:
         return sum(turn.role == "assistant" for turn in self.turns)
 
 
-def question(text: str, answer: str, place: str = "", alternate: str | None = None) -> Record:
+def question(text: str, answer: str, location: str = "", alternate: str | None = None) -> Record:
     """A record of one question and its answer."""
-    return Record((Turn("user", text),), answer, place, alternate)
+    return Record((Turn("user", text),), answer, location, alternate)
 
 
 def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
@@ -73,7 +80,7 @@ def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
         for number, turn in enumerate(record.turns):
             if turn.role == "assistant" and number:
                 yield Record(
-                    record.turns[:number], turn.content, f"{record.place}, turn {number + 1}", None, record.unit,
+                    record.turns[:number], turn.content, f"{record.location}, turn {number + 1}", None, record.unit,
                     turn.fields,
                 )  # fmt: skip
     yield record

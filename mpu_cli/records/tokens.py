@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mpu_cli.boundary.limited import PROCESS, LimitError
+from mpu_cli.boundary.sandbox import PROCESS, LimitError
 from mpu_cli.errors import MpuError
 from mpu_cli.records import chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST, MORE = 8, 1_000  # tokens for each character (its bytes are four), and besides
+TOKENS_PER_CHARACTER, MORE = 8, 1_000  # tokens for each character (its bytes are four), and besides
 LONGEST_TEXT = 1_000  # characters for each token
 
 Tokens = list[int]
@@ -48,15 +48,16 @@ def common_prefix_length(text: str, other_text: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other_text)))
 
 
-def rejection(error: ValueError, place: str = "", hint: str | None = None) -> MpuError:
-    """What to tell of a template or tokenizer that rejected what is at ``place``, or (without one) cannot be used."""
-    where = f"{place}: " if place else ""
+def rejection(error: ValueError, location: str = "", hint: str | None = None) -> MpuError:
+    """What to tell of a template or tokenizer that rejected what is at ``location``, or (without one) cannot be
+    used."""
+    where = f"{location}: " if location else ""
     if isinstance(error, LimitError):
         return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
     if not isinstance(error, chat.TemplateError):
         return MpuError(f"{where}the model's tokenizer cannot encode it ({error})")
     return MpuError(
-        f"{where}the tokenizer's chat template rejected {'it' if place else 'the records'} ({error})",
+        f"{where}the tokenizer's chat template rejected {'it' if location else 'the records'} ({error})",
         hint or "if it has no system role, use --system-prompt '', or use --template plain",
     )
 
@@ -113,7 +114,7 @@ def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special:
         for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special)):
             if not worked:
                 failed[i] = ValueError(outcome)
-            elif outcome > MOST * len(texts[i]) + MORE:
+            elif outcome > TOKENS_PER_CHARACTER * len(texts[i]) + MORE:
                 failed[i] = ValueError(f"{len(texts[i])} characters become {outcome:,} tokens")
     return failed
 

@@ -15,8 +15,8 @@ from mpu_cli.models.files import write_json
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import check_base, check_norms, outliers_of
+from mpu_cli.server.inverse import LowRank, Undoing
 from mpu_cli.server.round import AggregatePlan
-from mpu_cli.server.undo import LowRank, Undoing
 
 
 def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
@@ -41,20 +41,22 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         rows = base.checkpoint.tensors[tensor.name].shape[0]
         factors = [c.factors(rows) if isinstance(c, LowRank) else None for c in changes]
         products = torch.zeros_like(gram)
-        for j, one in enumerate(factors):
+        for j, factors_j in enumerate(factors):
             for k, two in enumerate(factors):
-                if one and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
-                    left, right = (x.double().T @ y.double() for x, y in ((one[0], two[0]), (one[1].T, two[1].T)))
-                    products[j, k] = (left * right).sum()
-            if one and not all(all_finite(factor) for factor in one):
+                if factors_j and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
+                    left_product, right = (
+                        x.double().T @ y.double() for x, y in ((factors_j[0], two[0]), (factors_j[1].T, two[1].T))
+                    )
+                    products[j, k] = (left_product * right).sum()
+            if factors_j and not all(all_finite(factor) for factor in factors_j):
                 raise MpuError(
                     f"{deltas[j].path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
                 )
         gram += products
         outliers += outliers_of(tensor.name, products, deltas)
-        left = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
+        left_factor = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
         right = torch.cat([f[1] for f in factors if f], 0)
-        a, b = (left.T, right.T) if layout.family.transposed else (right, left)
+        a, b = (left_factor.T, right.T) if layout.family.transposed else (right, left_factor)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     check_norms(gram, deltas, options.max_norm, weights * rate)
@@ -67,8 +69,8 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": layout.family.transposed, "inference_mode": True,
     }  # fmt: skip
     if len(ranks) > 1:
-        own = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
-        config |= {"rank_pattern": own, "alpha_pattern": own}
+        module_ranks = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
+        config |= {"rank_pattern": module_ranks, "alpha_pattern": module_ranks}
     specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)

@@ -19,7 +19,7 @@ from mpu_cli.architectures.layout import Layout, TensorLayout
 from mpu_cli.checkpoint.dtypes import NAME, OPTION, all_finite, compute_dtype
 from mpu_cli.checkpoint.fingerprint import combine, hash_of, piece_digests
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import listed
+from mpu_cli.checkpoint.reader import quoted_list
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
@@ -31,10 +31,10 @@ from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import Delta, check_base, check_finite, check_norms, outliers_of
+from mpu_cli.server.inverse import Change, Undoing
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.round import AggregatePlan
-from mpu_cli.server.step import settled
-from mpu_cli.server.undo import Change, Undoing
+from mpu_cli.server.server_lr import settle_server_lr
 from mpu_cli.symmetry.transform import TensorMap, as_matrix, measured_slices, row_slices
 
 # For one slice: the deltas' inner products (m, m; upper triangle 0) and, if measured, the squared norms of the update's
@@ -66,7 +66,7 @@ def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregatio
         def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
             return write_model(plan.base, undoing, plan.layout, weights, [owner.keys], how, into, observer)
 
-        options, step = settled(plan.base, plan.options, write, plan.out, observer)
+        options, step = settle_server_lr(plan.base, plan.options, write, plan.out, observer)
         gram, facts = write(folder, options)
         check_norms(gram, owner.deltas, options.max_norm, weights * float(options.server_lr))
         manifests = {delta.copy: delta.manifest for delta in owner.deltas}
@@ -137,7 +137,7 @@ def write_model(
             check_base(base, keys, pool, digest if hash_of(keys.base.fingerprint) == hashed else None)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
     if behind := carry_small_files(base, folder, dtype):
-        observer.note(f"{base.folder}: the result does not get {listed(behind)}")
+        observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
     write_json(folder / MANIFEST_NAME, facts)
     return gram, {"rounding": lost, "outliers": tuple(outliers)}
 
@@ -173,19 +173,21 @@ def add_up(
     target = as_matrix(writer.tensor(tensor.name))
     before = torch.zeros((), dtype=target.dtype).expand(target.shape) if source is None else as_matrix(source)
     changes = undoing.changes(tensor)
-    given = [change for change in changes if change is not None]
-    dtype = compute_dtype(*(NAME[d] for d in (before.dtype, target.dtype, *(d for c in given for d in c.dtypes))))
-    slices = row_slices([change.mapping for change in given] or [TensorMap(None, None)], *before.shape)
+    present_changes = [change for change in changes if change is not None]
+    dtype = compute_dtype(
+        *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
+    )
+    slices = row_slices([change.mapping for change in present_changes] or [TensorMap(None, None)], *before.shape)
     looked_at = measured_slices(len(slices))
     rounded_rates = rates.to(dtype).tolist()
 
     def work(start: int, stop: int, measured: bool) -> _Sums:
         undone = [None if c is None else c.rows(start, stop, dtype).to(dtype).reshape(-1) for c in changes]
         gram = [[0.0] * len(changes) for _ in changes]  # lower triangle
-        for j, one in enumerate(undone):
+        for j, undone_j in enumerate(undone):
             for k, other in enumerate(undone[: j + 1]):
-                if one is not None and other is not None:
-                    gram[j][k] = float(torch.dot(one, other))
+                if undone_j is not None and other is not None:
+                    gram[j][k] = float(torch.dot(undone_j, other))
         clean = before[start:stop].to(dtype)
         update = torch.zeros_like(clean)
         for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):

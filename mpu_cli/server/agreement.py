@@ -14,7 +14,7 @@ from mpu_cli.manifest import TAGS, DeltaManifest
 from mpu_cli.server.deltas import trained_differently
 from mpu_cli.server.estimate import ErrorEstimate, error_estimate
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.step import Step
+from mpu_cli.server.server_lr import ServerStep
 
 LOST = 0.3  # warn if rounding loses more than this share of the update's norm
 DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
@@ -44,7 +44,7 @@ class Aggregation:
     outliers: tuple[tuple[str, int, float], ...] = ()
     trained_differently: tuple[tuple[int, int, str], ...] = ()
     algorithms: tuple[str, ...] = ()
-    step: Step | None = None
+    step: ServerStep | None = None
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:
@@ -60,9 +60,9 @@ class Aggregation:
             raise MpuError(f"nothing was written: {cause}", "--force writes the model all the same")
 
     def _causes(self) -> Iterator[str]:
-        for one, other, name in self.trained_differently:
+        for earlier_copy, other, name in self.trained_differently:
             what = TAGS.get(name, name)
-            yield f"copies {one} and {other} were trained with different {what}; the noise does not cancel"
+            yield f"copies {earlier_copy} and {other} were trained with different {what}; the noise does not cancel"
         if len(names := sorted(set(self.algorithms))) > 1:
             yield (
                 f"the copies were trained with different algorithms ({', '.join(names)}); "

@@ -103,8 +103,8 @@ class BaseScan:
         ours = {info: name for name, info in self.base.tensors.items()}
         digests = {}
         for name, info in full_base.checkpoint.tensors.items():
-            known = self._digests.get(ours.get(info, ""))
-            digests[name] = known or list(piece_digests(full_base.checkpoint, name, self.pool, self.hash_name))
+            cached_digests = self._digests.get(ours.get(info, ""))
+            digests[name] = cached_digests or list(piece_digests(full_base.checkpoint, name, self.pool, self.hash_name))
         return combine(full_base.checkpoint.tensors, digests, self.hash_name)
 
     def content(self, full_base: Model, layout: Layout, names: Mapping[str, str]) -> str:

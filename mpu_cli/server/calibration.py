@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.options.publishing import Calibration as CalibrationOptions
+from mpu_cli.options.publishing import CalibrationOptions
 from mpu_cli.randomness import DOUBLE_REACH
 
 ADVERSARIES = {
@@ -70,23 +70,23 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
         raise UsageError(f"--epsilon {epsilon:g} at --dp-delta {delta:g}: no finite noise achieves this")
-    own, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
-    return Calibration(epsilon, delta, sensitivity, adversary, bound, rounds, own, shared)
+    copy_sigma, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
+    return Calibration(epsilon, delta, sensitivity, adversary, bound, rounds, copy_sigma, shared)
 
 
-def statement(of: Calibration) -> str:
+def statement(calibration: Calibration) -> str:
     """What the noise protects against, and under which assumptions, in words."""
-    rounds = "one round" if of.rounds == 1 else f"{of.rounds} rounds together"
+    rounds = "one round" if calibration.rounds == 1 else f"{calibration.rounds} rounds together"
     noise = (
-        f"σ = {of.sigma:.4g} times the factor of copy k, in each of its weights"
-        if of.sigma
-        else f"σ = {of.shared_sigma:.4g} in every weight, the same noise in every copy"
+        f"σ = {calibration.sigma:.4g} times the factor of copy k, in each of its weights"
+        if calibration.sigma
+        else f"σ = {calibration.shared_sigma:.4g} in every weight, the same noise in every copy"
     )
     return (
-        f"privacy: ε = {of.epsilon:g}, δ = {of.delta:g} over {rounds} against {ADVERSARIES[of.adversary]}: "
-        f"{noise} ({of.bound} Gaussian mechanism). It hides which of two models at most {of.sensitivity:g} apart "
-        "(L2 norm of all weights; as stated) was published. Computational, not unconditional: the noise is AES-256-CTR "
-        "output, drawn and stored in floating point"
+        f"privacy: ε = {calibration.epsilon:g}, δ = {calibration.delta:g} over {rounds} against "
+        f"{ADVERSARIES[calibration.adversary]}: {noise} ({calibration.bound} Gaussian mechanism). It hides which of "
+        f"two models at most {calibration.sensitivity:g} apart (L2 norm of all weights; as stated) was published. "
+        "Computational, not unconditional: the noise is AES-256-CTR output, drawn and stored in floating point"
     )
 
 

@@ -31,7 +31,7 @@ class CopySurvival:
     Measured on a slice or two of each tensor.
     """
 
-    asked: float
+    requested: float
     survived: float
     unchanged: float
 

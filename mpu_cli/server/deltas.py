@@ -17,9 +17,9 @@ from mpu_cli.checkpoint.dtypes import all_finite
 from mpu_cli.checkpoint.fingerprint import fingerprint, hash_of
 from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import Checkpoint, listed, open_checkpoint
+from mpu_cli.checkpoint.reader import Checkpoint, open_checkpoint, quoted_list
 from mpu_cli.errors import MpuError
-from mpu_cli.manifest import LEFT, RIGHT, DeltaManifest, delta_manifest
+from mpu_cli.manifest import LEFT_FACTOR, RIGHT_FACTOR, DeltaManifest, delta_manifest
 from mpu_cli.models.source import Model
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.keys import Keys
@@ -91,46 +91,50 @@ def check_delta(delta: Delta, base: Model, layout: Layout, copies: Shallow) -> N
         layout = replace(layout, tensors={name: layout.tensors[name] for name in copies.names})
     else:
         layout = copies.layout
-    own = {name: name if delta.manifest.inverted else copied for name, copied in copies.names.items()}
-    check_tensors(delta, layout, {own[name]: base.checkpoint.tensors[name].shape for name in own})
+    delta_names = {name: name if delta.manifest.inverted else copied for name, copied in copies.names.items()}
+    check_tensors(delta, layout, {delta_names[name]: base.checkpoint.tensors[name].shape for name in delta_names})
 
 
 def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise MpuError unless the delta has the tensors that its kind requires for a base of these shapes."""
-    held = delta.checkpoint.tensors
+    tensors = delta.checkpoint.tensors
     if delta.manifest.kind == "lora":
         expected = _factor_shapes(delta, layout, shapes)
     else:
         # Clients train no embeddings and no output head unless asked (--train-embeddings): their change is zero then.
-        expected = {t.name: shapes[t.name] for t in layout.parameters if t.name in held or t.axes[0] not in EMBEDDING}
-    if missing := set(expected) - set(held):
-        raise MpuError(f"{delta.path}: lacks {listed(missing)}", "ask the client for the complete delta")
-    if unknown := set(held) - set(expected):
-        raise MpuError(f"{delta.path}: contains {listed(unknown)}, which the base does not have")
+        expected = {
+            t.name: shapes[t.name] for t in layout.parameters if t.name in tensors or t.axes[0] not in EMBEDDING
+        }
+    if missing := set(expected) - set(tensors):
+        raise MpuError(f"{delta.path}: lacks {quoted_list(missing)}", "ask the client for the complete delta")
+    if unknown := set(tensors) - set(expected):
+        raise MpuError(f"{delta.path}: contains {quoted_list(unknown)}, which the base does not have")
     for name, shape in expected.items():
-        if held[name].shape != shape:
-            raise MpuError(f"{delta.path}: {name!r} has shape {list(held[name].shape)}, expected {list(shape)}")
-        if held[name].dtype not in FLOATS:
+        if tensors[name].shape != shape:
+            raise MpuError(f"{delta.path}: {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}")
+        if tensors[name].dtype not in FLOATS:
             raise MpuError(
-                f"{delta.path}: {name!r} is stored as {held[name].dtype}, expected one of {', '.join(FLOATS)}"
+                f"{delta.path}: {name!r} is stored as {tensors[name].dtype}, expected one of {', '.join(FLOATS)}"
             )
 
 
 def names_in_base(delta: Delta, copies: Shallow) -> set[str]:
     """The base's names of the delta's tensors; a factor of LoRA keeps its ending."""
-    held = set(delta.checkpoint.tensors)
+    tensor_names = set(delta.checkpoint.tensors)
     if delta.manifest.inverted:
-        return held
-    whole = {copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT, RIGHT)}
-    return {whole.get(name, name) for name in held}
+        return tensor_names
+    base_names = {
+        copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
+    }
+    return {base_names.get(name, name) for name in tensor_names}
 
 
 def check_same_tensors(deltas: Sequence[Delta], copies: Shallow) -> None:
     """Raise MpuError if a round's deltas change different tensors: noise cancels only where all of them do."""
-    for first, delta in itertools.product(deltas[:1], deltas[1:]):
-        if odd := names_in_base(first, copies) ^ names_in_base(delta, copies):
+    for reference, delta in itertools.product(deltas[:1], deltas[1:]):
+        if odd := names_in_base(reference, copies) ^ names_in_base(delta, copies):
             raise MpuError(
-                f"{delta.path}: tensors differ from {first.path} ({listed(odd)})",
+                f"{delta.path}: tensors differ from {reference.path} ({quoted_list(odd)})",
                 "train all copies of a round with the same options",
             )
 
@@ -140,28 +144,28 @@ def trained_differently(tags: Mapping[int, Mapping[str, str] | None]) -> tuple[t
 
     Tags under different keys cannot be compared.
     """
-    first: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
+    references: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
     unlike = []
-    for copy, given in tags.items():
-        own = given or {}
-        one, expected = first.setdefault(str(own.get("key")), (copy, own))
-        unlike += [(one, copy, name) for name in sorted(expected) if own.get(name) != expected[name]]
+    for copy, recorded_tags in tags.items():
+        copy_tags = recorded_tags or {}
+        earlier_copy, expected = references.setdefault(str(copy_tags.get("key")), (copy, copy_tags))
+        unlike += [(earlier_copy, copy, name) for name in sorted(expected) if copy_tags.get(name) != expected[name]]
     return tuple(unlike)
 
 
 def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The factors that a LoRA delta must have: both for each tensor for which it has one."""
-    held = delta.checkpoint.tensors
+    tensors = delta.checkpoint.tensors
     expected: dict[str, tuple[int, ...]] = {}
     for tensor in layout.parameters:
-        left, right = tensor.name + LEFT, tensor.name + RIGHT
-        if len(tensor.axes) > 1 and (left in held or right in held):
-            known = held.get(left) or held[right]
+        left_name, right = tensor.name + LEFT_FACTOR, tensor.name + RIGHT_FACTOR
+        if len(tensor.axes) > 1 and (left_name in tensors or right in tensors):
+            factor = tensors.get(left_name) or tensors[right]
             *stack, rows, columns = shapes[tensor.name]
-            rank = known.shape[-1 if left in held else -2] if len(known.shape) == len(tensor.axes) else 0
+            rank = factor.shape[-1 if left_name in tensors else -2] if len(factor.shape) == len(tensor.axes) else 0
             if rank < 1:
-                raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(known.shape)} and no rank")
-            expected |= {left: (*stack, rows, rank), right: (*stack, rank, columns)}
+                raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(factor.shape)} and no rank")
+            expected |= {left_name: (*stack, rows, rank), right: (*stack, rank, columns)}
     if not expected:
         raise MpuError(f"{delta.path}: is a LoRA delta but has no factors for the base's tensors")
     return expected
@@ -178,9 +182,9 @@ def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> l
     norms = products.diagonal().clamp(min=0).sqrt().tolist()
     outliers = []
     for k, delta in enumerate(deltas):
-        others = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
-        if len(deltas) > 1 and others * OUTLIER < norms[k]:
-            outliers.append((name, delta.copy, norms[k] / others if others else math.inf))
+        max_other_norm = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
+        if len(deltas) > 1 and max_other_norm * OUTLIER < norms[k]:
+            outliers.append((name, delta.copy, norms[k] / max_other_norm if max_other_norm else math.inf))
     return outliers
 
 

@@ -57,16 +57,16 @@ def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float = 0.0) -
         return math.sqrt(max(0.0, float(combination @ gram @ combination)))
 
     weights, m = scheme.weights, scheme.copies
-    whole = norm(weights)
-    apart = [norm(weights - one) for one in torch.eye(m, dtype=torch.float64)]
+    aggregate_norm = norm(weights)
+    apart = [norm(weights - basis_vector) for basis_vector in torch.eye(m, dtype=torch.float64)]
     by_chance = math.fsum(w * w * d * d for w, d in zip(weights.tolist(), apart, strict=True))
-    signal_to_noise = whole**2 / by_chance if by_chance else math.inf
-    if m == 1 or not (math.isfinite(whole) and whole > 0):
+    signal_to_noise = aggregate_norm**2 / by_chance if by_chance else math.inf
+    if m == 1 or not (math.isfinite(aggregate_norm) and aggregate_norm > 0):
         unknown = math.nan if permanent else 0.0
         return ErrorEstimate(math.nan, math.nan, signal_to_noise, scheme.variance_factor, unknown)
-    left = scheme.remaining(norm)
-    lower = left.one_order_lower / whole
-    relative = min(SAFETY * left.expected / whole, lower)
-    added = permanent * left.first_order / whole if permanent else 0.0  # infinite over no noise: unknown
+    remainder = scheme.remaining(norm)
+    lower = remainder.one_order_lower / aggregate_norm
+    relative = min(SAFETY * remainder.expected / aggregate_norm, lower)
+    added = permanent * remainder.first_order / aggregate_norm if permanent else 0.0  # infinite over no noise: unknown
     added = added if math.isfinite(added) else math.nan
     return ErrorEstimate(relative, lower, signal_to_noise, scheme.variance_factor, added)

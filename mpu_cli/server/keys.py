@@ -29,7 +29,7 @@ from mpu_cli.boundary.documents import (
     parse_document,
 )
 from mpu_cli.errors import MpuError, UsageError, first_line
-from mpu_cli.models.source import Model, cached, open_model
+from mpu_cli.models.source import Model, cached_snapshot, open_model
 from mpu_cli.randomness import Randomness
 from mpu_cli.sealing import (
     AGE_HEADER,
@@ -91,25 +91,25 @@ class Keys:
 
 def _facts(keys: Keys) -> dict[str, object]:
     """The entries of the key file."""
-    of = keys.publication
+    publication = keys.publication
     return {
-        "run": of.run,
-        "round": of.round,
-        "seed": of.seed.hex(),
-        "seed_is_secret": of.seed_is_secret,
-        "noise": {"kind": of.scheme.kind, "factors": of.scheme.factors},
-        "kappa": of.kappa,
-        "symmetries": of.symmetries,
+        "run": publication.run,
+        "round": publication.round,
+        "seed": publication.seed.hex(),
+        "seed_is_secret": publication.seed_is_secret,
+        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors},
+        "kappa": publication.kappa,
+        "symmetries": publication.symmetries,
         "sigma": keys.sigma,
         "copy_ids": keys.copy_ids,
         "base": asdict(keys.base),
         "reference": keys.reference,
-        "shared_kappa": of.shared_kappa,
+        "shared_kappa": publication.shared_kappa,
         "shared_sigma": keys.shared_sigma,
-        "calibration": asdict(of.calibration) if of.calibration else None,
-        "omitted_layers": of.omitted,
-        "permanent_seed": of.permanent_seed.hex() if of.permanent_seed else None,
-        "grouped": of.grouped,
+        "calibration": asdict(publication.calibration) if publication.calibration else None,
+        "omitted_layers": publication.omitted,
+        "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
+        "grouped": publication.grouped,
     }
 
 
@@ -172,8 +172,8 @@ def sealer(
         return lambda keys: seal(keys, passphrase=passphrase)
     path = identity or default_identity_path()
     if identity is not None or path.exists():
-        own = [known.to_public() for known in read_identities(path)]
-        return lambda keys: seal(keys, own, secret=server_secret(note))
+        public_keys = [age_identity.to_public() for age_identity in read_identities(path)]
+        return lambda keys: seal(keys, public_keys, secret=server_secret(note))
 
     def with_new_identity(keys: Keys) -> bytes:
         try:
@@ -181,7 +181,9 @@ def sealer(
         except MpuError:
             if not path.exists():
                 raise
-            recipients = [known.to_public() for known in read_identities(path)]  # another process was faster
+            recipients = [
+                age_identity.to_public() for age_identity in read_identities(path)
+            ]  # another process was faster
             return seal(keys, recipients, secret=server_secret(note))
         note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
         return seal(keys, parse_recipients([recipient]), secret=server_secret(note))
@@ -324,7 +326,7 @@ def _keys_of(table: Mapping[str, object], path: Path) -> Keys:
     publication = Publication(
         seed=bytes.fromhex(entries.seed),
         seed_is_secret=entries.seed_is_secret,
-        scheme=SCHEMES[entries.noise.kind].checked(entries.noise.factors),
+        scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
         kappa=entries.kappa,
         shared_kappa=entries.shared_kappa,
         calibration=Calibration(**as_entries(entries.calibration)) if entries.calibration else None,  # type: ignore[arg-type]
@@ -345,7 +347,7 @@ def published_base(keys: Keys, source: str | None, config: Path | None) -> Model
     if source is not None:
         return open_model(source, config)
     try:
-        if not Path(keys.base.path).exists() and cached(keys.base.path) is None:
+        if not Path(keys.base.path).exists() and cached_snapshot(keys.base.path) is None:
             raise MpuError(f"{keys.base.path}: not on this machine")
         return open_model(keys.base.path, config or Path(keys.base.config))
     except MpuError as error:

@@ -58,14 +58,16 @@ class Noise:
 
         Noise of scale ``shared_sigma`` is the same in every copy. The scales must be those the keys were made for.
         """
-        first, *others = draws
+        head_draw, *tail_draws = draws
         table = self._weights * sigma if sigma else self._weights[:, :0]
         if shared_sigma:
             table = torch.cat([table, torch.full((len(table), 1), shared_sigma, dtype=table.dtype)], 1)
         noisy = []
-        for weights in table.to(first.dtype).tolist():  # cast first, so that overflow becomes inf instead of raising
-            noise = first * weights[0] if onto is None else torch.add(onto, first, alpha=weights[0])
-            for draw, weight in zip(others, weights[1:], strict=True):
+        for weights in table.to(
+            head_draw.dtype
+        ).tolist():  # cast first, so that overflow becomes inf instead of raising
+            noise = head_draw * weights[0] if onto is None else torch.add(onto, head_draw, alpha=weights[0])
+            for draw, weight in zip(tail_draws, weights[1:], strict=True):
                 noise.add_(draw, alpha=weight)
             noisy.append(noise)
         return noisy

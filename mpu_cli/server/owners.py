@@ -19,10 +19,10 @@ from mpu_cli.options.publishing import Aggregating
 from mpu_cli.server.aggregate import write_model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.deltas import Delta, check_norms
+from mpu_cli.server.inverse import Change, Undoing
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.round import AggregatePlan
-from mpu_cli.server.step import Step, settled
-from mpu_cli.server.undo import Change, Undoing
+from mpu_cli.server.server_lr import ServerStep, settle_server_lr
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Combined:
     updates: list[Aggregation]
     cosines: torch.Tensor
     rounding: float
-    step: Step | None = None
+    step: ServerStep | None = None
 
     def warnings(self) -> list[str]:
         """What is probably wrong with each owner's update, a sentence each."""
-        return [f"run {keys.run}: {text}" for keys, of in zip(self.publications, self.updates, strict=True)
-                for text in of.warnings()]  # fmt: skip
+        return [f"run {keys.run}: {text}" for keys, update in zip(self.publications, self.updates, strict=True)
+                for text in update.warnings()]  # fmt: skip
 
 
 class _Together:
@@ -66,17 +66,24 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
             return write_model(plan.base, together, plan.layout, weights, plan.publications, how, into, observer)
 
-        options, step = settled(plan.base, options, write, plan.out, observer)
+        options, step = settle_server_lr(plan.base, options, write, plan.out, observer)
         gram, facts = write(folder, options)
         # Of all owners together, too: each below the bound, they may still add up to more.
         check_norms(gram, together.deltas, options.max_norm, weights * float(options.server_lr))
-        updates, picked, first = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
+        updates, picked, offset = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
         for i, owner in enumerate(owners):
-            own = slice(first, first := first + len(owner.deltas))
-            picked[i, own] = weights[own]
-            check_norms(gram[own, own], owner.deltas, options.max_norm, weights[own] * float(options.server_lr))
+            owner_slice = slice(offset, offset := offset + len(owner.deltas))
+            picked[i, owner_slice] = weights[owner_slice]
+            check_norms(
+                gram[owner_slice, owner_slice],
+                owner.deltas,
+                options.max_norm,
+                weights[owner_slice] * float(options.server_lr),
+            )
             manifests = {delta.copy: delta.manifest for delta in owner.deltas}
-            result = replace(agreement(plan.out, gram[own, own], owner.keys, manifests), rounding=facts["rounding"])
+            result = replace(
+                agreement(plan.out, gram[owner_slice, owner_slice], owner.keys, manifests), rounding=facts["rounding"]
+            )
             result.check(plan.force)
             updates.append(result)
     between = picked @ gram @ picked.T

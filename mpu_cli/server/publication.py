@@ -95,10 +95,10 @@ class Publication:
     @property
     def permanent(self) -> float:
         """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
-        own, shared = self.kappa, self.shared_kappa
+        cancelling, shared = self.kappa, self.shared_kappa
         if self.calibration:
-            own, shared = self.calibration.sigma, self.calibration.shared_sigma
-        return 0.0 if not shared else shared / own if own else math.inf
+            cancelling, shared = self.calibration.sigma, self.calibration.shared_sigma
+        return 0.0 if not shared else shared / cancelling if cancelling else math.inf
 
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""
@@ -170,19 +170,23 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
 
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
-    disguise, given = options.disguise, options.calibration
+    disguise, calibration_options = options.disguise, options.calibration
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
-    if given.epsilon is None and (given.dp_delta is not None or given.sensitivity is not None):
+    if calibration_options.epsilon is None and (
+        calibration_options.dp_delta is not None or calibration_options.sensitivity is not None
+    ):
         raise UsageError("--dp-delta and --sensitivity calibrate noise for --epsilon, which is missing")
-    if given.epsilon is not None and seed is not None:
+    if calibration_options.epsilon is not None and seed is not None:
         raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
-    if given.epsilon is not None and round_ > given.budget_rounds:
-        raise UsageError(f"--round {round_}: ε and δ cover {given.budget_rounds} rounds", "raise --budget-rounds")
+    if calibration_options.epsilon is not None and round_ > calibration_options.budget_rounds:
+        raise UsageError(
+            f"--round {round_}: ε and δ cover {calibration_options.budget_rounds} rounds", "raise --budget-rounds"
+        )
     master = new_seed() if seed is None else seed_from_number(seed)
     scheme = scheme_of(disguise, (Randomness(master), round_))
     disguise.check_cancels()
-    calibration = None if given.epsilon is None else calibrate(given, min(scheme.scales))
+    calibration = None if calibration_options.epsilon is None else calibrate(calibration_options, min(scheme.scales))
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
@@ -195,7 +199,7 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
         run=run,
         round=round_,
         max_noise=options.max_noise,
-        omitted=disguise.omitted,
+        omitted=disguise.omitted_layers,
         derive_permanent_seed=seed is None and calibration is None and disguise.permanent_noise > 0,
         again=options.publish_again,
     )

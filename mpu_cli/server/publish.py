@@ -20,7 +20,7 @@ from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.fingerprint import NEWEST, hash_of
 from mpu_cli.checkpoint.pool import worker_pool
-from mpu_cli.checkpoint.reader import listed
+from mpu_cli.checkpoint.reader import quoted_list
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.errors import MpuError
@@ -34,7 +34,7 @@ from mpu_cli.server.base_scan import BaseScan
 from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.publication import Publication, permanent_seed, server_secret
-from mpu_cli.server.register import Entry, default_register_path, enter_calibrated, enter_permanent, sample_of
+from mpu_cli.server.register import RegisterEntry, default_register_path, enter_calibrated, enter_permanent, sample_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PublishPlan:
 
     ``full_base`` and ``full_pretrained``: the models as they are; ``base`` and ``pretrained``: what the copies have of
     them; ``specs``: the tensors of each copy; ``manifests``: of all copies, of which those in ``copies`` are
-    ``written``; ``known``: the keys, if another copy of the publication was made before.
+    ``manifests_to_write``; ``existing_keys``: the keys, if another copy of the publication was made before.
     """
 
     full_base: Model
@@ -74,18 +74,18 @@ class PublishPlan:
     specs: TensorSpecs
     manifests: tuple[CopyManifest, ...]
     copies: tuple[int, ...]
-    known: Keys | None = None
+    existing_keys: Keys | None = None
 
     @property
-    def written(self) -> list[CopyManifest]:
+    def manifests_to_write(self) -> list[CopyManifest]:
         return [self.manifests[copy - 1] for copy in self.copies]
 
     @property
     def outputs(self) -> list[tuple[Path, int | None]]:
         """The copies and, unless they are there already, the keys, with the bytes of what is large."""
         size = nbytes_of(self.specs)
-        keys = [] if self.known else [(self.target.keys, None)]
-        return [*((self.target.copy(manifest), size) for manifest in self.written), *keys]
+        keys = [] if self.existing_keys else [(self.target.keys, None)]
+        return [*((self.target.copy(manifest), size) for manifest in self.manifests_to_write), *keys]
 
 
 @dataclass(frozen=True)
@@ -106,28 +106,28 @@ def plan_publish(
     target: Target,
     *,
     only: Sequence[int] | None = None,
-    known: Keys | None = None,
+    existing_keys: Keys | None = None,
 ) -> PublishPlan:
     """The plan to write the copies of ``publication`` and its sealed keys to ``target``.
 
-    ``only`` names the copies to write, counted from 1, if not all are wanted; ``known`` are the keys of this
+    ``only`` names the copies to write, counted from 1, if not all are wanted; ``existing_keys`` are the keys of this
     publication if another copy of it was made before: they stay as they are. Raises MpuError if the base is not
-    supported, the pretrained model does not fit it, or ``known`` belong to another publication.
+    supported, the pretrained model does not fit it, or ``existing_keys`` belong to another publication.
     """
     base = shallow(full_base, publication.omitted)
     pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
-    publication = publication if known else publication.for_layout(layout)
+    publication = publication if existing_keys else publication.for_layout(layout)
     _check_alias(base, layout)
     matching(base, layout, pretrained)
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
-    if known and known.copy_ids != tuple(manifest.copy_id for manifest in manifests):
+    if existing_keys and existing_keys.copy_ids != tuple(manifest.copy_id for manifest in manifests):
         raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
     copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
     specs = model_specs(base.checkpoint, layout, publication.dtype)
     return PublishPlan(
         full_base, full_pretrained, base, pretrained, publication, target, layout, specs, tuple(manifests), copies,
-        known,
+        existing_keys,
     )  # fmt: skip
 
 
@@ -138,12 +138,12 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     Raises MpuError if the base or the pretrained model holds NaN, an output exists, or
     the copies made before are of another base, or earlier publications forbid this one (``register``).
     """
-    target, written = plan.target, plan.written
+    target, written = plan.target, plan.manifests_to_write
     _check_tokens(plan)
     observer.stage("publish", plan.base.checkpoint.nbytes)
     with Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
-        keys_output = None if plan.known else transaction.add(target.keys)
+        keys_output = None if plan.existing_keys else transaction.add(target.keys)
         paths = [target.copy(manifest) for manifest in written]
         outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
         folders = outputs
@@ -161,14 +161,14 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
             shutil.rmtree(folder)
         if keys_output:
             write_private(keys_output, target.seal(keys))
-        elif plan.known:
-            _check_same(plan, plan.known, keys)
+        elif plan.existing_keys:
+            _check_same(plan, plan.existing_keys, keys)
     return Published(paths, target.keys, keys, reports)
 
 
 def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer) -> tuple[list[BlockReport], Keys]:
     """Write each copy's tensors into its folder; the keys that undo them."""
-    known, publication = plan.known, plan.publication
+    existing_keys, publication = plan.existing_keys, plan.publication
     full_names = names_in_base(plan.full_base, publication.omitted)
     with ExitStack() as stack:
         scan = BaseScan(
@@ -176,7 +176,7 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
             plan.layout,
             matching(plan.base, plan.layout, plan.pretrained),
             stack.enter_context(worker_pool()),
-            hash_of(known.base.fingerprint) if known else NEWEST,
+            hash_of(existing_keys.base.fingerprint) if existing_keys else NEWEST,
             with_content=_is_registered(plan),
         )
         permanent_sigma = None
@@ -186,7 +186,7 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
             stack.enter_context(
                 CheckpointWriter(folder, plan.specs, as_metadata(copy_facts(manifest)), like=plan.base.checkpoint)
             )
-            for folder, manifest in zip(folders, plan.written, strict=True)
+            for folder, manifest in zip(folders, plan.manifests_to_write, strict=True)
         ]
         writing = CopyWriter(
             scan=scan,
@@ -216,7 +216,7 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
 def _is_registered(plan: PublishPlan) -> bool:
     """Whether earlier publications decide on this one: its noise is the server's own, or has a budget."""
     publication = plan.publication
-    return plan.known is None and (publication.derive_permanent_seed or publication.calibration is not None)
+    return plan.existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
 
 
 def _enter(
@@ -228,7 +228,7 @@ def _enter(
     layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
     scales = scan.scales()
     content = scan.content(plan.full_base, layout, full_names)
-    entry = Entry(publication.run, publication.round, content, sample_of(plan.full_base.checkpoint, layout))
+    entry = RegisterEntry(publication.run, publication.round, content, sample_of(plan.full_base.checkpoint, layout))
     if publication.calibration:
         calibrated = publication.calibration
         sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
@@ -254,14 +254,14 @@ def _check_tokens(plan: PublishPlan) -> None:
 
     with private_scratch() as folder:
         write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
-        check_same_tokens(plan.base, folder, listed(lost))
+        check_same_tokens(plan.base, folder, quoted_list(lost))
 
 
-def _check_same(plan: PublishPlan, known: Keys, keys: Keys) -> None:
+def _check_same(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
     """Raise MpuError unless a copy that was made now, with ``keys``, belongs with those made before."""
-    if known.base.fingerprint != keys.base.fingerprint:
+    if existing_keys.base.fingerprint != keys.base.fingerprint:
         raise MpuError(f"{plan.base.source}: is not the model whose copies {plan.target.keys} belongs to")
-    if (known.sigma, known.shared_sigma) != (keys.sigma, keys.shared_sigma):
+    if (existing_keys.sigma, existing_keys.shared_sigma) != (keys.sigma, keys.shared_sigma):
         raise MpuError(
             f"{plan.target.keys}: its noise has other scales, so the other copies were made with another pretrained "
             "model, or by an earlier version of mpu",

@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegisterEntry:
     """One line of the register.
 
     ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
@@ -80,19 +80,19 @@ def sample_of(checkpoint: Checkpoint, layout: Layout) -> Sample:
     return Sample(tuple(dtypes), tuple(values))
 
 
-def read_register(path: Path) -> list[Entry]:
+def read_register(path: Path) -> list[RegisterEntry]:
     """The publications so far. Raises MpuError if the file is damaged."""
     hint = "put a backup in its place: what it lost cannot be checked"
     entries = []
     for line in read_lines(path, hint):
-        entry = parse_document(Entry, line, f"{path}: damaged", hint)
+        entry = parse_document(RegisterEntry, line, f"{path}: damaged", hint)
         if not set(entry.sample.dtypes) <= set(TORCH):
             raise MpuError(f"{path}: damaged (a dtype is not known)", hint)
         entries.append(entry)
     return entries
 
 
-def enter_permanent(path: Path, entry: Entry, requested: Mapping[str, float], *, again: bool) -> Entry:
+def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, float], *, again: bool) -> RegisterEntry:
     """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
 
     Scales within rounding of those of an earlier publication of the same base become the same, as another scale would
@@ -115,7 +115,7 @@ def enter_permanent(path: Path, entry: Entry, requested: Mapping[str, float], *,
         return _append(path, entry, noise_content=noise_content, permanent_sigma=scales)
 
 
-def enter_calibrated(path: Path, entry: Entry, sigma: float, rounds: int, *, again: bool) -> None:
+def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> None:
     """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications.
 
     Gaussian mechanisms compose: Σ 1/σᵢ² over all publications of the base and of the run is what is spent. Raises
@@ -143,16 +143,16 @@ def _alike(scales: Mapping[str, float], requested: Mapping[str, float]) -> bool:
     return all(math.isclose(scales[block], requested[block], rel_tol=SAME_SCALE) for block in common)
 
 
-def _append(path: Path, entry: Entry, **values: object) -> Entry:
-    updated = Entry(**{**vars(entry), **values})  # type: ignore[arg-type]
+def _append(path: Path, entry: RegisterEntry, **values: object) -> RegisterEntry:
+    updated = RegisterEntry(**{**vars(entry), **values})  # type: ignore[arg-type]
     append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(updated)})
     return updated
 
 
-def _same_base(one: Entry, other: Entry) -> bool:
+def _same_base(entry: RegisterEntry, other: RegisterEntry) -> bool:
     """Whether two publications are of the same weights, perhaps in different precisions."""
-    if one.content == other.content:
+    if entry.content == other.content:
         return True
-    if one.sample.dtypes == other.sample.dtypes:
+    if entry.sample.dtypes == other.sample.dtypes:
         return False  # the content decides
-    return one.sample.rounds_to(other.sample) or other.sample.rounds_to(one.sample)
+    return entry.sample.rounds_to(other.sample) or other.sample.rounds_to(entry.sample)

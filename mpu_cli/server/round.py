@@ -14,7 +14,7 @@ import torch
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.checkpoint.dtypes import OPTION
-from mpu_cli.checkpoint.reader import listed, open_checkpoint
+from mpu_cli.checkpoint.reader import open_checkpoint, quoted_list
 from mpu_cli.checkpoint.writer import nbytes_of
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import TAGS, VERSIONS, delta_manifest
@@ -75,11 +75,11 @@ def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner
     mine: list[list[Path]] = [[] for _ in publications]
     for path in delta_paths(paths):
         origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
-        found = [i for i, known in enumerate(ids) if origin and origin.copy_id in known]
-        if not found:
+        indices = [i for i, copy_ids in enumerate(ids) if origin and origin.copy_id in copy_ids]
+        if not indices:
             raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")
-        mine[found[0]].append(path)
-    return [Owner(keys, open_deltas(own, keys)) for keys, own in zip(publications, mine, strict=True)]
+        mine[indices[0]].append(path)
+    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in zip(publications, mine, strict=True)]
 
 
 def plan_aggregate(
@@ -102,11 +102,13 @@ def plan_aggregate(
     rounds = [check_round(base, owner.deltas, owner.keys, options) for owner in owners]
     for owner in owners if not force else ():
         paths = {delta.copy: delta.path for delta in owner.deltas}
-        for one, other, tag in trained_differently({delta.copy: delta.manifest.trained for delta in owner.deltas}):
+        for earlier_copy, other, tag in trained_differently(
+            {delta.copy: delta.manifest.trained for delta in owner.deltas}
+        ):
             if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
                 raise MpuError(
-                    f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[one]}, so the noise "
-                    "does not cancel",
+                    f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
+                    "the noise does not cancel",
                     "ask for both to be trained alike, or use --force",
                 )
     return AggregatePlan(
@@ -130,6 +132,6 @@ def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
             )
         if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
             raise MpuError(
-                f"{delta.path}: adapts experts ({listed(stacked)}), which --as-adapter cannot write",
+                f"{delta.path}: adapts experts ({quoted_list(stacked)}), which --as-adapter cannot write",
                 "aggregate to a model, or train with --lora-targets other than the experts",
             )

@@ -105,7 +105,7 @@ class Scheme(ABC):
 
     @classmethod
     @abstractmethod
-    def checked(cls, factors: Iterable[float]) -> Scheme:
+    def from_factors(cls, factors: Iterable[float]) -> Scheme:
         """The scheme with these factors. Raises UsageError if they do not form one."""
 
 
@@ -134,11 +134,11 @@ class ZeroSum(Scheme):
 
     def remaining(self, norm: Norm) -> Remainder:
         each = torch.eye(self.copies, dtype=torch.float64)
-        apart = [norm(self.weights - one) for one in each]
+        apart = [norm(self.weights - basis_vector) for basis_vector in each]
         # The change for noise of scale 1; for two copies exactly ‖a₁‖.
         slope = math.sqrt(math.fsum(d * d for d in apart) / math.fsum(s * s for s in self.scales))
-        whole = norm(self.weights)
-        return Remainder(self.remainder * slope**2 / whole, slope * min(self.scales), slope)
+        aggregate_norm = norm(self.weights)
+        return Remainder(self.remainder * slope**2 / aggregate_norm, slope * min(self.scales), slope)
 
     @classmethod
     def default(cls, copies: int) -> ZeroSum:
@@ -146,12 +146,12 @@ class ZeroSum(Scheme):
         return cls(tuple(1 + k / max(1, copies - 1) for k in range(copies)))
 
     @classmethod
-    def drawn(cls, randomness: Randomness, round_: int, copies: int) -> ZeroSum:
+    def from_randomness(cls, randomness: Randomness, round_: int, copies: int) -> ZeroSum:
         """α_k uniform in [1, 2), drawn from the seed: whoever does not know them must estimate them."""
         return cls(tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist()))
 
     @classmethod
-    def checked(cls, factors: Iterable[float]) -> ZeroSum:
+    def from_factors(cls, factors: Iterable[float]) -> ZeroSum:
         alphas = tuple(map(float, factors))
         for alpha in alphas:
             if not (math.isfinite(alpha) and alpha > 0 and math.isfinite(1 / alpha)):
@@ -195,8 +195,8 @@ class Extrapolated(Scheme):
         nodes = self.factors
         divided = [1 / math.prod(c - other for other in nodes[:k] + nodes[k + 1 :]) for k, c in enumerate(nodes)]
         highest = norm(torch.tensor(divided, dtype=torch.float64))  # Newton's divided difference
-        whole = norm(self.weights)
-        expected = self.remainder * whole * (highest / whole) ** (1 + 1 / (self.copies - 1))
+        aggregate_norm = norm(self.weights)
+        expected = self.remainder * aggregate_norm * (highest / aggregate_norm) ** (1 + 1 / (self.copies - 1))
         lower = highest * math.prod(sorted(self.scales)[:-1])
         return Remainder(expected, lower, norm(first_derivative(nodes)))
 
@@ -208,10 +208,10 @@ class Extrapolated(Scheme):
         amplify every difference between copies that is not due to the noise. Nodes on both sides give smaller weights
         than on one. Raises UsageError for so many copies that the weights are beyond use.
         """
-        return cls.checked((1 + SPREAD * (k // 2)) * (-1) ** k for k in range(copies))
+        return cls.from_factors((1 + SPREAD * (k // 2)) * (-1) ** k for k in range(copies))
 
     @classmethod
-    def checked(cls, factors: Iterable[float]) -> Extrapolated:
+    def from_factors(cls, factors: Iterable[float]) -> Extrapolated:
         nodes = tuple(map(float, factors))
         for node in nodes:
             if not math.isfinite(node) or node == 0:
@@ -251,7 +251,7 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
     if alphas == RANDOM and nodes is None and kind != Extrapolated.kind:
         if secret is None:
             raise UsageError("--alphas random: drawn only when publishing", "give numbers here")
-        return ZeroSum.drawn(*secret, copies)
+        return ZeroSum.from_randomness(*secret, copies)
     if alphas is not None or nodes is not None:
         return given_factors(kind, alphas, nodes, copies)
     return (SCHEMES[kind] if kind else Extrapolated).default(copies)
@@ -264,8 +264,8 @@ def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copie
     if nodes is not None and kind == ZeroSum.kind:
         raise UsageError("--nodes is only for --noise extrapolate", "use --alphas with --noise zero-sum")
     if alphas is not None:
-        return ZeroSum.checked(_numbers(alphas, "--alphas", copies))
-    return Extrapolated.checked(_numbers(nodes or "", "--nodes", copies))
+        return ZeroSum.from_factors(_numbers(alphas, "--alphas", copies))
+    return Extrapolated.from_factors(_numbers(nodes or "", "--nodes", copies))
 
 
 def _numbers(text: str, option: str, copies: int) -> Sequence[float]:

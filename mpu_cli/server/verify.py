@@ -13,9 +13,9 @@ from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import read_copy_manifest
-from mpu_cli.models.memory import in_memory
 from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
+from mpu_cli.models.tensor_names import in_memory
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.noise import Noise
@@ -37,7 +37,7 @@ class BlockCheck:
     """
 
     block: str
-    asked: float
+    requested: float
     survived: float
     difference: float
     changed: float
@@ -177,9 +177,9 @@ class _Again:
                 eps = torch.finfo(part.stored.dtype).eps
                 allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
                 rounding &= bool((apart <= allowed).all())  # false for NaN too
-        own = self.keys.publication.scheme.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
-        asked = math.hypot(own, self.keys.shared_sigma.get(block, 0.0))
-        return BlockCheck(block, asked, math.sqrt(survived / count), difference, changed / count, rounding)
+        cancelling_sigma = self.keys.publication.scheme.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
+        requested_sigma = math.hypot(cancelling_sigma, self.keys.shared_sigma.get(block, 0.0))
+        return BlockCheck(block, requested_sigma, math.sqrt(survived / count), difference, changed / count, rounding)
 
 
 def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again) -> tuple[float, float]:
@@ -191,14 +191,14 @@ def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again)
     def noisy(tensor: TensorLayout) -> Named:
         return tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)])
 
-    def transformed(tensor: TensorLayout) -> Named:
-        whole = torch.empty(as_matrix(base.checkpoint.tensor(tensor.name)).shape)
+    def transformed_weights(tensor: TensorLayout) -> Named:
+        target = torch.empty(as_matrix(base.checkpoint.tensor(tensor.name)).shape)
         mapping = again.transform.of(tensor)
         for part in again.slices(tensor):
-            mapping.put(whole, part.again.float(), part.start)
-        return again.transform.name(tensor), whole
+            mapping.put(target, part.again.float(), part.start)
+        return again.transform.name(tensor), target
 
-    def stored(tensor: TensorLayout) -> Named:
+    def stored_weights(tensor: TensorLayout) -> Named:
         return tensor.name, copy.checkpoint.tensor(tensor.name).float()
 
     expected = _logits(base, layout, noisy, tokens)
@@ -207,7 +207,7 @@ def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again)
     def apart(weights: Callable[[TensorLayout], Named]) -> float:
         return float((_logits(base, layout, weights, tokens) - expected).abs().max()) / largest
 
-    return apart(transformed), apart(stored)
+    return apart(transformed_weights), apart(stored_weights)
 
 
 def _logits(
@@ -224,7 +224,7 @@ def _logits(
         for tensor in layout.tensors.values():
             if tensor.constant and not any(tensor.axes):
                 continue
-            name, held = weights(tensor)
+            name, values = weights(tensor)
             target = places[name]
-            target.copy_(held.view(target.shape))
+            target.copy_(values.view(target.shape))
         return network(tokens).logits

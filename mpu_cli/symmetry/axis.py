@@ -73,7 +73,7 @@ def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Ten
     return turned.transpose(0, 1).reshape(x.shape)
 
 
-def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
+def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
     """The map of a fused axis whose parts, of the given lengths, are mapped by ``parts`` (None: unchanged).
 
     The parts follow one another or, in ``chunks`` chunks, each chunk has its share of each.
@@ -82,19 +82,19 @@ def joined(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int 
         return None
     if len(parts) == 1:
         return parts[0]
-    whole = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
-    unit = max(part.unit for part in whole)
-    mixed = unit > 1 and any(part.signs is not None for part in whole)
-    if mixed or any(part.unit not in (1, unit) or len(part) % unit for part in whole):
-        return _in_one_block(whole)
+    part_maps = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    unit = max(part.unit for part in part_maps)
+    mixed = unit > 1 and any(part.signs is not None for part in part_maps)
+    if mixed or any(part.unit not in (1, unit) or len(part) % unit for part in part_maps):
+        return _in_one_block(part_maps)
     orders, rotations, signs, offset = [], [], [], 0
-    for part, length in zip(whole, lengths, strict=True):
+    for part, length in zip(part_maps, lengths, strict=True):
         orders.append(offset + part.order)
         eye = torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit)
         rotations.append(eye if part.rotation is None else part.rotation)
         signs.append(torch.ones(length) if part.signs is None else part.signs)
         offset += length
-    signed = any(part.signs is not None for part in whole)
+    signed = any(part.signs is not None for part in part_maps)
     together = AxisMap(
         torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None
     )
@@ -143,11 +143,11 @@ def in_blocks(maps: Sequence[AxisMap | None], rows: int, order: torch.Tensor | N
     """The map of blocks of ``rows`` coordinates, each with its own map, that change places by ``order``."""
     if order is None and all(each is None for each in maps):
         return None
-    whole = [AxisMap(torch.arange(rows)) if each is None else each for each in maps]
+    block_maps = [AxisMap(torch.arange(rows)) if each is None else each for each in maps]
     order = torch.arange(len(maps)) if order is None else order
-    signed = any(each.signs is not None for each in whole)
+    signed = any(each.signs is not None for each in block_maps)
     return AxisMap(
-        torch.cat([block * rows + whole[block].order for block in order.tolist()]),
+        torch.cat([block * rows + block_maps[block].order for block in order.tolist()]),
         None,
-        torch.cat([torch.ones(rows) if each.signs is None else each.signs for each in whole]) if signed else None,
+        torch.cat([torch.ones(rows) if each.signs is None else each.signs for each in block_maps]) if signed else None,
     )

@@ -65,7 +65,7 @@ class _Sampler:
         self._signs: dict[str, torch.Tensor] = {}
         self._heads: dict[str, torch.Tensor] = {}  # the order of whole heads
         self._inside_experts: dict[str, tuple[AxisMap, ...]] = {}
-        self._whole: dict[str, AxisMap] = {}  # what is drawn at once
+        self._complete_maps: dict[str, AxisMap] = {}  # what is drawn at once
 
     def maps(self) -> Maps:
         """One map for each axis that changes."""
@@ -78,7 +78,7 @@ class _Sampler:
             orders["head"] = self._heads["query"]
         return (
             self._inside_experts
-            | self._whole
+            | self._complete_maps
             | {
                 axis: AxisMap(
                     orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
@@ -160,7 +160,7 @@ class _Sampler:
         }
         for axis, each in matrices.items():
             moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
-            self._whole[axis] = _as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
+            self._complete_maps[axis] = _as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
 
     @draw.register
     def _(self, symmetry: GroupedHeads, source: Draws) -> None:
@@ -211,11 +211,11 @@ def _as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
     return AxisMap(inside[moved], signs=signs)
 
 
-def side_by_side(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """Block-diagonal matrices of ``one``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
-    a, b = one.shape[-1], two.shape[-1]
-    matrices = torch.zeros(len(one), a + b, a + b, dtype=torch.float64)
-    matrices[:, :a, :a], matrices[:, a:, a:] = one, two
+def side_by_side(upper: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Block-diagonal matrices of ``upper``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
+    a, b = upper.shape[-1], two.shape[-1]
+    matrices = torch.zeros(len(upper), a + b, a + b, dtype=torch.float64)
+    matrices[:, :a, :a], matrices[:, a:, a:] = upper, two
     return matrices
 
 
@@ -233,11 +233,11 @@ def planes_of(kind: str, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
     """Matrices (heads, r, r) that rotate each plane by its ``angle``, shape (heads, r/2)."""
     heads, half = angle.shape
-    one, two = planes_of(kind, 2 * half)
+    x_index, two = planes_of(kind, 2 * half)
     matrices = torch.zeros(heads, 2 * half, 2 * half, dtype=angle.dtype)
-    matrices[:, one, one] = matrices[:, two, two] = angle.cos()
-    matrices[:, two, one] = angle.sin()
-    matrices[:, one, two] = -angle.sin()
+    matrices[:, x_index, x_index] = matrices[:, two, two] = angle.cos()
+    matrices[:, two, x_index] = angle.sin()
+    matrices[:, x_index, two] = -angle.sin()
     return matrices
 
 
@@ -270,11 +270,11 @@ def _quarter_turns(source: Draws, heads: int, d: int, turns: QuarterTurns) -> tu
         quarters = (4 * source.uniform(heads * (r // 2))).long().view(heads, r // 2)
         if shared:  # whether a plane swaps its coordinates, the first head decides
             quarters = quarters - (quarters - quarters[:1]) % 2
-        one, two = planes_of(turns.planes, r)
+        x_index, two = planes_of(turns.planes, r)
         odd = quarters % 2 == 1
-        orders[:, one], orders[:, two] = torch.where(odd, two, one), torch.where(odd, one, two)
+        orders[:, x_index], orders[:, two] = torch.where(odd, two, x_index), torch.where(odd, x_index, two)
         # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
-        signs[:, one] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
+        signs[:, x_index] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
         signs[:, two] = torch.where((quarters % 4 == 1) | (quarters % 4 == 2), -1.0, 1.0)
     if r < d:
         rest = [source.permutation(d - r) for _ in range(1 if shared else heads)]

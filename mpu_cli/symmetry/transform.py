@@ -14,7 +14,7 @@ import torch
 
 from mpu_cli.architectures.family import Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
-from mpu_cli.symmetry.axis import AxisMap, in_blocks, joined, map_columns, turn_rows
+from mpu_cli.symmetry.axis import AxisMap, in_blocks, joined_axis_map, map_columns, turn_rows
 from mpu_cli.symmetry.sampling import Draws, Maps, sample
 
 CHUNK = 262_144  # weights per slice: few enough for caches, enough that threads rarely wait for the GIL
@@ -38,9 +38,9 @@ def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple
     step = max(unit, most // max(columns, 1) // unit * unit)
     block = min((mapping.block for mapping in maps if mapping.block), default=rows)
     return [
-        (start, min(start + step, first + block))
-        for first in range(0, rows, max(1, block))
-        for start in range(first, first + block, step)
+        (start, min(start + step, block_start + block))
+        for block_start in range(0, rows, max(1, block))
+        for start in range(block_start, block_start + block, step)
     ]
 
 
@@ -132,8 +132,8 @@ class Transform:
             structure = layout.structures[layer]
 
             def source(name: str) -> Draws:  # what layers have in common comes from the draws of the first of them
-                first = structure.reads if name in structure.shared else None
-                return draws(name, layer if first is None else first)
+                shared_layer = structure.reads if name in structure.shared_symmetries else None
+                return draws(name, layer if shared_layer is None else shared_layer)
 
             return sample(symmetries(layer), layout.sizes_of(layer), source)
 
@@ -167,11 +167,11 @@ def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
     def dimension(i: int, expert: int | None) -> AxisMap | None:
         of_parts = []
         for axis in tensor.axes[i]:
-            found = maps.get(axis)
-            if isinstance(found, tuple):
-                found = None if expert is None else found[expert]
-            of_parts.append(found)
-        return joined(of_parts, [axis_length(sizes, axis) for axis in tensor.axes[i]], tensor.chunks[i])
+            axis_map = maps.get(axis)
+            if isinstance(axis_map, tuple):
+                axis_map = None if expert is None else axis_map[expert]
+            of_parts.append(axis_map)
+        return joined_axis_map(of_parts, [axis_length(sizes, axis) for axis in tensor.axes[i]], tensor.chunks[i])
 
     sizes = layout.sizes_of(tensor.layer)
     if not any(tensor.axes):  # a mask

@@ -21,9 +21,9 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.losses import ALGORITHMS, Objective, Scores, score
-from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.reference_model import Reference, freeze
+from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encoding import IGNORED, Example, pad
@@ -60,7 +60,7 @@ def ours(options: argparse.Namespace) -> float:
     model = load(options)
     size, count = options.batch_size, options.batch_size * options.batches
     forget, retain = (examples(model.config.vocab_size, count, seed) for seed in (1, 2))
-    steps = [Step(list(range(i, i + size)), list(range(i, i + size))) for i in range(0, count, size)] * EPOCHS
+    steps = [TrainingStep(list(range(i, i + size)), list(range(i, i + size))) for i in range(0, count, size)] * EPOCHS
     started = clock(model)
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
     sets = {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.reference_model import Reference, freeze
+from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
@@ -104,7 +104,7 @@ def train_steps(model: torch.nn.Module, length: int, batch: int) -> float:
     )
     reference = freeze(model, forget, "log_probs", layer=-1, batch_size=batch)
     sets = {"forget": ExampleSet(forget, reference), "retain": ExampleSet(retain, Reference())}
-    steps = [Step(list(range(batch)), list(range(batch)))] * 3
+    steps = [TrainingStep(list(range(batch)), list(range(batch)))] * 3
     npo, ends = ALGORITHMS["npo"], []
     # Called before a step's last backward pass, so that from one call to the next is as much work as a step.
     train(

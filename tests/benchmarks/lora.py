@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.frozen import Reference, freeze
 from mpu_cli.client.lora import wrap
 from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.reference_model import Reference, freeze
+from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Lora, Training
 from mpu_cli.records.encoding import IGNORED, Example
@@ -43,7 +43,7 @@ def work(folder: Path, device: str) -> None:
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
     npo, both = ALGORITHMS["npo"], list(range(BATCH))
     train(
-        wrap(model, Lora(lora_rank=RANK)), [Step(both, both)] * 2,
+        wrap(model, Lora(lora_rank=RANK)), [TrainingStep(both, both)] * 2,
         {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
         Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip

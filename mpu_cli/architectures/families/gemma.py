@@ -15,7 +15,7 @@ from mpu_cli.architectures.families.parts import (
     linear,
     rms_norm,
 )
-from mpu_cli.architectures.families.rules import both, entry, layer_type_is, negated, where_rope
+from mpu_cli.architectures.families.rules import both, entry, layer_type_is, negate, where_rope
 from mpu_cli.architectures.family import Config, Repeated, Rule, Tensor
 
 # Norms multiply by 1 + w, which takes any order of w. Soft-capping, scales and windows pass through.
@@ -64,8 +64,8 @@ def has_one_projection(config: Config, layer: int) -> bool:
 def kv_heads(config: Config, layer: int) -> int | None:
     """KV heads of a layer of Gemma 4: of their own in full layers whose keys are their values."""
     fewer = of_full_layers("num_key_value_heads", "num_global_key_value_heads")
-    own = "per_layer_config" in config or has_one_projection(config, layer)
-    return fewer(config, layer) if own else config["num_key_value_heads"]
+    has_global_heads = "per_layer_config" in config or has_one_projection(config, layer)
+    return fewer(config, layer) if has_global_heads else config["num_key_value_heads"]
 
 
 def own_keys(config: Config) -> int:
@@ -89,7 +89,7 @@ def last_of_kind(full: Rule) -> Rule:
     return rule
 
 
-makes_values = both(makes_keys, negated(has_one_projection))
+makes_values = both(makes_keys, negate(has_one_projection))
 
 has_channels = entry("hidden_size_per_layer_input")
 

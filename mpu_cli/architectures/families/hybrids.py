@@ -30,7 +30,7 @@ from mpu_cli.architectures.families.rules import (
     is_sparse,
     kind_of,
     layer_type_is,
-    negated,
+    negate,
     share_of_head,
     unless,
     where_rope,
@@ -121,7 +121,7 @@ QWEN3_NEXT = replace(
             "linear_attn.in_proj_ba.weight",
             (Fused(("delta-head", "delta-head"), "delta-groups"), "model"), is_delta_net,
         ),
-        *gated_ffn(when=negated(is_sparse)), replace(ROUTER, when=is_sparse), *experts(is_sparse),
+        *gated_ffn(when=negate(is_sparse)), replace(ROUTER, when=is_sparse), *experts(is_sparse),
         *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
     ),
@@ -175,12 +175,12 @@ LFM2 = replace(
     ),
     layer_tensors=(
         *rms_norm("operator_norm"), *rms_norm("ffn_norm"), *numbered_ffn(), *short_convolution(is_convolution),
-        *linear("self_attn.q_proj", "query", "model", when=negated(is_convolution)),
-        *linear("self_attn.k_proj", "key", "model", when=negated(is_convolution)),
-        *linear("self_attn.v_proj", "value", "model", when=negated(is_convolution)),
-        *linear("self_attn.out_proj", "model", "mixed", when=negated(is_convolution)),
-        Tensor("self_attn.q_layernorm.weight", ("|head|",), negated(is_convolution)),
-        Tensor("self_attn.k_layernorm.weight", ("|head|",), negated(is_convolution)),
+        *linear("self_attn.q_proj", "query", "model", when=negate(is_convolution)),
+        *linear("self_attn.k_proj", "key", "model", when=negate(is_convolution)),
+        *linear("self_attn.v_proj", "value", "model", when=negate(is_convolution)),
+        *linear("self_attn.out_proj", "model", "mixed", when=negate(is_convolution)),
+        Tensor("self_attn.q_layernorm.weight", ("|head|",), negate(is_convolution)),
+        Tensor("self_attn.k_layernorm.weight", ("|head|",), negate(is_convolution)),
     ),
     qk_norm="shared",
     defaults={
@@ -198,7 +198,7 @@ LFM2_MOE = replace(
     sizes={**_CONVOLUTION, **EXPERTS},
     layer_tensors=(
         *(tensor for tensor in LFM2.layer_tensors if not tensor.name.startswith("feed_forward.")),
-        *numbered_ffn(negated(after_num_dense)),
+        *numbered_ffn(negate(after_num_dense)),
         Tensor("feed_forward.gate.weight", ("expert", "model"), after_num_dense),
         Tensor("feed_forward.expert_bias", ("expert",), both(after_num_dense, "use_expert_bias"),
                trained=False),
@@ -213,7 +213,7 @@ LFM2_MOE = replace(
 )  # fmt: skip
 
 # A gate for each head. Where RoPE is "proportional" it turns the first planes of the whole head, and others by 0.
-_GATE_OF_HEADS = both(negated(is_convolution3), "use_attention_gate")
+_GATE_OF_HEADS = both(negate(is_convolution3), "use_attention_gate")
 
 LFM3 = replace(
     LFM2,
@@ -223,9 +223,9 @@ LFM3 = replace(
         *rms_norm("operator_norm"), *rms_norm("ffn_norm"),
         *rms_norm("post_operator_norm", "use_sandwich_norm"), *rms_norm("post_ffn_norm", "use_sandwich_norm"),
         *numbered_ffn(), *short_convolution(is_convolution3),
-        *attention(when=negated(is_convolution3)),
-        Tensor("self_attn.q_norm.weight", ("|head|",), negated(is_convolution3)),
-        Tensor("self_attn.k_norm.weight", ("|head|",), negated(is_convolution3)),
+        *attention(when=negate(is_convolution3)),
+        Tensor("self_attn.q_norm.weight", ("|head|",), negate(is_convolution3)),
+        Tensor("self_attn.k_norm.weight", ("|head|",), negate(is_convolution3)),
         Tensor("self_attn.gate_proj.weight", ("head", "model"), _GATE_OF_HEADS, "hub"),
         Tensor("self_attn.g_proj.weight", ("head", "model"), _GATE_OF_HEADS, "memory"),
     ),
@@ -285,7 +285,7 @@ GRANITEMOEHYBRID = replace(
     sizes={**GRANITEMOE.sizes, **_MAMBA, "experts": lambda config, _: config["num_local_experts"] or None},
     layer_tensors=(
         *INPUT_NORMS, *attention(when=attends),
-        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negated(attends)),
+        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negate(attends)),
         *granite_experts("num_local_experts"),
         Tensor("shared_mlp.input_linear.weight", (("s-gate", "s-up"), "model")),
         Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn")),
@@ -315,7 +315,7 @@ BAMBA = replace(
     ),
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(when=is_listed),
-        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negated(is_listed)),
+        *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negate(is_listed)),
         *gated_ffn("mlp_bias", "feed_forward"),
     ),
     rotary=share_of_head("partial_rotary_factor"),
@@ -344,7 +344,7 @@ JAMBA = replace(
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(False, when=has_attention),
         *(
-            replace(tensor, when=both(negated(has_attention), tensor.when))
+            replace(tensor, when=both(negate(has_attention), tensor.when))
             for tensor in (
                 *linear("mamba.in_proj", ("m-inner", "m-inner"), "model", bias="mamba_proj_bias"),
                 Tensor("mamba.conv1d.weight", ("m-inner", "one", "taps")),
@@ -358,7 +358,7 @@ JAMBA = replace(
                 *linear("mamba.out_proj", "model", "m-inner", bias="mamba_proj_bias"),
             )
         ),
-        *gated_ffn(name="feed_forward", when=negated(has_experts)),
+        *gated_ffn(name="feed_forward", when=negate(has_experts)),
         Tensor("feed_forward.router.weight", ("expert", "model"), has_experts),
         *experts(has_experts, split="feed_forward", fused="feed_forward"),
     ),
@@ -399,9 +399,9 @@ _NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention",
 
 def nemotron_kinds(config: Config) -> list[str]:
     """The kind of each layer of Nemotron-H; older files have a letter for each."""
-    given = config.get("layers_block_type") or config.get("layer_types")
-    if given:
-        return [OLDER.get(kind, kind) for kind in given]
+    layer_types = config.get("layers_block_type") or config.get("layer_types")
+    if layer_types:
+        return [OLDER.get(kind, kind) for kind in layer_types]
     return [_NEMOTRON_LETTERS[letter] for letter in config["hybrid_override_pattern"]]
 
 

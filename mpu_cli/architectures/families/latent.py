@@ -13,7 +13,7 @@ from mpu_cli.architectures.families.rules import (
     entry,
     is_listed_or_after_dense,
     is_listed_or_after_first,
-    negated,
+    negate,
 )
 from mpu_cli.architectures.family import Config, Rule, Sizes, Tensor
 
@@ -26,7 +26,7 @@ def size_of_heads(*names: str) -> Rule:
 has_q_latent = entry("q_lora_rank")
 
 _MLA = (
-    Tensor("self_attn.q_proj.weight", ("mla-query", "model"), negated(has_q_latent)),
+    Tensor("self_attn.q_proj.weight", ("mla-query", "model"), negate(has_q_latent)),
     *linear("self_attn.q_a_proj", "q-latent", "model", bias="attention_bias", when=has_q_latent),
     Tensor("self_attn.q_a_layernorm.weight", ("|q-latent|",), has_q_latent),
     Tensor("self_attn.q_b_proj.weight", ("mla-query", "q-latent"), has_q_latent),

@@ -20,7 +20,7 @@ from mpu_cli.architectures.families.rules import (
     either,
     entry,
     layer_type_is,
-    listed,
+    list_entry,
     listed_or_every,
     share_of_head,
     unless,
@@ -119,7 +119,7 @@ GRANITE_SWA = replace(
     GRANITE,
     model_types=("granite_swa",),
     layer_tensors=(*GRANITE.layer_tensors, Tensor("self_attn.sinks", ("head",))),
-    rotary=where_rope(listed("layer_rope_theta")),
+    rotary=where_rope(list_entry("layer_rope_theta")),
     defaults={**GRANITE.defaults, "tie_word_embeddings": True, "num_key_value_heads": 4},
 )
 

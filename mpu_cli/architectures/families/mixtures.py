@@ -36,9 +36,9 @@ from mpu_cli.architectures.families.rules import (
     is_listed_or_after_first,
     is_sparse,
     layer_type_is,
-    listed,
+    list_entry,
     listed_or_every,
-    negated,
+    negate,
     of_each_layer,
     share_of_head,
     share_or_rotary_dim,
@@ -112,7 +112,7 @@ QWEN3_MOE = replace(
     model_types=("qwen3_moe",),
     sizes={**SIZES, **EXPERTS},
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_sparse)),
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_sparse)),
         replace(ROUTER, when=is_sparse), *experts(is_sparse),
     ),
     experts=is_sparse,
@@ -125,7 +125,7 @@ QWEN2_MOE = replace(
     model_types=("qwen2_moe",),
     sizes={**SIZES, **EXPERTS, "shared_ffn": "shared_expert_intermediate_size", "one": 1},
     layer_tensors=(
-        *INPUT_NORMS, *attention("qkv_bias", False), *gated_ffn(when=negated(is_sparse)),
+        *INPUT_NORMS, *attention("qkv_bias", False), *gated_ffn(when=negate(is_sparse)),
         replace(ROUTER, when=is_sparse), *experts(is_sparse),
         *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
@@ -154,9 +154,9 @@ HUNYUAN_MOE = replace(
 
 def is_ernie_mixture(config: Config, layer: int) -> bool:
     """Whether a layer of Ernie 4.5 has experts."""
-    first, last = int(config["moe_layer_start_index"]), int(config["moe_layer_end_index"])
-    there = first <= layer and (last == -1 or layer <= last)
-    return there and (layer + 1) % int(config["moe_layer_interval"] or 1) == 0
+    start, last = int(config["moe_layer_start_index"]), int(config["moe_layer_end_index"])
+    in_range = start <= layer and (last == -1 or layer <= last)
+    return in_range and (layer + 1) % int(config["moe_layer_interval"] or 1) == 0
 
 
 def has_shared_experts(config: Config, layer: int) -> bool:
@@ -174,7 +174,7 @@ ERNIE4_5_MOE = replace(
     tensors=(*ERNIE4_5.tensors, Tensor("lm_head.bias", ("vocab",), "use_bias")),
     layer_tensors=(
         *INPUT_NORMS, *attention("use_bias"),
-        *gated_ffn("use_bias", when=negated(is_ernie_mixture)),
+        *gated_ffn("use_bias", when=negate(is_ernie_mixture)),
         replace(ROUTER, when=is_ernie_mixture), *experts(is_ernie_mixture),
         Tensor("mlp.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "split", trained=False),
         Tensor(
@@ -207,7 +207,7 @@ AFMOE = replace(
     layer_tensors=(
         *INPUT_NORMS, *rms_norm("pre_mlp_layernorm"), *rms_norm("post_mlp_layernorm"), *attention(), *SHARED_NORM,
         Tensor("self_attn.gate_proj.weight", ("|mixed|", "model")),
-        *gated_ffn(when=negated(after_num_dense)),
+        *gated_ffn(when=negate(after_num_dense)),
         Tensor("mlp.router.gate.weight", ("expert", "model"), after_num_dense),
         Tensor("mlp.expert_bias", ("expert",), after_num_dense, trained=False),
         *experts(after_num_dense), *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_num_dense),
@@ -263,7 +263,7 @@ GRANITEMOE_SWA = replace(
         Tensor("block_sparse_moe.experts.down_proj", ("expert", "model", "e-ffn")),
         *(tensor for tensor in GRANITEMOE.layer_tensors if tensor.name.startswith("shared_mlp.")),
     ),
-    rotary=where_rope(listed("layer_rope_theta")),
+    rotary=where_rope(list_entry("layer_rope_theta")),
     stacks=(),
 )  # fmt: skip
 
@@ -323,7 +323,7 @@ LLAMA4 = replace(
         "experts": ("num_local_experts", "num_experts"),
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *gated_ffn(name="feed_forward", when=negated(is_mixture)),
+        *INPUT_NORMS, *attention(), *gated_ffn(name="feed_forward", when=negate(is_mixture)),
         Tensor("feed_forward.router.weight", ("expert", "model"), is_mixture),
         Tensor("feed_forward.experts.gate_up_proj", ("expert", "model", ("e-gate", "e-up")), is_mixture),
         Tensor("feed_forward.experts.down_proj", ("expert", "e-ffn", "model"), is_mixture),
@@ -391,7 +391,7 @@ MELLUM = replace(
     QWEN3_MOE,
     model_types=("mellum",),
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_sparse)),
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_sparse)),
         replace(ROUTER, when=is_listed_or_sparse), *experts(is_listed_or_sparse),
     ),
     experts=is_listed_or_sparse,
@@ -407,7 +407,7 @@ EXAONE_MOE = replace(
         "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_after_dense)),
+        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_after_dense)),
         replace(ROUTER, when=is_listed_or_after_dense),
         Tensor("mlp.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "split", trained=False),
         Tensor("mlp.gate.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "fused", trained=False),
@@ -440,7 +440,7 @@ HY_V3 = replace(
         "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
     },
     layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negated(is_listed_or_after_first)), *_HY_PARTS,
+        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_after_first)), *_HY_PARTS,
         *experts(is_listed_or_after_first),
     ),
     experts=is_listed_or_after_first,
@@ -459,8 +459,8 @@ def rotary_of_layer_type(config: Config, layer: int) -> int:
     """RoPE turns the share of a head's coordinates that ``rope_parameters`` has for the layer's type."""
     kind = (config.get("layer_types") or {layer: "full_attention"})[layer]
     shares = {"full_attention": {"partial_rotary_factor": 0.5}}  # what transformers assumes
-    own = (config.get("rope_parameters") or shares).get(kind, {})
-    return int(config["head_dim"] * float(own.get("partial_rotary_factor", 1.0)))
+    rope = (config.get("rope_parameters") or shares).get(kind, {})
+    return int(config["head_dim"] * float(rope.get("partial_rotary_factor", 1.0)))
 
 
 def gates_elements(config: Config, _: int) -> bool:
@@ -485,9 +485,9 @@ LAGUNA = replace(
     layer_sizes={"heads": of_each_layer("num_attention_heads_per_layer", "num_attention_heads")},
     layer_tensors=(
         *INPUT_NORMS, *attention(), *SHARED_NORM,
-        *linear("self_attn.g_proj", "head", "model", when=negated(gates_elements)),
+        *linear("self_attn.g_proj", "head", "model", when=negate(gates_elements)),
         *linear("self_attn.g_proj", "|mixed|", "model", when=gates_elements),
-        *gated_ffn(when=negated(is_listed_or_after_first)), replace(ROUTER, when=is_listed_or_after_first),
+        *gated_ffn(when=negate(is_listed_or_after_first)), replace(ROUTER, when=is_listed_or_after_first),
         *_LAGUNA_PARTS, *experts(is_listed_or_after_first),
     ),
     rotary=rotary_of_layer_type,
@@ -502,14 +502,14 @@ LAGUNA = replace(
 
 def ropes_or_dense(config: Config, layer: int) -> bool:
     """Whether a layer of Command's mixtures has RoPE: those with windows, and perhaps the dense ones."""
-    first, prefix = int(config["first_k_dense_replace"]), int(config["prefix_dense_sliding_window_pattern"])
+    dense_count, prefix = int(config["first_k_dense_replace"]), int(config["prefix_dense_sliding_window_pattern"])
     kinds = config.get("layer_types")
     if kinds:
         sliding = kinds[layer] == "sliding_attention"
-    elif layer < first:
+    elif layer < dense_count:
         sliding = (layer + 1) % prefix != 0
     else:
-        sliding = (layer - first + 1) % int(config["sliding_window_pattern"]) != 0
+        sliding = (layer - dense_count + 1) % int(config["sliding_window_pattern"]) != 0
     return sliding or (prefix == 1 and not is_listed_or_after_dense(config, layer))
 
 
@@ -522,7 +522,7 @@ COHERE2_MOE = replace(
         "shared_ffn": lambda config, _: config["intermediate_size"] * int(config["num_shared_experts"]) or None,
     },
     layer_tensors=(
-        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negated(is_listed_or_after_dense)),
+        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negate(is_listed_or_after_dense)),
         replace(ROUTER, when=is_listed_or_after_dense), *experts(is_listed_or_after_dense),
         *gated_ffn(name="mlp.shared_experts", prefix="s-", when=both(is_listed_or_after_dense, "num_shared_experts")),
     ),

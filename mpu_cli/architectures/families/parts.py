@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.architectures.families.rules import both, negated
+from mpu_cli.architectures.families.rules import both, negate
 from mpu_cli.architectures.family import Axis, Rule, Sizes, Stack, Tensor
 
 
@@ -15,8 +15,8 @@ def linear(
     weight = Tensor(f"{name}.weight", axes, when)
     if bias is False:
         return (weight,)
-    there = when if bias is True else bias if when is None else both(when, bias)
-    return weight, Tensor(f"{name}.bias", axes[:1], there)
+    bias_when = when if bias is True else bias if when is None else both(when, bias)
+    return weight, Tensor(f"{name}.bias", axes[:1], bias_when)
 
 
 def layer_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
@@ -107,7 +107,7 @@ def sparse_ffn(
 ) -> tuple[Tensor, ...]:
     """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
     return (
-        *gated_ffn(bias, when=negated(when)),
+        *gated_ffn(bias, when=negate(when)),
         *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
         *experts(when),
         *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),

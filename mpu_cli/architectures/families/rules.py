@@ -57,7 +57,7 @@ def listed_or_every(name: str, interval: str, every: int) -> Rule:
     return rule
 
 
-def listed(name: str) -> Rule:
+def list_entry(name: str) -> Rule:
     """The entry of a layer in the list ``name``; without one, 1."""
     return lambda config, layer: config[name][layer] if config.get(name) else 1
 
@@ -92,7 +92,7 @@ def both(*rules: str | Rule | None) -> Rule:
     return lambda config, layer: all(rule(config, layer) for rule in all_of)
 
 
-def negated(rule: Rule) -> Rule:
+def negate(rule: Rule) -> Rule:
     return lambda config, layer: not rule(config, layer)
 
 

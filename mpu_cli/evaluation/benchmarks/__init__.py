@@ -26,11 +26,11 @@ ATTACKED = ("tofu", "qa")  # of which what was forgotten can be brought back by 
 @cache
 def known_metrics() -> dict[str, Metric]:
     """Every metric of every benchmark, by name; no records are read."""
-    known: dict[str, Metric] = {}
-    for of in BENCHMARKS.values():
-        benchmark = replace(of.example(), attacks=ATTACKS)
-        known |= {**benchmark.metrics, **benchmark.recovered}
-    return known | {"forget_quality": metrics.forget_quality(tuple)}
+    table: dict[str, Metric] = {}
+    for module in BENCHMARKS.values():
+        benchmark = replace(module.example(), attacks=ATTACKS)
+        table |= {**benchmark.metrics, **benchmark.attack_metrics}
+    return table | {"forget_quality": metrics.forget_quality(tuple)}
 
 
 def benchmark_of(
@@ -50,9 +50,9 @@ def benchmark_of(
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--data-dir {data_dir}: no such directory")
     if named.benchmark == "qa":
-        found = own.of_options(options, log, file, observer)
+        benchmark = own.of_options(options, log, file, observer)
     elif file or named.forget or named.retain or named.holdout:
         raise UsageError("FILE, --forget, --retain and --holdout require --benchmark qa")
     else:
-        found = BENCHMARKS[named.benchmark].of_options(options, log)
-    return replace(found, attacks=tuple(name for name in ATTACKS if name in attacks))
+        benchmark = BENCHMARKS[named.benchmark].of_options(options, log)
+    return replace(benchmark, attacks=tuple(name for name in ATTACKS if name in attacks))

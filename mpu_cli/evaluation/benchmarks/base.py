@@ -12,9 +12,9 @@ from typing import Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import metrics
+from mpu_cli.evaluation.attack_metrics import recovery_metrics
 from mpu_cli.evaluation.encoding import Encoder, Item, Scored
 from mpu_cli.evaluation.metrics import Metric
-from mpu_cli.evaluation.recovered import recovered
 from mpu_cli.evaluation.retain import RetainLog
 from mpu_cli.records.record import Record, question
 
@@ -66,8 +66,8 @@ class Split:
 @dataclass(frozen=True)
 class Benchmark:
     """``tasks``: of EleutherAI's harness, for a benchmark that it measures. ``attacks``: names of those that try to
-    bring back what was forgotten, whose metrics are in ``recovered``. ``scored``: which tokens of a record are scored.
-    ``warnings``: what is probably not as intended, a sentence each."""
+    bring back what was forgotten, whose metrics are in ``attack_metrics``. ``scored``: which tokens of a record are
+    scored. ``warnings``: what is probably not as intended, a sentence each."""
 
     name: str
     splits: Mapping[str, Split]
@@ -78,39 +78,39 @@ class Benchmark:
     warnings: tuple[str, ...] = ()
 
     @property
-    def recovered(self) -> dict[str, Metric]:
+    def attack_metrics(self) -> dict[str, Metric]:
         """The metrics of its attacks."""
-        tables = [recovered(name, "retain" in self.splits) for name in self.attacks]
+        tables = [recovery_metrics(name, "retain" in self.splits) for name in self.attacks]
         return {name: metric for table in tables for name, metric in table.items()}
 
 
 def text_of(row: Row, field: str) -> str:
     """The text in ``field``. Raises MpuError, with the place, if there is none."""
-    place, values = row
+    location, values = row
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
         fields = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
-        raise MpuError(f"{place}: no text in {field!r} (fields: {fields or 'none'})")
-    return _sound(place, values[field])
+        raise MpuError(f"{location}: no text in {field!r} (fields: {fields or 'none'})")
+    return _sound(location, values[field])
 
 
 def texts_of(row: Row, field: str) -> list[str]:
     """The texts in ``field``. Raises MpuError, with the place, if there are none."""
-    place, values = row
+    location, values = row
     texts = values.get(field) if isinstance(values, dict) else None
     if isinstance(texts, str):  # a table's cell can hold a list as JSON only
         with suppress(ValueError):
             texts = json.loads(texts)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise MpuError(f"{place}: no list of texts in {field!r}")
-    return [_sound(place, text) for text in texts]
+        raise MpuError(f"{location}: no list of texts in {field!r}")
+    return [_sound(location, text) for text in texts]
 
 
-def _sound(place: str, text: str) -> str:
+def _sound(location: str, text: str) -> str:
     """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise MpuError(f"{place}: text contains a lone surrogate ({error.reason})") from error
+        raise MpuError(f"{location}: text contains a lone surrogate ({error.reason})") from error
     return text
 
 
@@ -120,16 +120,18 @@ def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list
         return encoder.questions(split.records)
     if part == "paraphrased":
         paraphrases = [text_of(row, "paraphrased_answer") for row in split.rows]
-        return encoder.questions([_answered(r, text) for r, text in zip(split.records, paraphrases, strict=True)])
+        return encoder.questions([_with_answer(r, text) for r, text in zip(split.records, paraphrases, strict=True)])
     wrong_answers = [texts_of(row, "perturbed_answer") for row in split.rows]
     answered = [
-        _answered(record, wrong) for record, texts in zip(split.records, wrong_answers, strict=True) for wrong in texts
+        _with_answer(record, wrong)
+        for record, texts in zip(split.records, wrong_answers, strict=True)
+        for wrong in texts
     ]
     items = iter(encoder.questions(answered))
     return [[next(items) for _ in texts] for texts in wrong_answers]
 
 
-def _answered(record: Record, answer: str) -> Record:
+def _with_answer(record: Record, answer: str) -> Record:
     return replace(record, answer=answer, answer_fields=())
 
 

@@ -63,7 +63,7 @@ def own_records(
         table |= _truth_ratio(name, [row for row, _ in sets[name]])
     table |= forgetting("forget", "qa", splits, retain_log)
     if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
-        computed = table["forget_truth_ratio"].of
+        computed = table["forget_truth_ratio"].dependencies
         reason = "forget_truth_ratio has no value"
         table["forget_quality"] = (
             forget_quality("qa", splits["forget"], retain_log) if computed else metrics.unavailable(reason, UP)
@@ -108,7 +108,7 @@ def _questions(rows: Sequence[Row], turns: str) -> list[Question]:
         record = parse_record(row, location)
         if not record.turns:
             raise MpuError(f"{location}: a text, and not a question and its answer", "evaluate records of that form")
-        questions_of_rows += [((each.place, row), each) for each in records_of_turns(record, turns)]
+        questions_of_rows += [((each.location, row), each) for each in records_of_turns(record, turns)]
     return questions_of_rows
 
 

@@ -29,10 +29,10 @@ class Piece:
         """This part of ``parameter``, as a view."""
         return parameter if self.expert is None else parameter[self.expert, slice(*self.rows)]
 
-    def renamed(self, prefix: str, other: str) -> Piece:
+    def with_new_prefix(self, prefix: str, other: str) -> Piece:
         """This piece with ``other`` in place of ``prefix``, if its name begins with that."""
-        known = self.file_name.startswith(prefix)
-        return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if known else self
+        has_prefix = self.file_name.startswith(prefix)
+        return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if has_prefix else self
 
 
 def family_of_model(model: PreTrainedModel) -> Family | None:
@@ -61,8 +61,8 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
                 candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
         for in_file, in_memory in family.renamed:
             if any(each.startswith(in_memory) for each in names):
-                candidates += [[piece.renamed(in_memory, in_file) for piece in pieces] for pieces in candidates]
-    candidates += [[piece.renamed(prefix, "") for piece in pieces] for pieces in candidates]
+                candidates += [[piece.with_new_prefix(in_memory, in_file) for piece in pieces] for pieces in candidates]
+    candidates += [[piece.with_new_prefix(prefix, "") for piece in pieces] for pieces in candidates]
     return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])
 
 
@@ -83,8 +83,8 @@ def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
     if family is None:
         return True
     constant = (tensor.name for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained)
-    stays = (*family.stays, *as_in_memory(family).stays)
-    return not piece.file_name.startswith(stays) and not piece.file_name.endswith(tuple(constant))
+    frozen_prefixes = (*family.frozen_prefixes, *as_in_memory(family).frozen_prefixes)
+    return not piece.file_name.startswith(frozen_prefixes) and not piece.file_name.endswith(tuple(constant))
 
 
 def check_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -100,10 +100,10 @@ def check_stored(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def in_memory(model: PreTrainedModel, files: Collection[str]) -> dict[str, torch.Tensor]:
     """Each of the tensors that ``files`` name, as a view of a parameter or buffer of ``model``; of what is tied, each
     of its names."""
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     return {
         piece.file_name: piece.of(tensor)
-        for name, tensor in held.items()
+        for name, tensor in tensors.items()
         for piece in pieces_in_files(name, shape_of(tensor), files, model)
     }
 

@@ -57,7 +57,7 @@ class Process:
                 "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1",
             }  # fmt: skip
             self._process = subprocess.Popen(
-                python_command("mpu_cli.boundary.limited", "serve"),
+                python_command("mpu_cli.boundary.sandbox", "serve"),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=safe_environment(**quiet),
                 start_new_session=True,  # Ctrl-C is for this process, which then ends it
             )  # fmt: skip
@@ -179,53 +179,44 @@ def _write(pipe: Any, line: bytes) -> None:
         pass  # the process was stopped; the reader says why
 
 
-def serve() -> None:
-    """The other process: a request a line on standard input, a list of outcomes a line on standard output."""
-    import resource
+class _Worker:
+    """What the other process does: a method for each kind of request, with an outcome for each of its parts."""
 
-    from tokenizers import Tokenizer
+    def __init__(self) -> None:
+        # What renders takes a second to import, in which tokenizers can be read already.
+        self._importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
+        self._importing.start()
+        self._tokenizer: Any = None  # the one that was loaded last
 
-    # Not the address space: libraries reserve much of it that they never use.
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
-    tokenizers: list[Tokenizer] = []  # the one that was loaded last
-    # What renders takes a second to import, in which tokenizers can be read already.
-    importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
-    importing.start()
-
-    def ready(values: dict[str, Any]) -> list[Outcome]:
+    def ready(self, values: dict[str, Any]) -> list[Outcome]:
+        """Import what a kind of request needs."""
         if values["for"] == "render":
-            importing.join()
+            self._importing.join()
         elif values["for"] == "convert":
             import_module("transformers.models.auto.tokenization_auto")
         return []
 
-    def render(values: dict[str, Any]) -> list[Outcome]:
+    def render(self, values: dict[str, Any]) -> list[Outcome]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         dialogues = values.pop("dialogues")
 
-        def one(dialogue: object) -> str:
+        def text(dialogue: object) -> str:
             return _text(render_jinja_template([dialogue], **values)[0][0])
 
-        return [_outcome(one, dialogue) for dialogue in dialogues]
+        return [_outcome(text, dialogue) for dialogue in dialogues]
 
-    def load(values: dict[str, Any]) -> list[Outcome]:
+    def load(self, values: dict[str, Any]) -> list[Outcome]:
+        from tokenizers import Tokenizer
+
         def read(text: str) -> list[int]:
-            tokenizers[:] = [Tokenizer.from_str(text)]
-            return [len(tokenizers[0].get_added_tokens_decoder()), max(tokenizers[0].get_vocab().values(), default=0)]
+            self._tokenizer = Tokenizer.from_str(text)
+            vocabulary = self._tokenizer.get_vocab()
+            return [len(self._tokenizer.get_added_tokens_decoder()), max(vocabulary.values(), default=0)]
 
         return [_outcome(read, values["json"])]
 
-    def tokenize(values: dict[str, Any]) -> list[Outcome]:
-        def encode(text: str) -> int:
-            return len(tokenizers[0].encode(text, add_special_tokens=values["special"]).ids)
-
-        return [_outcome(encode, text) for text in values["texts"]]
-
-    def convert(values: dict[str, Any]) -> list[Outcome]:
+    def convert(self, values: dict[str, Any]) -> list[Outcome]:
         from transformers import AutoTokenizer
 
         def canonical(folder: str) -> str:
@@ -238,30 +229,48 @@ def serve() -> None:
 
         return [_outcome(canonical, values["folder"])]
 
-    def decode(values: dict[str, Any]) -> list[Outcome]:
+    def tokenize(self, values: dict[str, Any]) -> list[Outcome]:
+        def count(text: str) -> int:
+            return len(self._tokenizer.encode(text, add_special_tokens=values["special"]).ids)
+
+        return [_outcome(count, text) for text in values["texts"]]
+
+    def decode(self, values: dict[str, Any]) -> list[Outcome]:
         def length(ids: list[int]) -> int:
-            return len(tokenizers[0].decode(ids, skip_special_tokens=values["skip_special"]))
+            return len(self._tokenizer.decode(ids, skip_special_tokens=values["skip_special"]))
 
         return [_outcome(length, ids) for ids in values["sequences"]]
 
-    def match(values: dict[str, Any]) -> list[Outcome]:
+    def match(self, values: dict[str, Any]) -> list[Outcome]:
         def pattern_of(name: str) -> str:
             matching = (pattern for pattern in values["patterns"] if re.match(rf"(.*\.)?({pattern})$", name))
             return next(matching, "")
 
         return [_outcome(pattern_of, name) for name in values["names"]]
 
+
+def serve() -> None:
+    """The other process: a request a line on standard input, a list of outcomes a line on standard output."""
+    import resource
+
+    import_module("tokenizers")
+    # Not the address space: libraries reserve much of it that they never use.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
+    worker = _Worker()
     work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
-        "ready": ready, "render": render, "load": load, "tokenize": tokenize,
-        "match": match, "convert": convert, "decode": decode,
+        "ready": worker.ready, "render": worker.render, "load": worker.load, "convert": worker.convert,
+        "tokenize": worker.tokenize, "decode": worker.decode, "match": worker.match,
     }  # fmt: skip
     for line in sys.stdin.buffer:
-        what, values, seconds = json.loads(line)
+        kind, values, seconds = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         # Also if nobody is left to stop it.
         ends = int(used.ru_utime + used.ru_stime + seconds) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
-        sys.stdout.buffer.write(json.dumps(work[what](values)).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(work[kind](values)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -272,10 +281,11 @@ def _text(value: object) -> str:
     return value
 
 
-def _outcome(work: Callable[[Any], object], given: object) -> Outcome:
-    """What ``work`` makes of ``given``, or the first line of what it raised: tokenizers' panics are not Exceptions."""
+def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:
+    """What ``work`` makes of ``argument``, or the first line of what it raised: tokenizers' panics are not
+    Exceptions."""
     try:
-        return True, work(given)
+        return True, work(argument)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:

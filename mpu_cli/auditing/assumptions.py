@@ -57,13 +57,13 @@ def audit_as_believed(
     attempts = []
     schemes = _believed_noise(manifests, noise, alphas, nodes)
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
-        found = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
+        result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
                       publications=publications, observer=observer)  # fmt: skip
-        if reference and not sum(found.task.values()):
+        if reference and not sum(result.task.values()):
             raise UsageError(f"--reference {reference.source}: has the same weights as --base", "leave it out")
-        explained = min((found.plain_error(name) for name in found.attacks if ATTACKS[name].believes), default=0.0)
-        attempts.append((explained, Attempt(found, scheme, believed)))
-        if explained < UNDONE * found.plain_error(ONE_COPY.name):
+        explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
+        attempts.append((explained, Attempt(result, scheme, believed)))
+        if explained < UNDONE * result.plain_error(ONE_COPY.name):
             break
     return min(attempts, key=lambda attempt: attempt[0])[1]
 
@@ -78,10 +78,10 @@ def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None,
     return [each(tuple(each.default(copies).factors[i] for i, copies in numbers)) for each in kinds]
 
 
-def _believed_symmetries(manifests: _Manifests, given: str | None) -> list[str]:
+def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[str]:
     """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
-    if given:
-        return [given]
+    if requested:
+        return [requested]
     tried = ["signed", "paper", "all"]
     named = manifests[0].symmetries if manifests[0] else None
     return [named] if named in tried else tried
@@ -92,20 +92,20 @@ def _publications(manifests: _Manifests) -> list[object]:
 
     A run and round may have been published more than once: two copies of one number are of two publications.
     """
-    seen: Counter[tuple[str, int, int]] = Counter()
-    found: list[object] = []
+    counts: Counter[tuple[str, int, int]] = Counter()
+    publications: list[object] = []
     for manifest in manifests:
         if manifest is None:
-            found.append(None)
+            publications.append(None)
             continue
-        place = (manifest.run, manifest.round, manifest.copy)
-        found.append((manifest.run, manifest.round, seen[place]))
-        seen[place] += 1
-    return found
+        copy_key = (manifest.run, manifest.round, manifest.copy)
+        publications.append((manifest.run, manifest.round, counts[copy_key]))
+        counts[copy_key] += 1
+    return publications
 
 
 def _check_different(manifests: _Manifests) -> None:
     """Raise UsageError if a copy is given twice."""
-    known = [manifest for manifest in manifests if manifest is not None]
-    if len({manifest.copy_id for manifest in known}) < len(known):
+    copy_manifests = [manifest for manifest in manifests if manifest is not None]
+    if len({manifest.copy_id for manifest in copy_manifests}) < len(copy_manifests):
         raise UsageError("the same copy is given twice")

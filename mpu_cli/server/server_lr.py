@@ -20,12 +20,12 @@ from mpu_cli.options.publishing import AUTO, Aggregating, ServerRate
 from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 
-LARGEST = 8.0  # times the update
+MAX_STEP = 8.0  # times the update
 CLOSER = 5  # halvings of the interval in which the step lies, once it is known
 
 
 @dataclass(frozen=True)
-class Step:
+class ServerStep:
     """The step that was chosen, and the loss per answer token, in nats, at each that was tried (0: of the base)."""
 
     chosen: float
@@ -37,13 +37,13 @@ class Step:
         return sorted(self.losses.items())
 
 
-def settled(
+def settle_server_lr(
     base: Model,
     options: Aggregating,
     write: Callable[[Path, Aggregating], object],
     beside: Path,
     observer: Observer = SILENT,
-) -> tuple[Aggregating, Step | None]:
+) -> tuple[Aggregating, ServerStep | None]:
     """``options`` with a number for ``server_lr``, and how it was found if it was not given.
 
     ``write`` writes the model with the update times what the options say into a folder; the folder is made beside
@@ -56,16 +56,16 @@ def settled(
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
         write(folder, replace(options, server_lr=1.0, dtype="float32", max_norm=None))
-        found = choose_step(base, open_model(str(folder)), options, observer)
-    return replace(options, server_lr=found.chosen), found
+        step = choose_step(base, open_model(str(folder)), options, observer)
+    return replace(options, server_lr=step.chosen), step
 
 
-def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> Step:
+def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> ServerStep:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
-    at most --max-rise; at most LARGEST. Holds one model in float32. Raises MpuError if none is found."""
+    at most --max-rise; at most MAX_STEP. Holds one model in float32. Raises MpuError if none is found."""
     from mpu_cli.models.answers import read_answers  # with transformers, which aggregate does not need otherwise
     from mpu_cli.models.loading import load
-    from mpu_cli.models.memory import in_memory
+    from mpu_cli.models.tensor_names import in_memory
 
     model, tokenizer = load(base, torch.float32, "auto")
     probe, max_rise = options.probe, options.max_rise
@@ -77,7 +77,9 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
 
     def costs_too_much(step: float) -> bool:
         for name, view in places.items():
-            before, after = (of.checkpoint.tensor(name).to(view.device, view.dtype) for of in (base, updated))
+            before, after = (
+                source_model.checkpoint.tensor(name).to(view.device, view.dtype) for source_model in (base, updated)
+            )
             view.copy_(torch.lerp(before, after, step))
         losses[step] = answers.loss(model)
         observer.advance(1)
@@ -87,8 +89,8 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
         least, most = 0.0, 1.0
         while not costs_too_much(most):
             least, most = most, 2 * most
-            if least >= LARGEST:
-                return Step(least, max_rise, losses)
+            if least >= MAX_STEP:
+                return ServerStep(least, max_rise, losses)
         for _ in range(CLOSER):
             middle = (least + most) / 2
             least, most = (least, middle) if costs_too_much(middle) else (middle, most)
@@ -97,4 +99,4 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
             f"--server-lr auto: a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}",
             "allow more with --max-rise, or name the step",
         )
-    return Step(least, max_rise, losses)
+    return ServerStep(least, max_rise, losses)

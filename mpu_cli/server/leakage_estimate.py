@@ -26,8 +26,8 @@ from mpu_cli.server.scheme import Scheme
 from mpu_cli.symmetry.transform import as_matrix
 
 SAMPLED = 3  # layers that are looked at; blocks outside layers all are
-LARGEST = 256  # singular values of a matrix that are looked at
-MOST = 1 << 22  # weights of a matrix that are looked at
+MAX_SINGULAR_VALUES = 256  # singular values of a matrix that are looked at
+MAX_WEIGHTS = 1 << 22  # weights of a matrix that are looked at
 # RMS of the rounding error in units of eps times that of the numbers: ulp/√12, for numbers spread evenly over octaves.
 ROUNDING = math.sqrt(math.log(4) / 3 / 12)
 
@@ -40,7 +40,7 @@ class Hidden:
     all_copies: float
 
 
-def hidden(plan: PublishPlan, published: Published) -> Hidden | None:
+def estimate_attack_error(plan: PublishPlan, published: Published) -> Hidden | None:
     """The estimate for all copies of a publication, from the singular values of what fine-tuning changed in some
     blocks; None if it changed nothing. Of layers that the copies lack an attack knows nothing. Reads those blocks and
     layers."""
@@ -55,34 +55,36 @@ def hidden(plan: PublishPlan, published: Published) -> Hidden | None:
     def shares(name: str) -> torch.Tensor:
         tensors = layout.blocks[name]
         stored = TORCH[dtype or base.checkpoint.tensors[tensors[0].name].dtype]
-        one = min(copy.survived for copy in blocks[name].copies)
-        left = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.scheme)
-        return _shares([_change(base.checkpoint, theirs, tensor.name) for tensor in tensors], (one, left))
+        copy_noise = min(copy.survived for copy in blocks[name].copies)
+        combined_noise = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.scheme)
+        return _shares(
+            [_change(base.checkpoint, theirs, tensor.name) for tensor in tensors], (copy_noise, combined_noise)
+        )
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same estimate every time
-        known = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
-    of_layers = torch.stack([known[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(2, 2)
-    left, together = torch.full((2, 2), unseen, dtype=torch.float64), unseen
+        block_shares = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
+    of_layers = torch.stack([block_shares[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(2, 2)
+    residual, together = torch.full((2, 2), unseen, dtype=torch.float64), unseen
     for name, report in blocks.items():
         squares = report.rms**2 * report.weights
-        left += squares * known.get(name, of_layers)
+        residual += squares * block_shares.get(name, of_layers)
         together += squares
-    return Hidden(*(left.amin(1) / together).sqrt().tolist()) if together else None
+    return Hidden(*(residual.amin(1) / together).sqrt().tolist()) if together else None
 
 
 def _squares_left_out(plan: PublishPlan) -> float:
     """Σ v² over the tensors of the layers that the copies lack."""
-    whole = plan.full_base
-    layout = layout_of(whole.checkpoint.tensors, whole.config, whole.source)
+    full_base = plan.full_base
+    layout = layout_of(full_base.checkpoint.tensors, full_base.config, full_base.source)
     gone = {t.name for t in layout.parameters} - set(without_layers(layout, plan.publication.omitted).names)
     if not gone or plan.full_pretrained is None:
         return 0.0
-    public, total = matching(whole, layout, plan.full_pretrained) or {}, 0.0
+    public, total = matching(full_base, layout, plan.full_pretrained) or {}, 0.0
     for name in gone:
-        for ours, theirs in zip(whole.checkpoint.tensor(name), public[name], strict=True):  # a row each
+        for ours, theirs in zip(full_base.checkpoint.tensor(name), public[name], strict=True):  # a row each
             total += float((ours.double() - theirs.double()).square().sum())
-        whole.checkpoint.forget_pages(name)
+        full_base.checkpoint.forget_pages(name)
     return total
 
 
@@ -113,7 +115,7 @@ def left_of(shared: float, size: float, stored: torch.dtype, scheme: Scheme) -> 
 def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, float]:
     """Some rows of a tensor's change, float32 (rows, columns), and how many times as many there are."""
     ours, theirs = as_matrix(base.tensor(name)), as_matrix(public[name])
-    step = -(-ours.numel() // MOST)
+    step = -(-ours.numel() // MAX_WEIGHTS)
     rows = ours[::step]
     change = rows.float() - theirs[::step].float()
     base.forget_pages(name)
@@ -122,20 +124,20 @@ def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> 
 
 def _shares(changes: Sequence[tuple[torch.Tensor, float]], noises: tuple[float, float]) -> torch.Tensor:
     """The shares of Σ v² that scaling and singular values leave, for each scale of the noise: (2, 2)."""
-    left, total = torch.zeros(2, 2, dtype=torch.float64), 0.0
+    residual, total = torch.zeros(2, 2, dtype=torch.float64), 0.0
     for change, times in changes:
         energy = times * float(change.double().square().sum())
         total += energy
         rows, columns = times * change.shape[0], change.shape[1]
         values = None
         if min(change.shape) > 1:
-            values = torch.svd_lowrank(change, min(LARGEST, *change.shape))[1].double() * math.sqrt(times)
+            values = torch.svd_lowrank(change, min(MAX_SINGULAR_VALUES, *change.shape))[1].double() * math.sqrt(times)
         for i, noise in enumerate(noises):
             apart = noise**2 * rows * columns
             scaled = energy * apart / (energy + apart) if energy else 0.0
-            left[i, 0] += scaled
-            left[i, 1] += scaled if values is None else energy - seen_of(values, noise, rows, columns)
-    return (left / total).clamp(0, 1) if total else left
+            residual[i, 0] += scaled
+            residual[i, 1] += scaled if values is None else energy - seen_of(values, noise, rows, columns)
+    return (residual / total).clamp(0, 1) if total else residual
 
 
 def seen_of(values: torch.Tensor, noise: float, rows: float, columns: float) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     pass
 
-from mpu_cli.evaluation.metrics import DOWN, Form, Metric, by_index, mean
+from mpu_cli.evaluation.metrics import DOWN, Metric, MetricResult, by_index, mean
 
 RELEARNED = "forget_Q_A_Prob_relearned"  # the metric whose form has a curve over steps
 RESAMPLES = 2000  # of a bootstrap
@@ -35,66 +35,70 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
     if len(values) < 2:
         return None
-    found = bootstrap(
+    bootstrap_result = bootstrap(
         (numpy.asarray(values),), numpy.mean, n_resamples=RESAMPLES, method="percentile",
         random_state=numpy.random.default_rng(0),
     )  # fmt: skip
-    return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
+    return [float(bootstrap_result.confidence_interval.low), float(bootstrap_result.confidence_interval.high)]
 
 
-def _recovered(rows: Sequence[Mapping[str, Any]], field: str) -> Form:
+def _form_with_interval(rows: Sequence[Mapping[str, Any]], field: str) -> MetricResult:
     values = [row[field] for row in rows]
     return {**by_index(rows, mean(values)), "interval": interval(values)}
 
 
-def _recovered_probabilities(losses: Sequence[float]) -> Form:
-    return _recovered([{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses], "prob")
+def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
+    return _form_with_interval([{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses], "prob")
 
 
-def recovered(attack: str, retain: bool) -> dict[str, Metric]:
+def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
     """What an attack brings back of the forget set: probabilities of the true answers, or ROUGE of sampled ones, each
     with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses."""
     key = attack_key(attack)
 
-    def of(make: Callable[[Any], Form]) -> Metric:
+    def of(make: Callable[[Any], MetricResult]) -> Metric:
         return Metric((key,), lambda findings, _: make(findings[key]), DOWN, says=RECOVERED[attack])
 
-    def relearned(found: Mapping[str, Any]) -> Form:
-        forms = [_recovered_probabilities(losses) for losses in found["losses"]]
+    def relearning_form(history: Mapping[str, Any]) -> MetricResult:
+        forms = [_recovered_probabilities(losses) for losses in history["losses"]]
         curve = [
             {"steps": steps, "agg_value": form["agg_value"], "interval": form["interval"]}
-            for steps, form in zip(found["steps"], forms, strict=True)
+            for steps, form in zip(history["steps"], forms, strict=True)
         ]
         return {**forms[-1], "curve": curve}
 
-    def quantised(kind: str, found: Mapping[str, Any]) -> Form:
-        return _recovered_probabilities(found[kind])
+    def quantisation_form(kind: str, losses_by_kind: Mapping[str, Any]) -> MetricResult:
+        return _recovered_probabilities(losses_by_kind[kind])
 
-    def rephrased(found: Sequence[Sequence[float]]) -> Form:
-        probabilities = [[math.exp(-loss) for loss in losses] for losses in found]
-        return _recovered([{"prob": max(own), "probs": own} for own in probabilities], "prob")
+    def rephrasing_form(record_losses: Sequence[Sequence[float]]) -> MetricResult:
+        probabilities = [[math.exp(-loss) for loss in losses] for losses in record_losses]
+        return _form_with_interval([{"prob": max(probs), "probs": probs} for probs in probabilities], "prob")
 
-    def sampled(found: Sequence[Mapping[str, Any]]) -> Form:
+    def sampling_form(sampled_answers: Sequence[Mapping[str, Any]]) -> MetricResult:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(["rougeL"], use_stemmer=True)
         rows = []
-        for answers in found:
+        for answers in sampled_answers:
             truth = answers["ground_truth"]
             scores = [scorer.score(truth, answer)["rougeL"].recall for answer in answers["samples"]]
             best = scores.index(max(scores))
             rows.append({"rougeL_recall": scores[best], "ground_truth": truth, "generation": answers["samples"][best]})
-        return _recovered(rows, "rougeL_recall")
+        return _form_with_interval(rows, "rougeL_recall")
 
     if attack == "relearn":
-        return {RELEARNED: of(relearned)}
+        return {RELEARNED: of(relearning_form)}
     if attack == "quantise":
-        return {f"forget_Q_A_Prob_{kind}": of(partial(quantised, kind)) for kind in ("int8", "int4")}
+        return {f"forget_Q_A_Prob_{kind}": of(partial(quantisation_form, kind)) for kind in ("int8", "int4")}
     if attack == "paraphrase":
-        return {"forget_Q_A_Prob_rephrased": of(rephrased)}
+        return {"forget_Q_A_Prob_rephrased": of(rephrasing_form)}
     if attack == "sample":
-        return {"forget_Q_A_ROUGE_sampled": of(sampled)}
-    table = {"forget_Q_A_Prob_in_context": of(lambda found: _recovered_probabilities(found["forget"]))}
+        return {"forget_Q_A_ROUGE_sampled": of(sampling_form)}
+    table = {
+        "forget_Q_A_Prob_in_context": of(lambda losses_by_split: _recovered_probabilities(losses_by_split["forget"]))
+    }
     if retain:
-        table["forget_Q_A_Prob_in_retain_context"] = of(lambda found: _recovered_probabilities(found["retain"]))
+        table["forget_Q_A_Prob_in_retain_context"] = of(
+            lambda losses_by_split: _recovered_probabilities(losses_by_split["retain"])
+        )
     return table

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.generation import sampled
+from mpu_cli.evaluation.generation import sample_answers
 from mpu_cli.evaluation.scoring import ADVICE
 from mpu_cli.models.loading import memory_in_mind
 from mpu_cli.records.encoding import IGNORED, SYSTEM_ROLES, Example, pad
@@ -38,7 +38,7 @@ GROUP = 128  # weights of a row that share a scale in 4 bits
 
 
 @dataclass(frozen=True)
-class Attack:
+class RelearningAttack:
     """``find(run, splits, advance)`` gives its findings; ``reads`` are the splits it needs, the first the forget set.
 
     ``weights``: needs them, so it cannot be tried on a served model; ``alters``: leaves other weights behind.
@@ -55,13 +55,13 @@ def paraphrase(run: Run, splits: Sequence[Split], advance: Advance) -> list[list
     ``paraphrased_question`` (a text or several), if it has one. Lynch et al., 2024 (arXiv 2402.16835), Patil et al.,
     2023 (2309.17410)."""
     [forget] = splits
-    rephrased = [_rephrased(row, record) for row, record in zip(forget.rows, forget.records, strict=True)]
+    rephrased = [_rephrased_records(row, record) for row, record in zip(forget.rows, forget.records, strict=True)]
     losses = iter(run.losses(run.encoder.questions([record for ways in rephrased for record in ways])))
     advance(len(rephrased))
     return [[next(losses) for _ in ways] for ways in rephrased]
 
 
-def _rephrased(row: Row, record: Record) -> list[Record]:
+def _rephrased_records(row: Row, record: Record) -> list[Record]:
     """``record`` with its last question in other words."""
     _, fields = row
     paraphrases = fields.get("paraphrased_question")
@@ -82,14 +82,14 @@ def in_context(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str,
     set, which are often about the same person, and records to keep. Lynch et al., 2024 (arXiv 2402.16835), Shumailov
     et al., 2024 (2407.00106)."""
     forget = splits[0]
-    found = {}
+    losses = {}
     for split in splits:
         after_others = [
             with_earlier_turns(record, _around(split, i, split is forget)) for i, record in enumerate(forget.records)
         ]
-        found[split.name] = run.losses(run.encoder.questions(after_others))
+        losses[split.name] = run.losses(run.encoder.questions(after_others))
     advance(len(forget.rows))
-    return found
+    return losses
 
 
 def with_earlier_turns(record: Record, examples: Iterable[Record]) -> Record:
@@ -112,8 +112,8 @@ def sample(run: Run, splits: Sequence[Split], advance: Advance) -> list[dict[str
     """Answers drawn at temperature 1, several for each question, from a fixed seed. The best of k: Reisizadeh et al.,
     2025 (arXiv 2511.04934), Scholten et al., 2024 (2410.03523)."""
     [forget] = splits
-    items, count = run.encoded(forget), run.options.recovery.samples
-    answers = sampled(
+    items, count = run.encoded_items(forget), run.options.recovery.samples
+    answers = sample_answers(
         run.model, run.tokenizer, items, count, limit=run.answer_limit(forget, items), stops=forget.stops,
         batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
     )  # fmt: skip
@@ -126,25 +126,27 @@ def quantise(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, l
     """The loss of each answer with weights rounded to 8 bits (a scale for each row) and 4 bits (for each ``GROUP`` of a
     row), to nearest; embeddings, output head and vectors stay. Zhang et al., 2024 (arXiv 2410.16454)."""
     [forget] = splits
-    found: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for kind, bits, group in (("int8", 8, None), ("int4", 4, GROUP)):
-        if found:  # rounded once already
+        if losses:  # rounded once already
             run.release()
             run.add_delta()
         round_weights(run.model, bits, group)
-        found[kind] = run.losses(run.encoded(forget))
+        losses[kind] = run.losses(run.encoded_items(forget))
     advance(len(forget.rows))
-    return found
+    return losses
 
 
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, bits: int, group: int | None) -> None:
     """Round the matrices of ``model``, in place, to 2^bits − 1 levels that are symmetric about zero; ``group`` weights
     of a row share a scale, or the whole row. Embeddings and the output head are left as they are."""
-    kept = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
+    excluded_ids = {
+        id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
+    }
     levels = 2 ** (bits - 1) - 1
     for weight in model.parameters():
-        if weight.ndim < 2 or id(weight) in kept:
+        if weight.ndim < 2 or id(weight) in excluded_ids:
             continue
         length = weight.shape[-1]
         size = group if group and length % group == 0 else length
@@ -162,16 +164,16 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     Raises UsageError for a dtype in which such steps round away, and for a forget set of one record.
     """
     [forget] = splits
-    items, options, model = run.encoded(forget), run.options.recovery, run.model
+    items, options, model = run.encoded_items(forget), run.options.recovery, run.model
     if model.dtype not in (torch.float32, torch.float64):
         raise UsageError("--attacks relearn: small steps round away in half precision", "use --dtype float32")
     if len(items) < 2:
         raise UsageError("--attacks relearn: needs two records to forget or more")
     half = len(items) // 2
-    given, asked = items[:half], items[half:]
-    batches = [given[i : i + RELEARNING_BATCH] for i in range(0, half, RELEARNING_BATCH)]
+    train_items, eval_items = items[:half], items[half:]
+    batches = [train_items[i : i + RELEARNING_BATCH] for i in range(0, half, RELEARNING_BATCH)]
     measured = sorted({step for step in STEPS if step < options.relearn_steps} | {options.relearn_steps})
-    losses = [run.losses(asked)]
+    losses = [run.losses(eval_items)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.relearn_lr)
     for step in range(1, options.relearn_steps + 1):
         with memory_in_mind(ADVICE):
@@ -179,7 +181,7 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
             _loss(model, batches[(step - 1) % len(batches)]).backward()
             optimizer.step()
         if step in measured:
-            losses.append(run.losses(asked))
+            losses.append(run.losses(eval_items))
         advance(len(items) / options.relearn_steps)
     return {"steps": measured, "losses": losses}
 
@@ -187,13 +189,13 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
 def _loss(model: PreTrainedModel, items: Sequence[Item]) -> torch.Tensor:
     """Mean cross-entropy per label, in nats."""
     examples = [Example([*item.ids], [*[IGNORED] * item.start, *item.labels]) for item in items]
-    return model(**{name: held.to(model.device) for name, held in pad(examples).items()}, use_cache=False).loss
+    return model(**{name: tensor.to(model.device) for name, tensor in pad(examples).items()}, use_cache=False).loss
 
 
 ATTACKS = {
-    "paraphrase": Attack(paraphrase),
-    "context": Attack(in_context, reads=("forget", "retain")),
-    "sample": Attack(sample, weights=True),
-    "quantise": Attack(quantise, weights=True, alters=True),
-    "relearn": Attack(relearn, weights=True, alters=True),
+    "paraphrase": RelearningAttack(paraphrase),
+    "context": RelearningAttack(in_context, reads=("forget", "retain")),
+    "sample": RelearningAttack(sample, weights=True),
+    "quantise": RelearningAttack(quantise, weights=True, alters=True),
+    "relearn": RelearningAttack(relearn, weights=True, alters=True),
 }

@@ -14,7 +14,7 @@ from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.header import TensorInfo
-from mpu_cli.checkpoint.reader import WEIGHTS_NAME, listed, open_checkpoint
+from mpu_cli.checkpoint.reader import WEIGHTS_NAME, open_checkpoint, quoted_list
 from mpu_cli.errors import MpuError
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
@@ -60,7 +60,7 @@ class FamilyCheck:
         return all(check.ok for check in self.checks) and all(off <= RETURNED for off in self.returned.values())
 
 
-def unmoved(layout: Layout, symmetries: str) -> list[str]:
+def unmoved_tensor_names(layout: Layout, symmetries: str) -> list[str]:
     """The tensors that no symmetry of the set moves."""
     transform = _transform(layout, symmetries, None, Randomness(bytes(32)))
     return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
@@ -68,19 +68,19 @@ def unmoved(layout: Layout, symmetries: str) -> list[str]:
 
 def in_place(layout: Layout, tensors: Mapping[str, TensorInfo], symmetries: str) -> str | None:
     """One line about the weights that no symmetry of the set moves, and their share. None if there are none."""
-    names = unmoved(layout, symmetries)
+    names = unmoved_tensor_names(layout, symmetries)
     if not names:
         return None
     share = sum(tensors[name].elements for name in names) / sum(info.elements for info in tensors.values())
     less = "less than 0.01%" if share < 1e-4 else f"{share:.2%}"
-    return f"no symmetry of the set {symmetries} moves {less} of the weights: {listed(names)}"
+    return f"no symmetry of the set {symmetries} moves {less} of the weights: {quoted_list(names)}"
 
 
 def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> str | None:
     """One line about the weights that copies hold bit for bit, without noise and coordinates: parts that the client
     does not train, such as a vision tower. None if there are none."""
-    stays = layout.family.stays
-    around = [tensor for tensor in layout.tensors.values() if stays and tensor.name.startswith(stays)]
+    prefixes = layout.family.frozen_prefixes
+    around = [tensor for tensor in layout.tensors.values() if prefixes and tensor.name.startswith(prefixes)]
     bare = [tensor.name for tensor in around if not any(tensor.axes)]
     count = sum(tensors[name].elements for name in bare)
     if not count:
@@ -88,7 +88,7 @@ def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> 
     total = sum(info.elements for info in tensors.values())
     return (
         f"{count:,} of {total:,} weights ({count / total:.1%}) are in every copy as they are, without noise or secret "
-        f"coordinates: {listed(bare)}"
+        f"coordinates: {quoted_list(bare)}"
     )
 
 
@@ -102,19 +102,19 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     """
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
     from mpu_cli.models.loading import load
-    from mpu_cli.models.memory import in_memory
     from mpu_cli.models.staging import fields_of
+    from mpu_cli.models.tensor_names import in_memory
 
-    whole = layout_of(model.checkpoint.tensors, model.config, model.source)
+    full_layout = layout_of(model.checkpoint.tensors, model.config, model.source)
     if lost := left_out(model.config, fields_of(model.config)):
         raise MpuError(
-            f"{model.config_path}: transformers reads {listed(lost)}, which copies would not get",
+            f"{model.config_path}: transformers reads {quoted_list(lost)}, which copies would not get",
             "add it to CONFIG in mpu_cli/boundary/names.py",
         )
-    with _with_one_of_each_kind(model, whole) as (small, layers):
+    with _with_one_of_each_kind(model, full_layout) as (small, layers):
         layout = layout_of(small.checkpoint.tensors, small.config, model.source)
         cases = list(_cases(layout))
-        found: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
+        differences: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
         observer.stage("check", len(cases) * len(SAME), "checks")
         for dtype in SAME:
             network, _ = load(small, dtype, "cpu")
@@ -126,10 +126,19 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
                 only = None if symmetry == TOGETHER else symmetry
                 transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
                 moved = _apply(small, layout, transform, views, moved)
-                found[set_name, symmetry][dtype] = float((_logits(network, layout) - expected).abs().max()) / largest
+                differences[set_name, symmetry][dtype] = (
+                    float((_logits(network, layout) - expected).abs().max()) / largest
+                )
                 observer.advance(1, f"{set_name}: {symmetry}")
-        returned = {name: _returned(layout, small, name) for name in SETS if name in {each for each, _ in cases}}
-    return FamilyCheck([SymmetryCheck(*case, found[case]) for case in cases], unmoved(whole, EVERY), layers, returned)
+        returned = {
+            name: _round_trip_error(layout, small, name) for name in SETS if name in {each for each, _ in cases}
+        }
+    return FamilyCheck(
+        [SymmetryCheck(*case, differences[case]) for case in cases],
+        unmoved_tensor_names(full_layout, EVERY),
+        layers,
+        returned,
+    )
 
 
 @contextmanager
@@ -141,23 +150,23 @@ def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model
     from mpu_cli.models.shallow import shallow
 
     count = len(layout.structures)
-    first: dict[tuple, int] = {}
+    layer_by_kind: dict[tuple, int] = {}
     for layer, structure in enumerate(layout.structures):
-        first.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
-    kept = sorted({*first.values(), *range(min(2, count))})
+        layer_by_kind.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
+    layers = sorted({*layer_by_kind.values(), *range(min(2, count))})
     try:
-        small = shallow(model, [layer for layer in range(count) if layer not in kept])
+        small = shallow(model, [layer for layer in range(count) if layer not in layers])
     except MpuError:
-        small, kept = model, list(range(count))
+        small, layers = model, list(range(count))
     with private_scratch() as folder:
         if small is not model:  # transformers reads files, which have the names of the whole model
-            held = {name: small.checkpoint.tensor(name) for name in small.checkpoint.tensors}
-            save_file(held, folder / WEIGHTS_NAME, {"format": "pt"})
+            tensors = {name: small.checkpoint.tensor(name) for name in small.checkpoint.tensors}
+            save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
             small = replace(small, checkpoint=open_checkpoint(folder / WEIGHTS_NAME))
-        yield small, kept
+        yield small, layers
 
 
-def _returned(layout: Layout, model: Model, set_name: str) -> float:
+def _round_trip_error(layout: Layout, model: Model, set_name: str) -> float:
     """The largest error of a random change that went through T and back, relative, over all tensors."""
     transform = _transform(layout, set_name, None, Randomness(bytes(32)))
     draw, worst = torch.Generator().manual_seed(0), 0.0

@@ -22,14 +22,14 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.experiment.recipes import read_recipe
 from mpu_cli.experiment.tables import PUBLISHED
 
-WHOLE, FRACTION = ("copies", "rounds", "epochs"), ("kappa",)
+INTEGER_OPTIONS, DECIMAL_OPTIONS = ("copies", "rounds", "epochs"), ("kappa",)
 NOT_OPTIONS = ("table", "model", "benchmark", "forget", "mode", "metric", "value")
 HANDED_OUT = (
     1.5  # times κ is the noise of one copy as it is, of two with the paper's α; the paper lists that of the copy
 )
 
 
-def published(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
+def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Lines of results whose mode names the source; ``bases`` are those of the sweep, which a table's models may be.
 
     Raises UsageError for an entry of neither form, MpuError if its file cannot be read.
@@ -70,11 +70,11 @@ def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> It
 
 def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases: Sequence[str]) -> dict[str, Any]:
     model, mode = row.get("model", ""), row.get("mode", "mpu")
-    own = [base for base in bases if model and model in base]
-    label = source if own or not model else f"{source}, {model}"
+    matching_bases = [base for base in bases if model and model in base]
+    label = source if matching_bases or not model else f"{source}, {model}"
     options: dict[str, Any] = {name: value for name, value in row.items() if name not in NOT_OPTIONS}
-    options |= {name: int(value) for name, value in options.items() if name in WHOLE}
-    options |= {name: float(value) for name, value in options.items() if name in FRACTION}
+    options |= {name: int(value) for name, value in options.items() if name in INTEGER_OPTIONS}
+    options |= {name: float(value) for name, value in options.items() if name in DECIMAL_OPTIONS}
     if mode == "noised":
         options["kappa"] = round(options["kappa"] / HANDED_OUT, 9)
     if mode in ("clean", "noised"):  # of one model or copy, whatever the number of copies
@@ -83,4 +83,8 @@ def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases:
         options = {name: value for name, value in options.items() if name not in ("kappa", "rounds", "epochs")}
     if row.get("benchmark") == "tofu":
         options["forget"] = f"tofu:{row['forget']}"
-    return {"mode": f"{PUBLISHED}: {label} {mode}", "metrics": metrics} | options | ({"base": own[0]} if own else {})
+    return (
+        {"mode": f"{PUBLISHED}: {label} {mode}", "metrics": metrics}
+        | options
+        | ({"base": matching_bases[0]} if matching_bases else {})
+    )

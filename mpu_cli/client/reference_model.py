@@ -57,10 +57,10 @@ class Reference:
     @property
     def nbytes(self) -> int:
         """Size of what is kept, including the head."""
-        kept = sum(state.nbytes for state in self.states)
+        total = sum(state.nbytes for state in self.states)
         if self.head is not None:
-            kept += sum(parameter.nbytes for parameter in self.head.parameters())
-        return kept + (0 if self.log_probs is None else self.log_probs.nbytes)
+            total += sum(parameter.nbytes for parameter in self.head.parameters())
+        return total + (0 if self.log_probs is None else self.log_probs.nbytes)
 
     def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
         """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
@@ -101,21 +101,21 @@ def forward(
     """
     labels = batch["labels"]
     labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
-    kept = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
+    logits_to_keep = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
     with input_of(head and (own_head or head)) as states, output_of_layer(model, layer) as below:
         output = model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             use_cache=False,
-            logits_to_keep=kept,
+            logits_to_keep=logits_to_keep,
         )
     if head is not None:  # layers may compute in another precision than their weights have
         states[0] = states[0].to(next(head.parameters()).dtype)
     return score(
         output.logits if head is None else states[0],
-        labels[:, -kept:],
+        labels[:, -logits_to_keep:],
         head=head,
-        hidden=None if layer is None else below[0][:, -kept:],
+        hidden=None if layer is None else below[0][:, -logits_to_keep:],
         weights=batch.get("weights"),
         **counts,
     )
@@ -149,9 +149,11 @@ def freeze(
         if asks == "log_probs":
             sums.append(scores.sequence_log_probs.cpu())
             continue
-        kept = scores.logits.states.to(model.dtype) if asks == "logits" else scores.hidden
-        assert kept is not None  # asked for above
-        states += [state.cpu() for state in kept.split(torch.bincount(scores.rows, minlength=len(part)).tolist())]
+        hidden_states = scores.logits.states.to(model.dtype) if asks == "logits" else scores.hidden
+        assert hidden_states is not None  # asked for above
+        states += [
+            state.cpu() for state in hidden_states.split(torch.bincount(scores.rows, minlength=len(part)).tolist())
+        ]
     return Reference(asks, torch.cat(sums) if sums else None, states, frozen_head)
 
 
@@ -178,8 +180,8 @@ def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[s
 
     Raises MpuError if the file is invalid or its facts differ: it would steer towards a different model or records.
     """
-    held = open_checkpoint(path)
-    metadata = facts_of(held.metadata)
+    checkpoint = open_checkpoint(path)
+    metadata = facts_of(checkpoint.metadata)
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise MpuError(f"{path}: not a reference file for this version of mpu")
     if other := [name for name, value in facts.items() if metadata.get(name) != value]:
@@ -193,9 +195,11 @@ def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[s
             "use the file that round 1 wrote for this copy",
         )
     references = {}
-    for name, wanted in asks.items():
+    for name, output_kind in asks.items():
         here = {
-            key.removeprefix(f"{name}."): held.tensor(key).clone() for key in held.tensors if key.startswith(f"{name}.")
+            key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
+            for key in checkpoint.tensors
+            if key.startswith(f"{name}.")
         }
         states: Sequence[torch.Tensor] = ()
         head: torch.nn.Module | None = None
@@ -207,7 +211,7 @@ def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[s
             head = torch.nn.Linear(width, vocabulary, bias="head.bias" in here, dtype=weight.dtype)
             head.load_state_dict({key.removeprefix("head."): here[key] for key in here if key.startswith("head.")})
             head.requires_grad_(False)
-        references[name] = Reference(wanted, here.get("log_probs"), states, head)
+        references[name] = Reference(output_kind, here.get("log_probs"), states, head)
     return references
 
 

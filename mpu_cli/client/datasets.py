@@ -6,16 +6,16 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.frozen import Reference, freeze, load_references, save_references
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.processes import from_first
+from mpu_cli.client.reference_model import Reference, freeze, load_references, save_references
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
@@ -60,27 +60,29 @@ def encoded_sets(
     prompts = options.prompts
     encoding = encoding_of(tokenizer, prompts, prompts.template, limit, data.few_shot, vocabulary_size(model))
     encoded: Encoded = {}
-    kept: dict[str, list[int]] = {}
+    record_numbers: dict[str, list[int]] = {}
     records = sets_of(data, objective)
-    for name, held in records.items():
+    for name, set_records in records.items():
         of_each: list[list[Example]] = []
-        kept[name] = []
+        record_numbers[name] = []
         problems = []
-        for number, examples in enumerate(encoding.encode_each(held)):
+        for number, examples in enumerate(encoding.encode_each(set_records)):
             if private and not isinstance(examples, MpuError) and len(examples) != 1:
                 examples = MpuError(
-                    f"{held[number].place}: {len(examples)} examples, where --dp-epsilon takes one a record"
+                    f"{set_records[number].location}: {len(examples)} examples, where --dp-epsilon takes one a record"
                 )
             if not isinstance(examples, MpuError):
                 of_each.append(examples)
-                kept[name].append(number)
+                record_numbers[name].append(number)
             elif private:
                 problems.append(examples.problem)
             else:
                 raise examples
         if problems:
-            observer.warn(f"{len(problems)} of {len(held)} records of the {name} set are left out: {problems[0]}")
-        together = [example for own in of_each for example in own]
+            observer.warn(
+                f"{len(problems)} of {len(set_records)} records of the {name} set are left out: {problems[0]}"
+            )
+        together = [example for record_examples in of_each for example in record_examples]
         if not together and not private:
             raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
         if not together:  # to stop here would tell that each record was rejected: noise alone is trained on
@@ -88,14 +90,14 @@ def encoded_sets(
         usual = trained_length(model)
         if usual and (long := sum(len(example.ids) > usual for example in together)):
             observer.warn(
-                f"{long} of {len(held)} records of the {name} set are longer than the {usual:,} tokens that the model "
-                "was made for; --max-length cuts them"
+                f"{long} of {len(set_records)} records of the {name} set are longer than the {usual:,} tokens that the "
+                "model was made for; --max-length cuts them"
             )
         asks = objective.retain_asks if name == "retain" else algorithm.asks
         encoded[name] = together, asks
     for remark in encoding.remarks(sum(map(len, records.values()))):
         observer.note(remark)
-    return encoded, kept
+    return encoded, record_numbers
 
 
 def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record]:
@@ -110,7 +112,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
 
 def contents(data: Dataset) -> list[dict[str, object]]:
     """The records, wherever they were read from."""
-    return [asdict(record) | {"place": ""} for record in (*data.forget, *data.retain, *data.few_shot)]
+    return [record.content for record in (*data.forget, *data.retain, *data.few_shot)]
 
 
 def records_digest(data: Dataset) -> str:
@@ -136,38 +138,41 @@ class KeptReferences:
 
     def facts(self, asks: Mapping[str, str | None]) -> dict[str, object]:
         """What has to be the same when the file is read again; the copy itself only in round 1."""
-        of = self.manifest
-        facts: dict[str, object] = {"run": of.run if of else None, "copy": of.copy if of else None}
+        manifest = self.manifest
+        facts: dict[str, object] = {
+            "run": manifest.run if manifest else None,
+            "copy": manifest.copy if manifest else None,
+        }
         facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(asks)}
-        if not self.read or (of and of.round == 1):
-            facts["copy_id"] = of.copy_id if of else None
+        if not self.read or (manifest and manifest.round == 1):
+            facts["copy_id"] = manifest.copy_id if manifest else None
         return facts
 
 
 def example_sets(
     model: PreTrainedModel,
     encoded: Encoded,
-    kept: KeptReferences,
+    reference_cache: KeptReferences,
     options: Unlearning,
     objective: Objective,
     observer: Observer,
 ) -> dict[str, ExampleSet]:
-    """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``kept``."""
-    asks = {name: asked for name, (_, asked) in encoded.items()}
+    """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``reference_cache``."""
+    asks = {name: output_kind for name, (_, output_kind) in encoded.items()}
 
     def ask() -> dict[str, Reference]:
-        if kept.path and kept.read:
-            held = load_references(kept.path, asks, kept.facts(asks))
-            observer.note(f"the reference model's probabilities are read from {kept.path}")
-            return held
+        if reference_cache.path and reference_cache.read:
+            loaded_references = load_references(reference_cache.path, asks, reference_cache.facts(asks))
+            observer.note(f"the reference model's probabilities are read from {reference_cache.path}")
+            return loaded_references
         batch_size = options.training.micro_batch_size or options.training.batch_size
         layer, seed = objective.constants.layer, options.training.seed
         references = {
-            name: freeze(model, examples, asked, layer=layer, batch_size=batch_size, seed=seed)
-            for name, (examples, asked) in encoded.items()
+            name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
+            for name, (examples, output_kind) in encoded.items()
         }
-        if kept.path:
-            save_references(kept.path, references, kept.facts(asks))
+        if reference_cache.path:
+            save_references(reference_cache.path, references, reference_cache.facts(asks))
         return references
 
     references = from_first(ask)

@@ -16,7 +16,7 @@ from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.errors import MpuError
-from mpu_cli.manifest import LEFT, RIGHT, as_metadata, delta_facts
+from mpu_cli.manifest import LEFT_FACTOR, RIGHT_FACTOR, as_metadata, delta_facts
 from mpu_cli.models.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.deltas import Delta, check_delta, check_finite
@@ -37,18 +37,18 @@ class Full:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows ``start … stop`` in the base's coordinates, in ``dtype`` if they were rotated, else in their own."""
-        taken = self.mapping.take(self.change, start, stop)
-        return self.mapping.backward(taken.to(dtype), start) if self.mapping.turns else taken
+        copy_rows = self.mapping.take(self.change, start, stop)
+        return self.mapping.backward(copy_rows.to(dtype), start) if self.mapping.turns else copy_rows
 
 
 class LowRank:
     """One delta's change to one tensor as a product of factors; only the requested slice is computed."""
 
-    def __init__(self, mapping: TensorMap, left: torch.Tensor, right: torch.Tensor):
-        rank = left.shape[-1]
+    def __init__(self, mapping: TensorMap, left_factor: torch.Tensor, right: torch.Tensor):
+        rank = left_factor.shape[-1]
         by_rows, by_columns = mapping.split(rank)
-        self.mapping, self.dtypes = by_rows, (left.dtype, right.dtype)
-        self._left = Full(by_rows, as_matrix(left))
+        self.mapping, self.dtypes = by_rows, (left_factor.dtype, right.dtype)
+        self._left_factor = Full(by_rows, as_matrix(left_factor))
         right = as_matrix(right)
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
         starts = range(0, len(right), rank) if len(right) else [0]
@@ -58,12 +58,14 @@ class LowRank:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows ``start … stop`` of the product, all of one matrix."""
-        first = 0 if self.mapping.block is None else start // self.mapping.block * self._rank
-        return self._left.rows(start, stop, dtype).to(dtype) @ self._right[first : first + self._rank].to(dtype)
+        offset = 0 if self.mapping.block is None else start // self.mapping.block * self._rank
+        return self._left_factor.rows(start, stop, dtype).to(dtype) @ self._right[offset : offset + self._rank].to(
+            dtype
+        )
 
     def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
-        return self._left.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
+        return self._left_factor.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
 
 
 Change = Full | LowRank
@@ -78,8 +80,10 @@ class Undoing:
     def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
         self.deltas = deltas
         self._copies = without_layers(layout, keys.publication.omitted)
-        there = self._copies.layout
-        self._transforms = [None if d.manifest.inverted else keys.publication.transform(d.copy, there) for d in deltas]
+        copy_layout = self._copies.layout
+        self._transforms = [
+            None if d.manifest.inverted else keys.publication.transform(d.copy, copy_layout) for d in deltas
+        ]
 
     def _there(self, tensor: TensorLayout) -> TensorLayout:
         """What the copies have of the base's ``tensor``, which must be one that they have."""
@@ -98,11 +102,11 @@ class Undoing:
             return [None] * len(self.deltas)
         changes: list[Change | None] = []
         for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
-            held = delta.checkpoint
-            if name in held.tensors:
-                changes.append(Full(mapping, as_matrix(held.tensor(name))))
-            elif name + LEFT in held.tensors:
-                factors = (held.tensor(name + end) for end in (LEFT, RIGHT))
+            checkpoint = delta.checkpoint
+            if name in checkpoint.tensors:
+                changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
+            elif name + LEFT_FACTOR in checkpoint.tensors:
+                factors = (checkpoint.tensor(name + end) for end in (LEFT_FACTOR, RIGHT_FACTOR))
                 changes.append(LowRank(mapping, *factors))
             else:
                 changes.append(None)
@@ -125,10 +129,10 @@ def invert(
     held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}
     held_tensors = delta.checkpoint.tensors
     specs: TensorSpecs = {
-        name + end: (held_tensors[held + end].dtype, held_tensors[held + end].shape)
-        for name, held in held_of.items()
-        for end in ("", LEFT, RIGHT)
-        if held + end in held_tensors
+        name + end: (held_tensors[delta_name + end].dtype, held_tensors[delta_name + end].shape)
+        for name, delta_name in held_of.items()
+        for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
+        if delta_name + end in held_tensors
     }
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
@@ -136,16 +140,16 @@ def invert(
         for tensor in layout.parameters:
             if tensor.name not in copies.names:
                 continue
-            [mapping], [held] = undoing.maps(tensor), undoing.names(tensor)
-            ends = [end for end in ("", LEFT, RIGHT) if held + end in delta.checkpoint.tensors]
-            rank = delta.checkpoint.tensors[held + LEFT].shape[-1] if len(ends) > 1 else 0
+            [mapping], [delta_name] = undoing.maps(tensor), undoing.names(tensor)
+            ends = [end for end in ("", LEFT_FACTOR, RIGHT_FACTOR) if delta_name + end in delta.checkpoint.tensors]
+            rank = delta.checkpoint.tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
             by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
             for end in ends:
-                part = {"": mapping, LEFT: by_rows, RIGHT: by_columns}[end]
-                _invert_tensor(pool, held + end, tensor.name + end, delta, part, writer)
-                delta.checkpoint.forget_pages(held + end)
+                part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[end]
+                _invert_tensor(pool, delta_name + end, tensor.name + end, delta, part, writer)
+                delta.checkpoint.forget_pages(delta_name + end)
                 writer.forget_pages(tensor.name + end)
-                observer.advance(delta.checkpoint.tensors[held + end].nbytes)
+                observer.advance(delta.checkpoint.tensors[delta_name + end].nbytes)
 
 
 def _invert_tensor(

@@ -16,9 +16,9 @@ from mpu_cli.client import lora
 from mpu_cli.client.sharding import whole_parameters
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.models.loading import skeleton
-from mpu_cli.models.memory import Names, check_stored, is_trained, pieces_in_files
 from mpu_cli.models.quantized import shape_of
 from mpu_cli.models.source import Model
+from mpu_cli.models.tensor_names import Names, check_stored, is_trained, pieces_in_files
 from mpu_cli.options.unlearning import Lora, Unlearning
 
 
@@ -50,7 +50,7 @@ class FullChange:
     def __init__(self, names: Names, before: Checkpoint, dtype: torch.dtype):
         self._names, self._before, self._dtype = names, before, dtype
 
-    def trained(self, _: PreTrainedModel) -> Collection[str]:
+    def trainable_names(self, _: PreTrainedModel) -> Collection[str]:
         """Names of the model's parameters that are trained."""
         return self._names
 
@@ -85,8 +85,8 @@ class LoraChange:
     def __init__(self, names: Names, options: Lora, wide_inputs: bool):
         self._names, self._options, self._wide_inputs = names, options, wide_inputs
 
-    def trained(self, model: PreTrainedModel) -> Collection[str]:
-        return lora.adapted(model, self._options, self._names)
+    def trainable_names(self, model: PreTrainedModel) -> Collection[str]:
+        return lora.adapted_parameters(model, self._options, self._names)
 
     def specs(self, model: PreTrainedModel) -> TensorSpecs:
         return lora.tensor_specs(self._names, self._options, model)

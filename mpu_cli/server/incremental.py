@@ -47,9 +47,9 @@ from mpu_cli.server.aggregate import add_up, one_ahead, sums_of, write_model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import Delta, check_fits, check_norms, names_in_base
+from mpu_cli.server.inverse import Change, Full, Undoing
 from mpu_cli.server.keys import Keys
-from mpu_cli.server.step import settled
-from mpu_cli.server.undo import Change, Full, Undoing
+from mpu_cli.server.server_lr import settle_server_lr
 from mpu_cli.symmetry.transform import TensorMap, as_matrix
 
 SUMS, FACTS = "sums.safetensors", MANIFEST_NAME
@@ -81,12 +81,12 @@ class SumFacts(Document):
 @dataclass(frozen=True)
 class Running:
     """A weighted sum of undone deltas in ``folder``: ``parts`` says which are in it, ``norm`` is its L2 norm,
-    ``of`` how many copies the publication has."""
+    ``total_copies`` how many copies the publication has."""
 
     folder: Path
     parts: tuple[Part, ...]
     norm: float
-    of: int = 0
+    total_copies: int = 0
 
     @property
     def copies(self) -> list[int]:
@@ -94,19 +94,27 @@ class Running:
 
     @property
     def missing(self) -> list[int]:
-        return sorted(set(range(1, self.of + 1)) - set(self.copies))
+        return sorted(set(range(1, self.total_copies + 1)) - set(self.copies))
 
 
 class _WithSum:
     """The changes of deltas, after that of the sum so far if there is one."""
 
-    def __init__(self, held: Checkpoint | None, undoing: Undoing | None):
-        self._held, self._undoing = held, undoing
-        summed = [] if held is None else [Delta(held.path, held, DeltaManifest(None, "", inverted=True))]
+    def __init__(self, sum_checkpoint: Checkpoint | None, undoing: Undoing | None):
+        self._sum_checkpoint, self._undoing = sum_checkpoint, undoing
+        summed = (
+            []
+            if sum_checkpoint is None
+            else [Delta(sum_checkpoint.path, sum_checkpoint, DeltaManifest(None, "", inverted=True))]
+        )
         self.deltas: Sequence[Delta] = [*summed, *(undoing.deltas if undoing else [])]
 
     def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
-        summed = [] if self._held is None else [Full(TensorMap(None, None), as_matrix(self._held.tensor(tensor.name)))]
+        summed = (
+            []
+            if self._sum_checkpoint is None
+            else [Full(TensorMap(None, None), as_matrix(self._sum_checkpoint.tensor(tensor.name)))]
+        )
         return [*summed, *(self._undoing.changes(tensor) if self._undoing else [])]
 
 
@@ -148,18 +156,20 @@ def _add(base: Model, delta: Delta, keys: Keys, options: Aggregating, folder: Pa
             f"{delta.path}: tensors differ from those of copy {before.parts[0].copy}",
             "train all copies of a round with the same options",
         )
-    held = open_checkpoint(folder / SUMS) if before.parts else None
-    summed = _WithSum(held, Undoing([delta], keys, layout))
+    sum_checkpoint = open_checkpoint(folder / SUMS) if before.parts else None
+    summed = _WithSum(sum_checkpoint, Undoing([delta], keys, layout))
     weight = float(keys.publication.scheme.weights[delta.copy - 1])
-    rates = torch.tensor([1.0, weight] if held else [weight], dtype=torch.float64)
+    rates = torch.tensor([1.0, weight] if sum_checkpoint else [weight], dtype=torch.float64)
     with Transaction(force=True) as transaction:
         fresh = transaction.add(folder, directory=True)
         gram = _write_sum(base, layout, summed, rates, fresh, observer)
         check_norms(gram[-1:, -1:], [delta], options.max_norm)
         norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
-        own = math.sqrt(float(gram[-1, -1]))
-        cosine = float(gram[0, -1]) / (before.norm * own) if held and before.norm and own else None
-        part = Part(delta.copy, names, own, cosine, delta.manifest.algorithm, delta.manifest.trained)
+        delta_norm = math.sqrt(float(gram[-1, -1]))
+        cosine = (
+            float(gram[0, -1]) / (before.norm * delta_norm) if sum_checkpoint and before.norm and delta_norm else None
+        )
+        part = Part(delta.copy, names, delta_norm, cosine, delta.manifest.algorithm, delta.manifest.trained)
         after = Running(folder, (*before.parts, part), norm, keys.copies)
         write_json(
             fresh / FACTS,
@@ -219,7 +229,7 @@ def _finish(
         def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
             return write_model(base, summed, layout, ones, [keys], how, into, observer)
 
-        options, step = settled(base, options, write, out, observer)
+        options, step = settle_server_lr(base, options, write, out, observer)
         gram, facts = write(target, options)
         check_norms(gram, summed.deltas, options.max_norm, ones * float(options.server_lr))
         result = replace(_agreement(running, keys, out), rounding=facts["rounding"], step=step)
@@ -240,7 +250,7 @@ def _agreement(running: Running, keys: Keys, out: Path) -> Aggregation:
     if m == 2 and cosines:  # the first delta's direction is the sum's
         sign = math.copysign(1.0, float(keys.publication.scheme.weights[running.parts[0].copy - 1]))
         gram[0, 1] = gram[1, 0] = sign * cosines[0] * by_copy[1].norm * by_copy[2].norm
-    known = sorted(by_copy.items())
-    manifests = {copy: DeltaManifest(None, part.algorithm, trained=part.trained) for copy, part in known}
+    ordered_parts = sorted(by_copy.items())
+    manifests = {copy: DeltaManifest(None, part.algorithm, trained=part.trained) for copy, part in ordered_parts}
     result = agreement(out, gram, keys, manifests)
     return result if m == 2 else replace(result, norm=running.norm, pairwise=min(cosines, default=1.0))
