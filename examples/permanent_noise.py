@@ -33,7 +33,8 @@ from mpu_cli.demo.people import make_people
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
 from mpu_cli.options.unlearning import Prompts, Training
-from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 
 Weights = dict[str, torch.Tensor]

@@ -35,7 +35,8 @@ from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.figures import PALETTE, make_figure, write_figure
 from mpu_cli.models.loading import load
 from mpu_cli.models.source import open_model
-from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 
 AT_ONCE = 8  # records

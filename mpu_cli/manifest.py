@@ -66,7 +66,7 @@ class CopyManifest:
 
 @dataclass(frozen=True)
 class ModelManifest:
-    """The round that made a model, and its run; ``permanent``: whether noise that stays was in its copies."""
+    """The round that made a model, and its run; ``permanent``: whether its copies had permanent noise."""
 
     run: str
     round: int

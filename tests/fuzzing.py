@@ -36,9 +36,10 @@ from mpu_cli.evaluation.retain import read_retain_log
 from mpu_cli.federation.spool import COPY, FILE, validate_name
 from mpu_cli.federation.watching import read_answers
 from mpu_cli.manifest import delta_manifest, read_copy_manifest
-from mpu_cli.models.loading import skeleton, tokenizer_of
+from mpu_cli.models.loading import skeleton
 from mpu_cli.models.source import open_model
 from mpu_cli.models.staging import staged_adapter, staged_model
+from mpu_cli.models.tokenizer import tokenizer_of
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import question
@@ -428,7 +429,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "federation/watching.py": ("answered",),
     "manifest.py": ("manifest", "delta", "inspected copy"),
     "models/files.py": ("config", "generation config"),
-    "models/loading.py": ("adapter config",),
+    "models/adapters.py": ("adapter config",),
     "models/source.py": ("config", "config, built"),
     "models/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
     "records/encoding.py": "--template-option",

@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from mpu_cli.boundary import sandbox
 from mpu_cli.errors import MpuError
-from mpu_cli.models.loading import with_adapter
+from mpu_cli.models.adapters import with_adapter
 from tests.models import random_model, save
 
 IDS = torch.arange(3, 19)[None]
@@ -129,7 +130,10 @@ def test_names_with_the_adapters_own(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_honoured_is_refused(tmp_path: Path, entries: dict, complaint: str) -> None:
+def test_what_is_not_honoured_is_refused(
+    tmp_path: Path, entries: dict, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
     make_adapter(tmp_path, "llama-biases")
     edit(tmp_path, **entries)
     with pytest.raises(MpuError, match=complaint):

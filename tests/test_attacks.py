@@ -41,7 +41,7 @@ from mpu_cli.client.private import with_noise
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.spool import Spool
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
-from mpu_cli.models.loading import with_adapter
+from mpu_cli.models.adapters import with_adapter
 from mpu_cli.randomness import Randomness
 from mpu_cli.records import chat
 from mpu_cli.sealing import make_identity
@@ -1007,13 +1007,16 @@ class TestAnAdapter:
             assert refused.is_one_error
         assert self.measured(mpu, place, "--base", "base").json["metrics"] == honest
 
-    def test_expressions_and_sizes_in_its_config(self, mpu: Callable, place: Path, adapter: Path) -> None:
+    def test_expressions_and_sizes_in_its_config(
+        self, mpu: Callable, place: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         honest = self.measured(mpu, place).json["metrics"]
         config = json.loads((adapter / "adapter_config.json").read_text())
         edit(adapter / "adapter_config.json", target_modules="(([a-z_.0-9])*)*X", r=10**6, layers_pattern="(a*)*b",
              rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
         assert self.measured(mpu, place).json["metrics"] == honest
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(([a-z_.0-9])*)*X": 1}}))
+        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
         assert "it took longer" in self.measured(mpu, place, check=False).err
 
     def test_tensors_without_a_place(self, mpu: Callable, place: Path, adapter: Path) -> None:

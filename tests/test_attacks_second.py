@@ -299,6 +299,7 @@ def _train_within_budget(path: str, number: int, budget: float) -> bool:
 
 
 class TestTheLedger:
+    @pytest.mark.slow
     def test_parallel_first_trainings_share_a_budget(self, tmp_path: Path) -> None:
         """Of eight at once in four processes, one may begin, and no line is lost."""
         mechanism = Mechanism(20.0, 0.1, 10)
@@ -504,7 +505,7 @@ def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_pat
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
     from transformers import AutoTokenizer
 
-    from mpu_cli.models.loading import tokenizer_of
+    from mpu_cli.models.tokenizer import tokenizer_of
 
     texts = [path.read_text() for path in sorted(Path(chat.__file__).parent.glob("*.py"))]
     made = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()

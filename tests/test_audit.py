@@ -11,16 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.architectures.layout import layout_of
-from mpu_cli.auditing.align import (
-    layer_maps,
-    match,
-    match_rows,
-    model_maps,
-    plane_angles,
-    procrustes,
-    residual_map,
-    undo,
-)
+from mpu_cli.auditing.align import layer_maps, model_maps, residual_map, undo
+from mpu_cli.auditing.matching import match, match_rows, plane_angles, procrustes
 from mpu_cli.auditing.shrinkage import AS_IT_IS, SCALED, SPECTRAL, estimates
 from mpu_cli.models.source import open_model
 from mpu_cli.server.leakage_estimate import seen_of

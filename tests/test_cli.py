@@ -25,7 +25,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.architectures.family import SETS
+from mpu_cli.architectures.symmetries import SETS
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.cli.levels import ESSENTIAL
 from mpu_cli.cli.main import app

@@ -18,7 +18,8 @@ from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.reference_model import forward
 from mpu_cli.client.schedule import schedule
 from mpu_cli.manifest import delta_manifest
-from mpu_cli.records.encoding import IGNORED, Encoding, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Encoding
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import question
 from tests.models import SHARED, load, needs_shared, random_model, save, write_records

@@ -368,7 +368,8 @@ class TestGeneration:
         assert len(widest) < 12
 
     def test_the_generation_config_is_honoured(self, tmp_path: Path) -> None:
-        """Matches transformers' greedy generation, which the suite uses; drafts know only the most likely token."""
+        """Matches transformers' greedy generation, which OpenUnlearning uses; drafts know only the most likely
+        token."""
         model = random_model("llama")
         model.generation_config.repetition_penalty = 1.7
         model.generation_config.stop_strings = "w5"
@@ -499,7 +500,7 @@ class TestCommand:
         refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
         assert refused.status == 1
         assert "different forget records" in refused.err
-        suites = tmp_path / "suite.json"  # from the suite, which stores no digests of the records
+        suites = tmp_path / "suite.json"  # from OpenUnlearning, which stores no digests of the records
         suites.write_text(json.dumps(json.loads(log.read_text())["metrics"]))
         asked = ("--metrics", "forget_quality", "--out", out, "--force")
         refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)

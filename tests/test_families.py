@@ -15,9 +15,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.architectures.axes import LAYER_AXES
 from mpu_cli.architectures.families import FAMILIES
-from mpu_cli.architectures.family import LAYER_AXES, Permutation, QuarterTurns, Rotation
 from mpu_cli.architectures.layout import Layout, layout_of
+from mpu_cli.architectures.symmetries import Permutation, QuarterTurns, Rotation
 from mpu_cli.architectures.wrappers import WRAPPERS, supported_families
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.models.source import Model, open_model

@@ -300,14 +300,15 @@ def dies(net: Network, name: str, process: subprocess.Popen | None = None) -> bo
 
 
 RECORDER = '''
-"""The server's courier, with everything that it sends and receives written to STATE/wire, and one delta damaged."""
+"""The server's Flower app, with everything that it sends and receives written to STATE/wire, and one delta damaged."""
 
 import itertools
 from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from mpu_cli.federation.server_app import play, settings_of
+from mpu_cli.federation.server_app import play
+from mpu_cli.federation.settings import settings_of
 
 app = ServerApp()
 
@@ -361,7 +362,7 @@ def settings(place: Path, owners: str, **more: object) -> dict:
 
 
 class TestAnswersOfACourier:
-    """Whatever a courier answers: its owner is given up, nothing is written elsewhere, other owners go on."""
+    """Whatever a Flower app answers: its owner is given up, nothing is written elsewhere, other owners go on."""
 
     DELTA: ClassVar[dict] = {"state": "done", "names": ["copy_1.safetensors"], "sizes": [1], "digests": ["x"]}
     HOSTILE: ClassVar[dict[str, dict[str, dict]]] = {
@@ -409,7 +410,8 @@ class TestAnswersOfACourier:
     def test_are_one_owners_failure(self, mpu: Callable, place: Path, attack: str) -> None:
         pytest.importorskip("flwr")
         from mpu_cli.federation.exchange import Exchange, Reply, Request
-        from mpu_cli.federation.server_app import Round, settings_of
+        from mpu_cli.federation.server_app import Round
+        from mpu_cli.federation.settings import settings_of
 
         state = place / "state"
         (state / "round_1/a").mkdir(parents=True)
@@ -447,10 +449,10 @@ class TestAnswersOfACourier:
 
 
 class InProcess:
-    """Couriers without a network between them: what the server pushes is handled at once, by the client's own code.
+    """Flower apps without a network between them: what the server pushes is handled at once, by the client's own code.
 
     ``lost``: how many of the first replies come only after the request was sent again. ``broken``: owners whose
-    courier cannot reach its spool.
+    Flower app cannot reach its spool.
     """
 
     def __init__(self, spools: dict[str, Path], lost: int = 0):
@@ -544,10 +546,10 @@ def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, pl
     publish = "--copies 2 --kappa 0.05"
     grid = InProcess(spools(place, "ab"))
     grid.broken = {"b"}
-    with pytest.raises(MpuError, match="b: its courier cannot answer"):
+    with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
         played(grid, "a", publish=publish)
     assert not (place / "state/round_1/model").exists()
-    with pytest.raises(MpuError, match="b: its courier cannot answer"):
+    with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
         played(grid, "a", publish=publish, on_missing="leave-out", quorum=2)
     said = played(grid, "a", publish=publish, on_missing="leave-out")
     assert "b was left out" in said[-1]
@@ -574,7 +576,8 @@ def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, pl
 def test_an_owner_whose_deltas_are_refused_alone(place: Path, on_missing: str) -> None:
     """Such as by ``--max-norm``, which is checked when all deltas are there: the round goes on without that owner."""
     pytest.importorskip("flwr")
-    from mpu_cli.federation.server_app import Round, mpu, settings_of
+    from mpu_cli.federation.server_app import Round, mpu
+    from mpu_cli.federation.settings import settings_of
 
     config = {"publish": "--copies 2 --kappa 0.01", "aggregate": "--max-norm 100 --force", "on_missing": on_missing}
     current = Round(settings_of(settings(place, "a,b,c", **config)), None, 1, place / "base")
@@ -619,7 +622,7 @@ def test_what_aggregation_warns_of_is_told(place: Path, played: Callable) -> Non
 
 @pytest.mark.flower
 def test_a_copy_that_nobody_works_on_is_given_up(place: Path, played: Callable) -> None:
-    """``limit`` seconds after it arrived, however often its courier answers meanwhile."""
+    """``limit`` seconds after it arrived, however often its Flower app answers meanwhile."""
     (place / "spool-a").mkdir(exist_ok=True)
     Spool(place / "spool-a").prepare()
     with pytest.raises(MpuError, match="not unlearned within 2 s"):
@@ -636,7 +639,8 @@ def test_a_state_has_one_run(place: Path, played: Callable) -> None:
 def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, place: Path, other: str) -> None:
     pytest.importorskip("flwr")
     from mpu_cli.federation.exchange import Exchange
-    from mpu_cli.federation.server_app import Round, settings_of
+    from mpu_cli.federation.server_app import Round
+    from mpu_cli.federation.settings import settings_of
 
     owner = place / "state/round_1/a"
     owner.mkdir(parents=True)

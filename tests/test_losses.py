@@ -15,7 +15,8 @@ from mpu_cli.client.reference_model import forward, freeze, steering_direction
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.models.logits import Logits, separate_head
-from mpu_cli.records.encoding import IGNORED, Encoding, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Encoding
 from mpu_cli.records.reading import read_records
 from tests.models import load, random_model, save, write_records
 
@@ -272,11 +273,11 @@ class TestFrozen:
     """The values stored from the frozen copy give the same results as the copy itself."""
 
     @pytest.mark.parametrize("family", ["llama", "llama-biases", "gpt2"])
-    @pytest.mark.parametrize("asks", ["log_probs", "logits", "hidden"])
-    def test_kept_is_asked_again(self, tmp_path, family, asks):
+    @pytest.mark.parametrize("reference_outputs", ["log_probs", "logits", "hidden"])
+    def test_kept_is_asked_again(self, tmp_path, family, reference_outputs):
         model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
         examples = Encoding(tokenizer, system_prompt="").encode(read_records(write_records(tmp_path / "r", 7, 1)))
-        kept = freeze(model, examples, asks, layer=0, batch_size=3)
+        kept = freeze(model, examples, reference_outputs, layer=0, batch_size=3)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3)  # training continues; the stored values must not change
@@ -284,11 +285,12 @@ class TestFrozen:
         numbers = [4, 0, 6]
         with torch.no_grad():
             said = forward(fresh, pad([examples[i] for i in numbers]), layer=0)
-        expected = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}[asks]
-        found = getattr(kept.frozen(kept.collect(numbers, like=[0])), asks)
-        found = found.whole() if asks == "logits" else found
+        outputs = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}
+        expected = outputs[reference_outputs]
+        found = getattr(kept.frozen(kept.collect(numbers, like=[0])), reference_outputs)
+        found = found.whole() if reference_outputs == "logits" else found
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        if asks == "logits":
+        if reference_outputs == "logits":
             vocabulary, width = fresh.get_output_embeddings().weight.shape
             tokens = sum(len(state) for state in kept.states)
             assert kept.nbytes == 8 * (tokens * width + vocabulary * width)

@@ -66,6 +66,7 @@ def test_activations_are_those_of_a_real_pass(tmp_path: Path, family: str, check
     assert predicted.state == 2 * predicted.weights  # AdamW's
 
 
+@pytest.mark.slow
 def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
     """Options that `plan` names, given to it, are said to fit; less memory asks for more of them."""
     base = save(random_model("llama"), tmp_path / "base")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,24 @@ def test_lines_of_pages_can_be_read_in_a_diff() -> None:
             if len(line) > MAX_MARKDOWN and not in_code and not line.lstrip().startswith(("|", "[", "<", "![")):
                 long_lines.append(f"{page}:{number}")
     assert long_lines == []
+
+
+@pytest.mark.slow
+def test_every_module_can_be_imported_first() -> None:
+    """Modules of one package that import each other in a circle fail for whoever begins with the wrong one."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES]
+    program = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1:]:\n"
+        "    for name in [name for name in sys.modules if name.startswith('mpu_cli')]:\n"
+        "        del sys.modules[name]\n"
+        "    try:\n"
+        "        importlib.import_module(module)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name == 'flwr', error\n"
+    )
+    names = [module for module in modules if not module.endswith("__main__")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]

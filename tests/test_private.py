@@ -19,21 +19,22 @@ from mpu_cli.client.private import Unit, plan, train_privately
 from mpu_cli.client.reference_model import Reference, forward, freeze
 from mpu_cli.client.schedule import ExampleSet
 from mpu_cli.options.unlearning import Privacy, Training
-from mpu_cli.records.encoding import Encoding, answer_tokens, pad
+from mpu_cli.records.batches import answer_tokens, pad
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from tests.models import load, random_model, save, write_records
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
 
 
-def prepare(tmp_path, family, asks=None):
+def prepare(tmp_path, family, reference_outputs=None):
     model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
     encoding = Encoding(tokenizer, system_prompt="")
     sets = {}
     for name, seed in (("forget", 1), ("retain", 2)):
         examples = encoding.encode(read_records(write_records(tmp_path / name, 4, seed)))
-        said = freeze(model, examples, asks if name == "forget" else None, layer=0, batch_size=4)
-        sets[name] = ExampleSet(examples, said if name == "forget" and asks else Reference())
+        said = freeze(model, examples, reference_outputs if name == "forget" else None, layer=0, batch_size=4)
+        sets[name] = ExampleSet(examples, said if name == "forget" and reference_outputs else Reference())
     return model, sets
 
 
@@ -54,7 +55,7 @@ def train(model, sets, algorithm, norm, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, norm):
     """Without noise and with all records sampled: compared with one backward pass per record, clipped by hand."""
-    model, sets = prepare(tmp_path, family, ALGORITHMS[algorithm].asks)
+    model, sets = prepare(tmp_path, family, ALGORITHMS[algorithm].reference_outputs)
     if not ALGORITHMS[algorithm].constants.alpha:
         del sets["retain"]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -83,7 +84,7 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
 @pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
 def test_logits_are_of_one_record_at_a_time(tmp_path, algorithm):
     """With the head frozen, as it is unless --train-embeddings: never those of prompts or of several records."""
-    model, sets = prepare(tmp_path, "llama", ALGORITHMS[algorithm].asks)
+    model, sets = prepare(tmp_path, "llama", ALGORITHMS[algorithm].reference_outputs)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
     vocabulary, most = model.get_output_embeddings().weight.shape[0], 0

@@ -15,7 +15,8 @@ from mpu_cli.client.reference_model import forward
 from mpu_cli.client.refusals import REFUSALS
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import Observer
-from mpu_cli.records.encoding import IGNORED, Encoding, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Encoding
 from mpu_cli.records.forms import parse_columns, parse_record
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import Record, Turn, question

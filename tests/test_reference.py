@@ -18,8 +18,9 @@ from mpu_cli.client.tag import default_secret_path, training_tag
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import OpenUnlearningEncoder
 from mpu_cli.manifest import delta_manifest, facts_of
+from mpu_cli.records.batches import pad
 from mpu_cli.records.dates import parse_date
-from mpu_cli.records.encoding import Encoding, pad
+from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import question
 from tests.models import load, random_model, save, write_records

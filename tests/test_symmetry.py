@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.architectures.family import LAYER_AXES
+from mpu_cli.architectures.axes import LAYER_AXES
 from mpu_cli.architectures.layout import axis_length, layout_of
 from mpu_cli.models.source import open_model
 from mpu_cli.sealing import default_identity_path, read_identities

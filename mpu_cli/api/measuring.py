@@ -21,7 +21,7 @@ from mpu_cli.evaluation.plots import check_drawable, draw
 from mpu_cli.evaluation.retain import RetainLog, read_retain_log
 from mpu_cli.figures import check_target
 from mpu_cli.manifest import read_copy_manifest
-from mpu_cli.models.loading import adapter_base, is_adapter
+from mpu_cli.models.adapters import adapter_base, is_adapter
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import from_flat

@@ -32,6 +32,13 @@ from mpu_cli.server.publication import default_secret_path, publication_of, serv
 from mpu_cli.server.publish import Published, PublishPlan, Target
 from mpu_cli.server.publish import plan_publish as _plan_publish
 from mpu_cli.server.publish import publish as _publish
+from mpu_cli.server.publish_report import (
+    leakage_of,
+    remarks_on_leakage,
+    remarks_on_noise,
+    remarks_on_plan,
+    remarks_on_publication,
+)
 from mpu_cli.server.round import AggregatePlan, owners_of
 from mpu_cli.server.round import plan_aggregate as _plan_aggregate
 
@@ -75,7 +82,7 @@ def plan_publish(
         and not {"kappa", "permanent_noise", "epsilon"} & set(explicit_options)
     ):
         raise UsageError(
-            f"{base}: the copies of round {manifest.round} had noise that stays, and those of the next would not",
+            f"{base}: the copies of round {manifest.round} had permanent noise, and those of the next would not",
             "name the public model with --pretrained again, or choose --kappa or --permanent-noise",
         )
     run_of_base, next_one = next_round(model.folder)
@@ -107,7 +114,23 @@ def publish(
     A model that `mpu aggregate` made continues its run in the next round, in the folder ``round_R``. ``arguments`` are
     those of ``plan_publish``: out, keys, recipients, seed, …, and the options kappa, copies, symmetries, noise, ….
     """
-    return _publish(plan_publish(base, pretrained, observer=observer, **arguments), observer=observer)
+    published = carry_out_publication(plan_publish(base, pretrained, observer=observer, **arguments), observer=observer)
+    for warning in published.warnings:
+        observer.warn(warning)
+    return published
+
+
+def carry_out_publication(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
+    """Publish what ``plan`` says; the result has an estimate of what leaks, and warnings."""
+    published = _publish(plan, observer=observer)
+    leakage = leakage_of(plan, published)
+    remarks = [
+        *remarks_on_plan(plan),
+        *remarks_on_noise(published),
+        *(remarks_on_leakage(plan, leakage) if leakage else ()),
+        *remarks_on_publication(plan, secret_factors=True),
+    ]
+    return replace(published, leakage=leakage, warnings=tuple(each.text for each in remarks if each.is_warning))
 
 
 def invert(

@@ -6,33 +6,27 @@ import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from mpu_cli.architectures.family import (
-    CHANNELS,
+from mpu_cli.architectures.axes import CHANNELS, FFN_AXES, MODEL_AXES, Axis, Fused, Repeated, names_of
+from mpu_cli.architectures.config_reading import (
+    named_as,
+    sizes_of_layer,
+    sizes_of_model,
+    structure_of,
+    supported_family,
+    tensor_exists,
+    with_defaults,
+)
+from mpu_cli.architectures.family import Config, Family, Tensor
+from mpu_cli.architectures.symmetries import (
     EVERY,
-    FFN_AXES,
-    GROUPED,
     LATENTS,
-    MODEL_AXES,
-    ORDERED,
     SETS,
-    Axis,
-    Config,
-    Family,
-    Ffn,
-    Fused,
-    Repeated,
-    SizeSource,
     Structure,
     Symmetry,
-    Tensor,
-    names_of,
     symmetries_of_layer,
     symmetries_of_model,
-    variants_of,
 )
-from mpu_cli.architectures.wrappers import REFUSED, family_of, supported_families
 from mpu_cli.checkpoint.header import FLOATS, TensorInfo
 from mpu_cli.checkpoint.reader import quoted_list
 from mpu_cli.errors import MpuError, UsageError
@@ -124,7 +118,6 @@ class Layout:
         return symmetries_of_layer(name, self.structures[layer])
 
 
-OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
 EMBEDDING = (("vocab",), ("channel-vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
 HEAD = "lm_head.weight"  # the output layer's name in memory
 
@@ -135,7 +128,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     Raises MpuError if the architecture is not supported or the config does not describe these tensors. ``where``
     names the model in error messages.
     """
-    family = _named_as(_family(config, where), tensors)
+    family = named_as(supported_family(config, where), tensors)
     try:
         return _layout(family, tensors, config, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
@@ -150,10 +143,10 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     MpuError if the architecture is not supported.
     """
     where = "config"
-    family = _family(config, where)
-    filled = _with_defaults(family, config)
-    sizes = _sizes(family, filled, where)
-    of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
+    family = supported_family(config, where)
+    filled = with_defaults(family, config)
+    sizes = sizes_of_model(family, filled, where)
+    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
     try:
         expected = _expected_layouts(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
     except KeyError as error:
@@ -165,8 +158,8 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
 
 
 def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
-    filled = _with_defaults(family, config)
-    sizes = _sizes(family, filled, where)
+    filled = with_defaults(family, config)
+    sizes = sizes_of_model(family, filled, where)
     bare = not any(name.startswith(family.prefix) for name in tensors)
 
     def here(name: str) -> str:
@@ -177,7 +170,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         raise MpuError(
             f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
         )
-    of_layers = tuple(_sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
+    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
     arrangement = _layout_there(family, layers, tensors)
     apart = any("{e}" in t.name and t.layout in (None, *arrangement) for t in family.layer_tensors)
     if apart and sizes["experts"] > len(tensors):
@@ -211,7 +204,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
             )
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
-    structures = tuple(_structure(family, filled, of_layers[i], i, where) for i in range(layers))
+    structures = tuple(structure_of(family, filled, of_layers[i], i, where) for i in range(layers))
     return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
 
 
@@ -227,7 +220,7 @@ def _expected_layouts(
     expected: dict[str, TensorLayout] = {}
 
     def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
-        if (tensor.layout and tensor.layout not in arrangement) or not _exists(tensor, config, layer or 0):
+        if (tensor.layout and tensor.layout not in arrangement) or not tensor_exists(tensor, config, layer or 0):
             return
         own_sizes = sizes if layer is None else of_layers[layer]
         axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
@@ -315,160 +308,3 @@ def _layout_there(family: Family, layers: int, tensors: Mapping[str, TensorInfo]
         if full & set(tensors) or {name.removeprefix(family.prefix) for name in full} & set(tensors):
             return {chosen}
     return set(alternatives[:1])
-
-
-def _exists(tensor: Tensor, config: Config, layer: int) -> bool:
-    if tensor.when is None:
-        return True
-    return bool(config.get(tensor.when) if isinstance(tensor.when, str) else tensor.when(config, layer))
-
-
-def _with_defaults(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
-    entries = {name: value for name, value in config.items() if value is not None}
-    if family.text_config and isinstance(text := config.get(family.text_config), dict):
-        text_entries = {
-            name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
-        }
-        entries = {**entries, **text_entries, "model_type": config["model_type"]}
-    rope = entries.get("rope_parameters")
-    inner = (
-        {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}
-    )
-    return {**family.defaults, **inner, **entries}
-
-
-def _structure(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
-    d = sizes["head_dim"]
-    planes = family.planes
-    rotary = (
-        0 if planes is None else d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
-    )
-    if not 0 <= rotary <= d or rotary % 2:
-        raise MpuError(
-            f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
-        )
-    norm = _value(family.qk_norm, config, layer)
-    movable = _value(family.movable_heads, config, layer)
-    ffns: list[Ffn] = []
-    groups = 0
-    mixture = family.experts is not None and bool(family.experts(config, layer))
-    axes = {
-        name
-        for tensor in family.layer_tensors
-        if _exists(tensor, config, layer)
-        for axis in tensor.axes
-        for name in names_of(axis)
-    }
-    if "ffn" in axes:
-        ffns.append(Ffn("", family.gated))
-    if "s-ffn" in axes:
-        ffns.append(Ffn("s-", family.gated))
-    if mixture:
-        ffns.append(Ffn("e-", family.gated))
-        groups = int(config.get(family.groups) or 1) if isinstance(family.groups, str) else family.groups
-    return Structure(
-        planes,
-        rotary,
-        norm,
-        bool(movable),
-        tuple(ffns),
-        groups,
-        attention="query" in axes,
-        elementwise="|mixed|" in axes,
-        keys_are_values=bool(_value(family.keys_are_values, config, layer)),
-        reads=_value(family.reads, config, layer),
-        latent=_value(family.latent, config, layer) if "mla-query" in axes else None,
-        latents=tuple(axis for axis in LATENTS if axis in axes),
-        grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
-        ordered=tuple(axis for axis in ORDERED if axis in axes),
-    )
-
-
-def _value(rule: Any, config: Config, layer: int) -> Any:
-    return rule(config, layer) if callable(rule) else rule
-
-
-def _family(config: Mapping[str, object], where: str) -> Family:
-    model_type, text = config.get("model_type"), config.get("text_config")
-    text_type = text.get("model_type") if isinstance(text, dict) else None
-    family = family_of(model_type, text_type)
-    if family is None and (reason := REFUSED.get(str(model_type))):
-        raise MpuError(f"{where}: architecture {model_type!r} is not supported: {reason}")
-    if family is None:
-        inside = f" around {text_type!r}" if str(model_type) in supported_families() else ""
-        raise MpuError(
-            f"{where}: architecture {model_type!r}{inside} is not supported "
-            f"(supported: {', '.join(supported_families())}), and mpu does not guess: a transform "
-            "that does not fit would change what the model computes"
-        )
-    if config.get("quantization_config") is not None:
-        raise MpuError(
-            f"{where}: is quantised (quantization_config in config.json)",
-            "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "
-            "save_pretrained",
-        )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for key, value in family.unless.items():
-        actual = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
-        if actual != value:
-            raise MpuError(f"{where}: {model_type} with {key} = {actual!r} is not supported (only {value!r})")
-    return family
-
-
-def _named_as(family: Family, tensors: Collection[str]) -> Family:
-    """``family`` by the names in these files: those that files usually have, or those of the model in memory."""
-    return max(variants_of(family), key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
-
-
-def _sizes(family: Family, config: Config, where: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for size, source in family.sizes.items():
-        if (value := _size(size, source, config, sizes, 0, where)) is not None:
-            sizes[size] = value
-    if "head_dim" not in sizes:
-        if sizes["model"] % sizes["heads"]:
-            raise MpuError(f"{where}: {sizes['heads']} heads do not divide a width of {sizes['model']} (config.json)")
-        sizes["head_dim"] = sizes["model"] // sizes["heads"]
-    _check_heads(family, sizes, where)
-    return sizes
-
-
-def _sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer: int, where: str) -> Mapping[str, int]:
-    """``sizes`` with those that are a layer's own."""
-    if not family.layer_sizes:
-        return sizes
-    overrides = {name: _size(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()}
-    layer_sizes = sizes | {name: value for name, value in overrides.items() if value is not None}
-    _check_heads(family, layer_sizes, where)
-    return layer_sizes
-
-
-def _size(
-    size: str, source: SizeSource, config: Config, sizes: Mapping[str, int], layer: int, where: str
-) -> int | None:
-    """A size, from its source; None if the model has no such thing."""
-    if callable(source):
-        key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, layer)
-    elif isinstance(source, int):
-        key, value = size, source
-    else:
-        keys = (source,) if isinstance(source, str) else tuple(source)
-        key = next((name for name in keys if config.get(name) is not None), keys[0])
-        value = config.get(key)
-    if value is None and size == "kv_heads":
-        value = sizes["heads"]
-    if value is None and key == "n_inner":
-        value = 4 * sizes["model"]
-    if value is None and (size in OPTIONAL or callable(source)):
-        return None
-    if type(value) is not int or value < 1:
-        raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
-    return value
-
-
-def _check_heads(family: Family, sizes: Mapping[str, int], where: str) -> None:
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
-    if family.planes and family.rotary is None and sizes["head_dim"] % 2:
-        raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")

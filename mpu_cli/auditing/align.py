@@ -7,21 +7,15 @@ Every symmetry in the set assumed to have been used is searched for; if one was 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.optimize import linear_sum_assignment
 
-from mpu_cli.architectures.family import (
-    ATTENTION,
+from mpu_cli.architectures.axes import ATTENTION, OF_HEAD, OF_KEYS, OF_MIXED, OF_QUERIES
+from mpu_cli.architectures.layout import EMBEDDING, Layout, TensorLayout
+from mpu_cli.architectures.symmetries import (
     LATENTS,
-    OF_HEAD,
-    OF_KEYS,
-    OF_MIXED,
-    OF_QUERIES,
     ORDERED,
     ExpertPermutation,
     GroupedHeads,
@@ -32,109 +26,22 @@ from mpu_cli.architectures.family import (
     Rotation,
     Symmetry,
 )
-from mpu_cli.architectures.layout import EMBEDDING, Layout, TensorLayout, axis_length
-from mpu_cli.symmetry.axis import AxisMap, coordinates
-from mpu_cli.symmetry.sampling import Maps, plane_matrices, planes_of, side_by_side, whole_heads
+from mpu_cli.auditing.axis_features import Tensors, features, places_of
+from mpu_cli.auditing.matching import (
+    cosines,
+    match,
+    match_rows,
+    match_signed,
+    plane_angles,
+    procrustes,
+    signed_permutation,
+    subspace_overlap,
+)
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.sampling import Maps, plane_matrices, side_by_side, whole_heads
 from mpu_cli.symmetry.transform import as_matrix, name_in_copy, tensor_map
 
-Tensors = Mapping[str, torch.Tensor]  # float32, by name
 ROWS = 8192  # rows of the embedding used to find the residual permutation
-FEATURES = 512  # features of a row used in the first search for its partner
-MARGIN = 6  # standard deviations of the cosine of FEATURES independent numbers
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an axis occurs: tensor, dimension, and the indices of that dimension that belong to it, in their order.
-
-    ``expert``: the matrix of a stack that it occurs in, None if the tensor is no stack, or the axis in all of it.
-    """
-
-    tensor: str
-    dimension: int
-    index: torch.Tensor
-    expert: int | None = None
-
-
-def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert: int | None = None) -> list[Place]:
-    """All places of ``axis`` in ``tensors``; for an axis inside experts, those in one expert."""
-    places = []
-    for tensor in tensors:
-        if expert is not None and tensor.expert not in (None, expert):
-            continue
-        if axis == "expert" and any(name.startswith("e-") for group in tensor.axes for name in group):
-            continue  # a stack, whose neurons are not matched yet; the router is enough
-        for dimension, group in enumerate(tensor.axes):
-            if axis not in group:
-                continue
-            lengths = [axis_length(layout.sizes_of(tensor.layer), name) for name in group]
-            start = sum(lengths[: group.index(axis)])
-            together = torch.empty(sum(lengths), dtype=torch.int64)
-            together[coordinates(lengths, tensor.chunks[dimension])] = torch.arange(sum(lengths))
-            index = together[start : start + lengths[group.index(axis)]]
-            places.append(Place(tensor.name, dimension, index, expert if tensor.expert is None else None))
-    return places
-
-
-def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
-    """The weights at each coordinate of an axis, all places side by side: (coordinates, features)."""
-    parts = []
-    for location in places:
-        weights = tensors[location.tensor]
-        if location.expert is not None and weights.ndim > 1 and location.dimension > 0:
-            weights, dimension = weights[location.expert], location.dimension - 1
-        else:
-            dimension = location.dimension
-        part = weights.index_select(dimension, location.index).movedim(dimension, 0)
-        parts.append(part.reshape(len(location.index), -1))
-    return torch.cat(parts, 1)
-
-
-def match(similarity: torch.Tensor) -> torch.Tensor:
-    """The assignment with the largest total, int64: row i is matched with column ``match[i]``.
-
-    If each row's best column has that row as its best, that is the answer; otherwise scipy's linear_sum_assignment.
-    """
-    columns = similarity.argmax(1)
-    if bool((similarity.argmax(0)[columns] == torch.arange(len(similarity))).all()):
-        return columns
-    return torch.from_numpy(linear_sum_assignment(similarity.numpy(), maximize=True)[1])
-
-
-def match_rows(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The order in which the rows of ``target``, (n, features), appear in ``copy``, by cosine.
-
-    A subset of the features is enough if each row's best partner stands out from all others by far more than the
-    omitted features can make up for; otherwise all of them are used.
-    """
-    if copy.shape[1] > 2 * FEATURES:
-        some = torch.randperm(copy.shape[1], generator=torch.Generator().manual_seed(0))[:FEATURES]
-        similarity = _cosines(copy[:, some], target[:, some])
-        best = similarity.topk(min(2, len(similarity)), 1)
-        nearest = best.indices[:, 0]
-        margin = best.values[:, 0] - best.values[:, -1]
-        if len(nearest.unique()) == len(nearest) and float(margin.min()) > MARGIN / math.sqrt(FEATURES):
-            return nearest
-    return match(_cosines(copy, target))
-
-
-def _cosines(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=1e-30) for x in (copy, target)]
-    return (copy / norms[0]) @ (target / norms[1]).T
-
-
-def match_signed(
-    copy: torch.Tensor, target: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> AxisMap:
-    """The order and the signs in which the rows of ``target``, (n, features), appear in ``copy``.
-
-    ``plain``: further features of the same rows in copy and target that signs do not affect.
-    """
-    cosines = _cosines(copy, target)
-    order = match(cosines.abs() + (_cosines(*plain) if plain else 0))
-    signs = torch.ones(len(order))
-    signs[order] = torch.where(cosines[torch.arange(len(order)), order] < 0, -1.0, 1.0)
-    return AxisMap(order, signs=signs)
 
 
 def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
@@ -280,7 +187,7 @@ def _latent_heads(
     order = torch.arange(heads)
     if symmetry.order:
         pairs = [(a, b) for name in ("free", "values") for a, b in zip(copy[name], target[name], strict=True)]
-        order = match(sum((_overlap(a, b) for a, b in pairs), torch.zeros(heads, heads)))
+        order = match(sum((subspace_overlap(a, b) for a, b in pairs), torch.zeros(heads, heads)))
 
     def product(name: str) -> torch.Tensor:
         """X Yᵀ of each head of the target with the copy's head that is its."""
@@ -316,7 +223,7 @@ def _experts(
     if any(isinstance(s, ExpertPermutation) for s in chosen):
         ours, theirs = features_of("expert")
         # Stacks of matrices would outweigh the router, and are not comparable before their neurons are matched.
-        order = match(_cosines(ours, theirs))
+        order = match(cosines(ours, theirs))
         maps["expert"] = AxisMap(order)
     for permutation in chosen:
         if isinstance(permutation, Permutation) and permutation.per_expert:
@@ -338,15 +245,15 @@ def _heads(
     kv_order, query_order = torch.arange(kv_heads), torch.arange(heads)
     rotations = [s for s in chosen if isinstance(s, Rotation | QuarterTurns)]
     if any(isinstance(s, HeadPermutation) for s in chosen):
-        whose = [_overlap(*by_head[axis]) for axis in ("key", "value") if axis in by_head]
+        whose = [subspace_overlap(*by_head[axis]) for axis in ("key", "value") if axis in by_head]
         if not whose:  # a layer that reads another's: by its query heads
-            whose = [_overlap(*by_head["query"]).view(kv_heads, group, kv_heads, group).sum((1, 3))]
+            whose = [subspace_overlap(*by_head["query"]).view(kv_heads, group, kv_heads, group).sum((1, 3))]
         kv_order = match(sum(whose[1:], whose[0]))
         for h, g in enumerate(kv_order.tolist()):
             mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
             query_order[mine] = g * group + match(
-                _overlap(by_head["query"][0][mine], by_head["query"][1][theirs])
-                + _overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
+                subspace_overlap(by_head["query"][0][mine], by_head["query"][1][theirs])
+                + subspace_overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
             )
     orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
     maps = {axis: AxisMap(whole_heads(order, d)) for axis, order in orders.items()}
@@ -398,35 +305,6 @@ def _order(matrices: torch.Tensor, heads: torch.Tensor, d: int) -> AxisMap:
     each = inside.repeat_interleave(len(heads) // len(inside), 0)
     flat = (each + d * torch.arange(len(each))[:, None]).flatten()
     return AxisMap(flat[whole_heads(heads, d)])
-
-
-def _overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How far two heads span the same space, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
-    cross = torch.einsum("aif,bjf->abij", copy, target).square().sum((2, 3))
-    norms = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
-    return cross / (norms[0][:, None] * norms[1][None, :]).clamp(min=1e-30)
-
-
-def procrustes(product: torch.Tensor) -> torch.Tensor:
-    """The orthogonal R nearest to X = R Y, from X Yᵀ (Schönemann, 1966)."""
-    u, _, v = torch.linalg.svd(product.double())
-    return u @ v
-
-
-def plane_angles(product: torch.Tensor, kind: str) -> torch.Tensor:
-    """The angles (r/2,) of the rotation R in RoPE's planes nearest to X = R Y, from X Yᵀ, in closed form."""
-    real, two = planes_of(kind, len(product))
-    p = product.double()
-    return torch.atan2(p[two, real] - p[real, two], p[real, real] + p[two, two])
-
-
-def signed_permutation(product: torch.Tensor) -> torch.Tensor:
-    """The signed permutation R nearest to X = R Y, from X Yᵀ."""
-    order = match(product.abs())
-    i = torch.arange(len(order))
-    matrix = torch.zeros(len(order), len(order), dtype=torch.float64)
-    matrix[i, order] = torch.where(product[i, order] < 0, -1.0, 1.0).double()
-    return matrix
 
 
 def undo(layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Maps) -> dict[str, torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, few, note, paths_from, table, terminal
+from mpu_cli.cli.output import emit, note, paths_from, table, terminal
 from mpu_cli.options.publishing import NoiseKind
+from mpu_cli.wording import few
 
 if TYPE_CHECKING:
     from mpu_cli.auditing.result import Audit

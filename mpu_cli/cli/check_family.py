@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, few, note, table, terminal
+from mpu_cli.cli.output import emit, note, table, terminal
 from mpu_cli.errors import MpuError
+from mpu_cli.wording import few
 
 
 def check_family(

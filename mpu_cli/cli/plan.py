@@ -18,7 +18,9 @@ from mpu_cli.options.unlearning import Algorithm, Lora, RecordFormat, Training, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mpu_cli.experiment.cost import Cost, Machine
     from mpu_cli.experiment.memory import Memory
+    from mpu_cli.models.source import Model
     from mpu_cli.server.scheme import Scheme
 
 
@@ -60,16 +62,12 @@ def plan(
         raise UsageError(f"--epochs {epochs}: must be at least 1")
     room = None if memory is None else bytes_of(memory)
 
-    from mpu_cli.architectures.family import describe
-    from mpu_cli.architectures.layout import layout_of
     from mpu_cli.client.checks import check_options
     from mpu_cli.experiment.cost import cost, examples_of, measure_machine
     from mpu_cli.experiment.memory import Work, largest_work, peak_memory, rows_at_once, way_to_fit
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
-    from mpu_cli.options.publishing import Disguise
     from mpu_cli.server.scheme import scheme_of
-    from mpu_cli.server.symmetry_check import in_place, published_as_they_are
 
     unlearning = Unlearning(algo=algo, training=training, lora=lora)
     objective = check_options(unlearning)
@@ -85,37 +83,15 @@ def plan(
     machine = measure_machine()
     costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
     peak = peak_memory(opened, unlearning, objective, work)
-    lines = [
-        f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
-        f"server writes and sends\t{in_bytes(costs.published)} in {scheme.copies} copies",
-        f"client returns\t{in_bytes(costs.returned)} of deltas",
-        f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
-        f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}",
-    ]
     fits = None if room is None else peak.total <= room
     suggestion = None
+    if room is not None and not fits:
+        suggestion = way_to_fit(opened, unlearning, objective, work, room)
+    lines = list(_of_costs(costs, scheme.copies))
+    lines.append(f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}")
     if room is not None:
-        suggestion = None if fits else way_to_fit(opened, unlearning, objective, work, room)
         lines.append(_fitting(room, bool(fits), suggestion))
-    lines.append(
-        f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
-        f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
-        f"{machine.operations / 1e9:.0f} billion operations/s"
-    )
-    if costs.training_operations is not None:
-        lines.append(
-            f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: at least "
-            f"{costs.training_seconds:.3g} s on this machine's processor"
-        )
-    layout = layout_of(opened.checkpoint.tensors, opened.config, opened.source)
-    kinds = dict.fromkeys(map(describe, layout.structures))
-    residual = "residual stream: order" + (" and signs" if layout.family.rms_norm else "")
-    lines.append(f"symmetries\t{opened.config['model_type']}: {' | '.join(kinds)}; {residual}")
-    if bare := published_as_they_are(layout, opened.checkpoint.tensors):
-        lines.append(f"bare\t{bare}")
-    if unmoved := in_place(layout, opened.checkpoint.tensors, Disguise().symmetries):
-        lines.append(f"in place\t{unmoved}")
-    lines += _of_noise(scheme, shared)
+    lines += [*_of_work(costs, machine, tokens), *_of_symmetries(opened), *_of_noise(scheme, shared)]
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
             **asdict(costs), "machine": asdict(machine), "tokens": tokens,
@@ -124,6 +100,45 @@ def plan(
             "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),
                       "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip
+
+
+def _of_costs(costs: Cost, copies: int) -> Iterator[str]:
+    """The sizes of what is sent, and the server's memory."""
+    yield f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention"
+    yield f"server writes and sends\t{in_bytes(costs.published)} in {copies} copies"
+    yield f"client returns\t{in_bytes(costs.returned)} of deltas"
+    yield f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model"
+
+
+def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]:
+    """How long both parties take on this machine."""
+    yield (
+        f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
+        f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
+        f"{machine.operations / 1e9:.0f} billion operations/s"
+    )
+    if costs.training_operations is not None:
+        yield (
+            f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: at least "
+            f"{costs.training_seconds:.3g} s on this machine's processor"
+        )
+
+
+def _of_symmetries(model: Model) -> Iterator[str]:
+    """Which symmetries hide the weights of ``model``, and what stays in place."""
+    from mpu_cli.architectures.family import describe
+    from mpu_cli.architectures.layout import layout_of
+    from mpu_cli.options.publishing import Disguise
+    from mpu_cli.server.symmetry_check import in_place, published_as_they_are
+
+    layout = layout_of(model.checkpoint.tensors, model.config, model.source)
+    kinds = dict.fromkeys(map(describe, layout.structures))
+    residual = "residual stream: order" + (" and signs" if layout.family.rms_norm else "")
+    yield f"symmetries\t{model.config['model_type']}: {' | '.join(kinds)}; {residual}"
+    if bare := published_as_they_are(layout, model.checkpoint.tensors):
+        yield f"bare\t{bare}"
+    if unmoved := in_place(layout, model.checkpoint.tensors, Disguise().symmetries):
+        yield f"in place\t{unmoved}"
 
 
 def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:

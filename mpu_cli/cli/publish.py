@@ -11,21 +11,20 @@ import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
-from mpu_cli.cli.output import emit, few, note, table, terminal, terminal_width, under_old_name, warn
+from mpu_cli.cli.output import emit, note, table, terminal, terminal_width, under_old_name, warn
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import RANDOM, Publishing
 from mpu_cli.outputs import keys_path, round_folder
+from mpu_cli.wording import few
 
 if TYPE_CHECKING:
-    from mpu_cli.server.leakage_estimate import Hidden
-    from mpu_cli.server.publication import Publication
+    from collections.abc import Iterable
+
     from mpu_cli.server.publish import Published, PublishPlan
+    from mpu_cli.server.publish_report import Remark
 
 WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
-HARDLY = 0.5  # relative error of the best known attack below which little is hidden
-UNSCALED = "no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed"
-ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
 @expand_option_groups
@@ -105,15 +104,13 @@ def publish(
 
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
-    from mpu_cli.api.server import plan_publish
-    from mpu_cli.boundary.cleaning import left_out
+    from mpu_cli.api.server import carry_out_publication, plan_publish
     from mpu_cli.cli.secrets import new_passphrase, open_keys
-    from mpu_cli.models.files import not_in_copies
-    from mpu_cli.models.source import TOKENIZER_FILES, open_model
+    from mpu_cli.models.source import open_model
     from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
-    from mpu_cli.server.leakage_estimate import estimate_attack_error, losses_of_copy
-    from mpu_cli.server.publish import publish as run_publish
+    from mpu_cli.server.leakage_estimate import losses_of_copy
+    from mpu_cli.server.publish_report import UNSCALED, remarks_on_leakage, remarks_on_plan, remarks_on_publication
 
     clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
     if not all(clients):
@@ -134,100 +131,69 @@ def publish(
             existing_keys=existing_keys, copy_recipients=clients, recipients=recipient or [], identity=identity,
             passphrase=secret, run=run, round=round_, seed=seed, force=force, observer=observer, **explicit_options,
         )  # fmt: skip
-    publication = plan.publication
-    scheme, calibration = publication.scheme, publication.calibration
-    if not any(path.name in TOKENIZER_FILES for path in plan.full_base.side_files):
-        warn(
-            f"{plan.full_base.folder}: no tokenizer files next to the weights; the client needs them to train on the "
-            "copies"
-        )
-    if lost := left_out(plan.full_base.config):
-        from mpu_cli.models.staging import fields_of
-
-        read = left_out(plan.full_base.config, fields_of(plan.full_base.config))  # by transformers' class of the model
-        if read:
-            warn(
-                f"config.json: the copies do not get {few(read)}, which mpu does not know; if the model computes "
-                "something else without, they are wrong (`mpu check-family` tells)"
-            )
-        if ignored := [name for name in lost if name not in read]:
-            note(f"config.json: the copies do not get {few(ignored)}, which transformers does not read")
-    if beside := not_in_copies(plan.full_base):
-        note(f"the copies do not get {few(beside)}")
+    _print(remarks_on_plan(plan))
     if dry_run:
         _preview(plan, as_json)
         return
     with terminal() as observer:
-        published = run_publish(plan, observer=observer)
-    recovered = estimate_attack_error(plan, published) if plan.pretrained and only is None else None
-    if recovered:
-        _tell_hidden(recovered, publication)
-    known_by = None
+        published = carry_out_publication(plan, observer=observer)
+    if published.leakage:
+        _print(remarks_on_leakage(plan, published.leakage))
+    probe_losses = None
     if probe:
-        known_by = losses_of_copy(probe, plan, published, probe_columns)
-        probabilities = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in known_by.items())
+        probe_losses = losses_of_copy(probe, plan, published, probe_columns)
+        probabilities = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in probe_losses.items())
         note(f"probability of an answer's tokens on {probe} (geometric mean): {probabilities}")
-    _tell(plan, published, drawn=publishing.disguise.alphas == RANDOM, seeded=seed is not None)
+    if plan.pretrained is None and (plan.publication.kappa > 0 or plan.publication.shared_kappa > 0):
+        note(UNSCALED)
+    if seed is not None:
+        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
+    report(published, plan.publication.max_noise)
+    secret_factors = publishing.disguise.alphas == RANDOM
+    _print(remarks_on_publication(plan, secret_factors=secret_factors))
     names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
     note(
         f"next: send {few(names)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "
         f"writes; then `mpu aggregate {returned} --keys {published.keys_path}`. Without these keys, and what opens "
         "them, deltas cannot be mapped back"
     )
-    emit(
-        published.copies,
-        {
-            "copies": published.copies,
-            "keys": published.keys_path,
-            "run": published.keys.run,
-            "round": published.keys.round,
-            "symmetries": publication.symmetries,
-            "noise": {"kind": scheme.kind, "factors": None if publishing.disguise.alphas == RANDOM else scheme.factors},
-            "calibration": asdict(calibration) if calibration else None,
-            "hidden": asdict(recovered) if recovered else None,
-            "probe": known_by,
-            "blocks": [
-                asdict(block) | {"copies": [under_old_name(asdict(copy)) for copy in block.copies]}
-                for block in published.blocks
-            ],
-        },
-        as_json,
-    )
+    emit(published.copies, _document(published, probe_losses, secret_factors=secret_factors), as_json)
 
 
-def _tell(plan: PublishPlan, published: Published, *, drawn: bool, seeded: bool) -> None:
-    """What was published, on standard error; ``drawn``: the factors are secret, ``seeded``: the secrets are not."""
-    from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.server.calibration import statement
-    from mpu_cli.server.symmetry_check import in_place, published_as_they_are
+def _print(remarks: Iterable[Remark]) -> None:
+    for remark in remarks:
+        (warn if remark.is_warning else note)(remark.text)
 
-    publication = plan.publication
+
+def _document(
+    published: Published, probe_losses: dict[str, float] | None, *, secret_factors: bool
+) -> dict[str, object]:
+    """What --json prints."""
+    publication = published.keys.publication
     scheme, calibration = publication.scheme, publication.calibration
-    if plan.pretrained is None and (publication.kappa > 0 or publication.shared_kappa > 0):
-        note(UNSCALED)
-    if seeded:
-        warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
-    report(published, publication.max_noise)
-    if publication.omitted:
-        lacking = few([str(layer) for layer in publication.omitted])
-        note(f"layers left out: {lacking}; above, the others are numbered as in the copies")
-    factors = "" if drawn else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
-    order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
-    note(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
-    layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
-    if bare := published_as_they_are(layout, plan.full_base.checkpoint.tensors):
-        warn(bare)
-    unmoved = in_place(layout, plan.full_base.checkpoint.tensors, publication.symmetries)
-    if unmoved and publication.symmetries != "none":
-        note(unmoved)
-    if calibration:
-        note(statement(calibration))
+    return {
+        "copies": published.copies,
+        "keys": published.keys_path,
+        "run": published.keys.run,
+        "round": published.keys.round,
+        "symmetries": publication.symmetries,
+        "noise": {"kind": scheme.kind, "factors": None if secret_factors else scheme.factors},
+        "calibration": asdict(calibration) if calibration else None,
+        "hidden": asdict(published.leakage) if published.leakage else None,
+        "probe": probe_losses,
+        "warnings": list(published.warnings),
+        "blocks": [
+            asdict(block) | {"copies": [under_old_name(asdict(copy)) for copy in block.copies]}
+            for block in published.blocks
+        ],
+    }
 
 
 def _preview(plan: PublishPlan, as_json: bool) -> None:
     """What `mpu publish` would read and write."""
     from mpu_cli.cli.preview import Preview, show
     from mpu_cli.server.copying import BUFFERS
+    from mpu_cli.server.publish_report import UNSCALED
     from mpu_cli.server.symmetry_check import published_as_they_are
 
     publication = plan.publication
@@ -243,7 +209,7 @@ def _preview(plan: PublishPlan, as_json: bool) -> None:
     elif plan.pretrained is None and not publication.calibration:
         notes.append(UNSCALED)
     if noise and not publication.permanent and publication.copies > 1:
-        notes.append("this noise cancels for whoever has all copies; --pretrained alone chooses noise that stays")
+        notes.append("this noise cancels for whoever has all copies; --pretrained alone chooses permanent noise")
     show(
         Preview(
             reads=[(model.source, model.checkpoint.nbytes) for model in (plan.full_base, plan.pretrained) if model],
@@ -264,26 +230,6 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _tell_hidden(hidden: Hidden, publication: Publication) -> None:
-    """What a client would be off by that takes the noise off, in percent of what fine-tuning changed."""
-    several = publication.copies > 1
-    every = f", with all copies {hidden.all_copies:.0%}" if several else ""
-    note(
-        f"of what fine-tuning changed, the best known attack is off by {hidden.one_copy:.0%} with one copy{every} "
-        "(`mpu audit` carries it out); what a copy computes is not hidden: docs/protection.md"
-    )
-    if publication.max_noise is not None and hidden.one_copy < HARDLY:
-        warn(
-            "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
-            "--permanent-noise, without --max-noise, tries it all the same"
-        )
-    elif several and not publication.shared_kappa and hidden.all_copies < HARDLY and publication.kappa > 0:
-        warn(
-            "a client that gets all copies takes the noise off; if one does, use noise that stays, --permanent-noise "
-            "(--copies 1 is then enough)"
-        )
-
-
 def _is_explicit(context: typer.Context, name: str) -> bool:
     """Whether an option was given, on the command line or by its variable."""
     source = context.get_parameter_source(name)
@@ -292,6 +238,8 @@ def _is_explicit(context: typer.Context, name: str) -> bool:
 
 def report(published: Published, max_noise: float | None = None) -> None:
     """Report on standard error how much of the noise survives."""
+    from mpu_cli.server.publish_report import remarks_on_noise
+
     blocks = [block for block in published.blocks if block.copies]
     publication = published.keys.publication
     kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
@@ -322,18 +270,7 @@ def report(published: Published, max_noise: float | None = None) -> None:
             "RMS(v): of what fine-tuning changed, or of the weights without --pretrained; σ: noise as asked for; "
             "survived: what storage left of it (RMS); unchanged: share of weights that it left alone"
         )
-        if not calibration and (silent := [block.block for block in blocks if block.rms == 0]):
-            warn(
-                f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "
-                f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}"
-            )
-        noisy = [(c.unchanged, b.weights) for b in blocks for c in b.copies if c.requested]
-        lost = sum(unchanged * weights for unchanged, weights in noisy) / max(1, sum(weights for _, weights in noisy))
-        if lost > ROUNDED_AWAY:
-            warn(
-                f"rounding on storage leaves {lost:.0%} of the weights as if there were no noise; "
-                "--dtype float32 keeps the noise, and a larger --kappa exceeds the rounding"
-            )
+        _print(remarks_on_noise(published))
     note(
         f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
         "keep this file, and keep it secret"

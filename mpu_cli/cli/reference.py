@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from mpu_cli.architectures.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
+from mpu_cli.architectures.axes import CHANNELS, LAYER_AXES, MODEL_AXES, names_of
+from mpu_cli.architectures.family import Family
+from mpu_cli.architectures.symmetries import EVERY
 from mpu_cli.cli.main import app
 from mpu_cli.errors import MpuError
 from mpu_cli.version import __version__

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @expand_option_groups
 def watch(
-    spool: Annotated[Path, typer.Argument(help="The folder that the courier fills and empties.", metavar="SPOOL")],
+    spool: Annotated[Path, typer.Argument(help="The folder that the Flower app fills and empties.", metavar="SPOOL")],
     unlearning: Unlearning,
     checks: Checks,
     work: Annotated[
         Path,
         typer.Option(
-            help="Private folder for checkpoints and reference files; the courier must not read it.", metavar="DIR"
+            help="Private folder for checkpoints and reference files; the Flower app must not read it.", metavar="DIR"
         ),
     ] = Path("mpu-work"),
     spool_group: Annotated[
         str | None,
         typer.Option(
-            help="Group of the courier's user: SPOOL is made for it if it is missing, and checked otherwise.",
+            help="Group of the Flower app's user: SPOOL is made for it if it is missing, and checked otherwise.",
             metavar="GROUP",
         ),
     ] = None,
@@ -59,7 +59,7 @@ def watch(
 ) -> None:
     """Unlearn the --forget records on each copy that arrives in SPOOL, and leave its delta there.
 
-    Copies come as SPOOL/in/RUN/round_R/copy_K, deltas go as SPOOL/out/RUN/round_R/copy_K.safetensors; a courier, such
+    Copies come as SPOOL/in/RUN/round_R/copy_K, deltas go as SPOOL/out/RUN/round_R/copy_K.safetensors; a program, such
     as the Flower app, moves them. What was interrupted is resumed. Each copy is trained on once: a delta that is asked
     for again is handed over as it was. Prints the path of each delta.
     """
@@ -88,7 +88,7 @@ def watch(
         from mpu_cli.federation.watching import Watching
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
-            raise MpuError(f"{work}: is in the spool, which the courier reads", "choose a --work outside it")
+            raise MpuError(f"{work}: is in the spool, which the Flower app reads", "choose a --work outside it")
         Spool(spool).prepare(spool_group)
         for copy, expected_path in _misplaced_copies(spool):
             warn(f"{copy}: a copy is expected at {expected_path}")

@@ -61,9 +61,9 @@ def refers_back(objective: Objective) -> bool:
 
     Hidden states (rmu) are in the coordinates of their own copy, which change from round to round.
     """
-    required_outputs = {objective.algorithm.asks}
+    required_outputs = {objective.algorithm.reference_outputs}
     if objective.constants.alpha:
-        required_outputs.add(objective.retain_asks)
+        required_outputs.add(objective.retain_outputs)
     return bool(required_outputs & {"log_probs", "logits"}) and not required_outputs & {"hidden", "direction"}
 
 
@@ -111,7 +111,7 @@ def check_suits(
 ) -> None:
     """Raises UsageError or MpuError for options that do not suit the model, whatever the records say."""
     depth, layer = model.config.get_text_config().num_hidden_layers, objective.constants.layer
-    if (objective.algorithm.hidden or objective.retain_asks == "hidden") and layer >= depth - 1:
+    if (objective.algorithm.hidden or objective.retain_outputs == "hidden") and layer >= depth - 1:
         raise UsageError(
             f"--layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
             "only available after the final norm",

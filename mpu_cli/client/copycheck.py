@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import normalize, silu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.architectures.family import FFN_AXES
+from mpu_cli.architectures.axes import FFN_AXES
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import clean_config
 from mpu_cli.boundary.sandbox import LimitError
@@ -27,9 +27,9 @@ from mpu_cli.checkpoint.header import FLOATS
 from mpu_cli.checkpoint.reader import Checkpoint, quoted_list, short
 from mpu_cli.client.ledger import LedgerEntry
 from mpu_cli.errors import MpuError
-from mpu_cli.models.loading import tokenizer_of
 from mpu_cli.models.quantized import dequantized_weight
 from mpu_cli.models.source import Model
+from mpu_cli.models.tokenizer import tokenizer_of
 from mpu_cli.observer import Observer
 from mpu_cli.records import tokens
 from mpu_cli.records.encoding import Example

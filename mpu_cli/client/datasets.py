@@ -93,8 +93,8 @@ def encoded_sets(
                 f"{long} of {len(set_records)} records of the {name} set are longer than the {usual:,} tokens that the "
                 "model was made for; --max-length cuts them"
             )
-        asks = objective.retain_asks if name == "retain" else algorithm.asks
-        encoded[name] = together, asks
+        reference_outputs = objective.retain_outputs if name == "retain" else algorithm.reference_outputs
+        encoded[name] = together, reference_outputs
     for remark in encoding.remarks(sum(map(len, records.values()))):
         observer.note(remark)
     return encoded, record_numbers
@@ -136,14 +136,14 @@ class KeptReferences:
     records: str
     surroundings: str
 
-    def facts(self, asks: Mapping[str, str | None]) -> dict[str, object]:
+    def facts(self, reference_outputs: Mapping[str, str | None]) -> dict[str, object]:
         """What has to be the same when the file is read again; the copy itself only in round 1."""
         manifest = self.manifest
         facts: dict[str, object] = {
             "run": manifest.run if manifest else None,
             "copy": manifest.copy if manifest else None,
         }
-        facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(asks)}
+        facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(reference_outputs)}
         if not self.read or (manifest and manifest.round == 1):
             facts["copy_id"] = manifest.copy_id if manifest else None
         return facts
@@ -158,11 +158,12 @@ def example_sets(
     observer: Observer,
 ) -> dict[str, ExampleSet]:
     """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``reference_cache``."""
-    asks = {name: output_kind for name, (_, output_kind) in encoded.items()}
+    reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
 
     def ask() -> dict[str, Reference]:
         if reference_cache.path and reference_cache.read:
-            loaded_references = load_references(reference_cache.path, asks, reference_cache.facts(asks))
+            facts = reference_cache.facts(reference_outputs)
+            loaded_references = load_references(reference_cache.path, reference_outputs, facts)
             observer.note(f"the reference model's probabilities are read from {reference_cache.path}")
             return loaded_references
         batch_size = options.training.micro_batch_size or options.training.batch_size
@@ -172,7 +173,7 @@ def example_sets(
             for name, (examples, output_kind) in encoded.items()
         }
         if reference_cache.path:
-            save_references(reference_cache.path, references, reference_cache.facts(asks))
+            save_references(reference_cache.path, references, reference_cache.facts(reference_outputs))
         return references
 
     references = from_first(ask)
@@ -180,5 +181,6 @@ def example_sets(
     references = {name: reference.on(device) for name, reference in references.items()}
     for name, reference in references.items():
         if reference.states:
-            observer.note(f"the frozen copy's {asks[name]} on the {name} set take {reference.nbytes:,} bytes")
+            kind = reference_outputs[name]
+            observer.note(f"the frozen copy's {kind} on the {name} set take {reference.nbytes:,} bytes")
     return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}

@@ -28,8 +28,9 @@ from mpu_cli.client.unlearn import ADVICE
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.manifest import MANIFEST_NAME
 from mpu_cli.models.files import carry_small_files
+from mpu_cli.models.library_errors import memory_in_mind
 from mpu_cli.models.limits import longest_input, vocabulary_size
-from mpu_cli.models.loading import letting_go, load, memory_in_mind
+from mpu_cli.models.loading import letting_go, load
 from mpu_cli.models.source import Model
 from mpu_cli.models.tensor_names import check_stored, in_memory
 from mpu_cli.observer import SILENT, Observer

@@ -237,16 +237,16 @@ def retain_hidden(retain: TermInputs) -> torch.Tensor:
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain.
 
-    ``asks`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the constants
-    that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's schedule:
-    so many epochs in each of so many rounds. ``bounded``: whether the forget term stops pulling once a record is
-    forgotten; where it does not, a smaller rate is usual.
+    ``reference_outputs`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the
+    constants that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's
+    schedule: so many epochs in each of so many rounds. ``bounded``: whether the forget term stops pulling once a record
+    is forgotten; where it does not, a smaller rate is usual.
     """
 
     forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
     constants: Constants
     constant_names: tuple[str, ...] = ()
-    asks: str | None = None
+    reference_outputs: str | None = None
     alternate: bool = False
     retain: str = "nll"
     hidden: bool = False
@@ -265,16 +265,23 @@ RETAIN: dict[str, tuple[Callable[[TermInputs], torch.Tensor], str | None]] = {
 ALGORITHMS = {
     "gradascent": Algorithm(gradient_ascent, Constants(alpha=0), bounded=False),
     "graddiff": Algorithm(gradient_ascent, Constants(), bounded=False),
-    "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), asks="log_probs", epochs=5, rounds=2),
-    "dpo": Algorithm(dpo, Constants(beta=0.1), ("beta",), asks="log_probs", alternate=True, epochs=1, rounds=10),
+    "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", epochs=5, rounds=2),
+    "dpo": Algorithm(
+        dpo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", alternate=True, epochs=1, rounds=10
+    ),
     "simnpo": Algorithm(
         simnpo, Constants(beta=4.5, simnpo_delta=0, gamma=0.125), ("beta", "simnpo_delta"), epochs=1, rounds=10
     ),
-    "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), asks="logits"),
+    "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), reference_outputs="logits"),
     "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
     "wga": Algorithm(wga, Constants(beta=1), ("beta",), epochs=5, rounds=2),
     "rmu": Algorithm(
-        rmu, Constants(layer=7, coefficient=2), ("layer", "coefficient"), asks="direction", retain="hidden", hidden=True
+        rmu,
+        Constants(layer=7, coefficient=2),
+        ("layer", "coefficient"),
+        reference_outputs="direction",
+        retain="hidden",
+        hidden=True,
     ),
 }
 
@@ -293,7 +300,7 @@ class Objective:
         return RETAIN[self.retain_loss][0]
 
     @property
-    def retain_asks(self) -> str | None:
+    def retain_outputs(self) -> str | None:
         """What the retain term needs of the frozen copy."""
         return RETAIN[self.retain_loss][1]
 

@@ -30,7 +30,8 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.models.logits import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.randomness import Randomness, Stream, new_seed, standard_normals
-from mpu_cli.records.encoding import IGNORED, Example, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Example
 
 AT_ONCE = 1 << 20  # weights that get their noise at once
 
@@ -41,7 +42,7 @@ def check_objective(algo: str, objective: Objective) -> None:
     """Raises UsageError if the losses are not computed record by record here."""
     if objective.algorithm.alternate or objective.algorithm.hidden:
         raise UsageError(f"--dp-epsilon does not work with {algo}: its loss is not a sum over single records")
-    if objective.retain_asks == "hidden":
+    if objective.retain_outputs == "hidden":
         raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}", "use nll or kl")
 
 

@@ -23,7 +23,8 @@ from mpu_cli.errors import MpuError
 from mpu_cli.manifest import as_metadata, facts_of
 from mpu_cli.models.layers import output_of_layer
 from mpu_cli.models.logits import Head, Logits, input_of, separate_head
-from mpu_cli.records.encoding import IGNORED, Example, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Example
 
 ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
@@ -38,12 +39,12 @@ DIGESTS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen copy's outputs on one set of examples; ``asks`` is the field of Frozen that it provides.
+    """The frozen copy's outputs on one set of examples; ``reference_outputs`` is the field of Frozen that it provides.
 
     Outputs stay on the CPU; ``on`` puts the head and the direction, which every batch uses, on a device.
     """
 
-    asks: str | None = None
+    reference_outputs: str | None = None
     log_probs: torch.Tensor | None = None  # (examples,)
     states: Sequence[torch.Tensor] = ()  # for each example (tokens, width)
     head: torch.nn.Module | None = None
@@ -80,9 +81,9 @@ class Reference:
         value = batch.get("reference")
         if value is None:
             return Frozen()
-        if self.asks == "logits":
+        if self.reference_outputs == "logits":
             return Frozen(logits=Logits(value, self.head))
-        return Frozen(log_probs=value) if self.asks == "log_probs" else Frozen(hidden=value)
+        return Frozen(log_probs=value) if self.reference_outputs == "log_probs" else Frozen(hidden=value)
 
 
 def forward(
@@ -125,36 +126,36 @@ def forward(
 def freeze(
     model: PreTrainedModel,
     examples: Sequence[Example],
-    asks: str | None,
+    reference_outputs: str | None,
     *,
     layer: int,
     batch_size: int,
     seed: int = 0,
 ) -> Reference:
-    """Compute ``asks`` from ``model`` as it is now: "log_probs", "logits", "hidden" of ``layer``, a "direction" drawn
-    with ``seed``, or nothing (None)."""
-    if asks is None:
+    """Compute ``reference_outputs`` from ``model`` as it is now: "log_probs", "logits", "hidden" of ``layer``, a
+    "direction" drawn with ``seed``, or nothing (None)."""
+    if reference_outputs is None:
         return Reference()
-    if asks == "direction":
-        return Reference(asks, direction=steering_direction(model, seed).cpu())
+    if reference_outputs == "direction":
+        return Reference(reference_outputs, direction=steering_direction(model, seed).cpu())
     model.eval()
     sums: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     head = separate_head(model)
-    frozen_head = copy.deepcopy(head).requires_grad_(False).cpu() if head and asks == "logits" else None
+    frozen_head = copy.deepcopy(head).requires_grad_(False).cpu() if head and reference_outputs == "logits" else None
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
         batch = {name: value.to(model.device) for name, value in pad(part).items()}
-        scores = forward(model, batch, layer=layer if asks == "hidden" else None, head=head)
-        if asks == "log_probs":
+        scores = forward(model, batch, layer=layer if reference_outputs == "hidden" else None, head=head)
+        if reference_outputs == "log_probs":
             sums.append(scores.sequence_log_probs.cpu())
             continue
-        hidden_states = scores.logits.states.to(model.dtype) if asks == "logits" else scores.hidden
+        hidden_states = scores.logits.states.to(model.dtype) if reference_outputs == "logits" else scores.hidden
         assert hidden_states is not None  # asked for above
         states += [
             state.cpu() for state in hidden_states.split(torch.bincount(scores.rows, minlength=len(part)).tolist())
         ]
-    return Reference(asks, torch.cat(sums) if sums else None, states, frozen_head)
+    return Reference(reference_outputs, torch.cat(sums) if sums else None, states, frozen_head)
 
 
 def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:
@@ -175,8 +176,10 @@ def save_references(path: Path, references: Mapping[str, Reference], facts: Mapp
             writer.tensor(name).copy_(tensor)
 
 
-def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[str, object]) -> dict[str, Reference]:
-    """Read what ``save_references`` wrote, for sets that need ``asks``.
+def load_references(
+    path: Path, reference_outputs: Mapping[str, str | None], facts: Mapping[str, object]
+) -> dict[str, Reference]:
+    """Read what ``save_references`` wrote, for sets that need ``reference_outputs``.
 
     Raises MpuError if the file is invalid or its facts differ: it would steer towards a different model or records.
     """
@@ -195,7 +198,7 @@ def load_references(path: Path, asks: Mapping[str, str | None], facts: Mapping[s
             "use the file that round 1 wrote for this copy",
         )
     references = {}
-    for name, output_kind in asks.items():
+    for name, output_kind in reference_outputs.items():
         here = {
             key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
             for key in checkpoint.tensors

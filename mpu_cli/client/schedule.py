@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from mpu_cli.client.reference_model import Reference
-from mpu_cli.records.encoding import IGNORED, Example, answer_tokens, pad
+from mpu_cli.records.batches import answer_tokens, pad
+from mpu_cli.records.encoding import IGNORED, Example
 
 
 @dataclass(frozen=True)

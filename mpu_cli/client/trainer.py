@@ -16,7 +16,7 @@ from mpu_cli.client.losses import Objective, TermInputs
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.reference_model import Reference, forward
 from mpu_cli.heap import suit_heap_to
-from mpu_cli.models.loading import out_of_memory
+from mpu_cli.models.library_errors import out_of_memory
 from mpu_cli.models.logits import Head
 from mpu_cli.options.unlearning import Training
 
@@ -136,7 +136,7 @@ class UnlearningTrainer(Trainer):
         objective, constants = self._objective, self._objective.constants
         if "retain" in inputs:
             name, rate = "retain", constants.alpha
-            layer = constants.layer if objective.retain_asks == "hidden" else None
+            layer = constants.layer if objective.retain_outputs == "hidden" else None
             part = self._inputs(model, "retain", inputs["retain"], layer)
             term = objective.retain(part)
         else:

@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import transformers
@@ -35,7 +36,8 @@ from mpu_cli.errors import MpuError
 from mpu_cli.models.loading import shards_with_zero_3
 from mpu_cli.models.logits import separate_head
 from mpu_cli.options.unlearning import Logging, Training
-from mpu_cli.records.encoding import Example, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import Example
 from mpu_cli.resumption import write_atomically
 
 NO_LOGGING = Logging()
@@ -81,6 +83,26 @@ def seed_training(training: Training) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@dataclass
+class _StepLog:
+    """Writes the losses of each step to ``log``, if there is one, and hands them on."""
+
+    log: TextIO | None
+    steps_done: int
+    total_steps: int
+    on_step: Callable[[Losses, int], None]
+    started: float = field(default_factory=time.monotonic)
+
+    def __call__(self, losses: Losses) -> None:
+        self.steps_done += 1
+        if self.log:
+            numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
+            seconds = round(time.monotonic() - self.started, 3)
+            self.log.write(json.dumps({"step": self.steps_done, **numbers, "seconds": seconds}) + "\n")
+            self.log.flush()
+        self.on_step(losses, self.total_steps)
+
+
 def train(
     model: PreTrainedModel,
     steps: Sequence[TrainingStep],
@@ -107,7 +129,7 @@ def train(
             checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         )
         main_process = PartialState().is_main_process
-        shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_asks == "hidden"}
+        shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_outputs == "hidden"}
         # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
         terms = sorted((name for name in READ if name in sets), key=lambda name: not shallow[name])
         if all(shallow[name] for name in terms):
@@ -122,23 +144,12 @@ def train(
         per_process = -(-training.batch_size // arguments.world_size)
         accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)
-        started = time.monotonic()
         begin = from_first(checkpoints.last) if checkpoints else None
         done = step_of(begin) if begin else 0
         if logging.log and main_process and checkpoints:
             drop_repeated_steps(logging.log, done, len(steps))
         log = stack.enter_context(logging.log.open("a", encoding="utf-8")) if logging.log and main_process else None
-
-        def record(losses: Losses) -> None:
-            nonlocal done
-            done += 1
-            if log:
-                numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
-                line = {"step": done, **numbers, "seconds": round(time.monotonic() - started, 3)}
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-            on_step(losses, len(steps))
-
+        record = _StepLog(log, done, len(steps), on_step)
         own_head = model.get_output_embeddings()
         head = whole_head(model) if sharded or deepspeed else separate_head(model)
         if shards_with_zero_3():

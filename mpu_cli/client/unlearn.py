@@ -49,7 +49,8 @@ from mpu_cli.client.training import (
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
-from mpu_cli.models.loading import letting_go, memory_in_mind
+from mpu_cli.models.library_errors import memory_in_mind
+from mpu_cli.models.loading import letting_go
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat

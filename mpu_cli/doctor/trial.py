@@ -42,82 +42,13 @@ class Check:
 def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[Check]:
     """Each step in turn, in ``folder``. A step that fails does not stop the others, unless they need its result."""
     torch_device = device_of(device)
-    cuda = torch_device.type == "cuda"
+    on_cuda = torch_device.type == "cuda"
     transformers.utils.logging.disable_progress_bar()
-    people = [row for person in make_people(PEOPLE, 0) for row in person]
-    (folder / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[: len(people) // 2]))
-    (folder / "retain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[len(people) // 2 :]))
-    records = [record for name in ("forget", "retain") for record in read_records(folder / f"{name}.jsonl")]
     observer.stage("make a small model", 1, "done")
-    make_model(records, make_tokenizer(records), folder / "model", epochs=3, seed=0, on_step=lambda *_: None)
-    make_identity(folder / "identity.txt")
-    sets = {"forget": str(folder / "forget.jsonl"), "retain": str(folder / "retain.jsonl")}
-    where = {"device": str(torch_device)}
-    if cuda:
+    trial = _make_trial(folder, torch_device)
+    if on_cuda:
         torch.cuda.reset_peak_memory_stats(torch_device)
-
-    def train(out: str, k: int = 1, **options: Any) -> str:
-        train_options = {"algo": "npo", **sets, **TRAINING, **where, **options}
-        result = unlearn(folder / f"copy_{k}", out=folder / f"{out}.safetensors", **train_options)
-        return f"‖Δ‖ {result.norm:.3g}"
-
-    def against(out: str, most: float) -> str:
-        """How far the first copy's delta is from another of the same copy."""
-        delta, two = (load_file(folder / f"{name}.safetensors") for name in (out, "deltas/copy_1"))
-        norm = sum(float(x.double().square().sum()) for x in two.values()) ** 0.5
-        off = sum(float((delta[name].double() - x.double()).square().sum()) for name, x in two.items()) ** 0.5 / norm
-        if not off <= most:
-            raise AssertionError(f"{off:.2g} from float32 on {torch_device} (relative; at most {most:g} expected)")
-        return f"{off:.1e} from float32 on {torch_device}"
-
-    def path() -> str:
-        train("deltas/copy_1", 1)
-        train("deltas/copy_2", 2)
-        result = aggregate(
-            folder / "deltas", keys=folder / "keys.bin", out=folder / "unlearned", identity=folder / "identity.txt"
-        )
-        return f"cosine between copies {result.pairwise:.3f}, estimated error {result.error.relative:.1%}"
-
-    def again() -> str:
-        train("again")
-        reference_delta, second = (load_file(folder / f"{name}.safetensors") for name in ("deltas/copy_1", "again"))
-        if not all(torch.equal(reference_delta[name], second[name]) for name in reference_delta):
-            raise AssertionError("the same training gave other bits")
-        return "the same bits twice"
-
-    def measure() -> str:
-        options: dict[str, Any] = {"metrics": ("forget_Q_A_Prob", "forget_Q_A_ROUGE"), **sets, **where}
-        result = evaluate(folder / "unlearned", out=folder / "eval.json", benchmark="qa", **options)
-        return f"forget_Q_A_Prob {result.forms['forget_Q_A_Prob']['agg_value']:.3g}"
-
-    def copies() -> str:
-        keys, identity = folder / "keys.bin", folder / "identity.txt"
-        return _copies_summary(publish(folder / "model", out=folder, keys=keys, seed=1, copies=2, identity=identity))
-
-    steps: list[tuple[str, Callable[[], str]]] = [
-        ("publish", copies),
-        ("unlearn on two copies, aggregate", path),
-        ("deterministic", again),
-        ("LoRA", lambda: train("lora", lora_rank=4)),
-        ("bfloat16", lambda: train("bfloat16", precision="bfloat16") + ", " + against("bfloat16", ROUGH)),
-        ("mixed precision", lambda: train("mixed", precision="mixed") + ", " + against("mixed", ROUGH)),
-        ("gradient checkpointing", lambda: train("checkpointing", gradient_checkpointing=True)),
-        ("resume", lambda: train("resumed", resume=True, checkpoint_steps=1)),
-        ("eval", measure),
-    ]  # fmt: skip
-    if torch_device.type != "cpu":
-        steps.insert(2, ("the same on a CPU", lambda: train("cpu", device="cpu") + ", " + against("cpu", CLOSE)))
-    if find_spec("opacus"):
-        steps.append(("DP-SGD", lambda: train("private", dp_epsilon=8.0)))
-    if find_spec("bitsandbytes"):
-        steps.append(("LoRA in 4 bits", lambda: train("nf4", lora_rank=4, quantize="nf4")))
-    if cuda and find_spec("flash_attn"):
-        steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
-    if cuda and find_spec("bitsandbytes"):
-        steps.append(
-            ("paged AdamW", lambda: train("paged", optim="paged_adamw_32bit") + ", " + paged_state(torch_device))
-        )
-    for name, step in steps:
+    for name, step in trial.steps():
         observer.stage(name, 1, "done")
         started = time.monotonic()
         try:
@@ -125,9 +56,102 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
         except Exception as error:  # whatever it is, the user is to hear of it
             said, ok = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", False
         yield Check(name, ok, time.monotonic() - started, said)
-    if cuda:
+    if on_cuda:
         peak = torch.cuda.max_memory_allocated(torch_device)
         yield Check("peak memory on the device", True, 0.0, f"{peak / 1e6:.0f} MB")
+
+
+def _make_trial(folder: Path, device: torch.device) -> _Trial:
+    """A small model and its records in ``folder``."""
+    people = [row for person in make_people(PEOPLE, 0) for row in person]
+    (folder / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[: len(people) // 2]))
+    (folder / "retain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in people[len(people) // 2 :]))
+    records = [record for name in ("forget", "retain") for record in read_records(folder / f"{name}.jsonl")]
+    make_model(records, make_tokenizer(records), folder / "model", epochs=3, seed=0, on_step=lambda *_: None)
+    make_identity(folder / "identity.txt")
+    return _Trial(folder, device)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The steps on one device; each returns what there is to say, and raises what went wrong."""
+
+    folder: Path
+    device: torch.device
+
+    @property
+    def _records(self) -> dict[str, str]:
+        return {name: str(self.folder / f"{name}.jsonl") for name in ("forget", "retain")}
+
+    def steps(self) -> list[tuple[str, Callable[[], str]]]:
+        train, compare = self._train, self._compare
+        steps: list[tuple[str, Callable[[], str]]] = [
+            ("publish", self._publish),
+            ("unlearn on two copies, aggregate", self._aggregate),
+            ("deterministic", self._repeat),
+            ("LoRA", lambda: train("lora", lora_rank=4)),
+            ("bfloat16", lambda: train("bfloat16", precision="bfloat16") + ", " + compare("bfloat16", ROUGH)),
+            ("mixed precision", lambda: train("mixed", precision="mixed") + ", " + compare("mixed", ROUGH)),
+            ("gradient checkpointing", lambda: train("checkpointing", gradient_checkpointing=True)),
+            ("resume", lambda: train("resumed", resume=True, checkpoint_steps=1)),
+            ("eval", self._evaluate),
+        ]
+        on_cuda, with_bitsandbytes = self.device.type == "cuda", find_spec("bitsandbytes") is not None
+        if self.device.type != "cpu":
+            steps.insert(2, ("the same on a CPU", lambda: train("cpu", device="cpu") + ", " + compare("cpu", CLOSE)))
+        if find_spec("opacus"):
+            steps.append(("DP-SGD", lambda: train("private", dp_epsilon=8.0)))
+        if with_bitsandbytes:
+            steps.append(("LoRA in 4 bits", lambda: train("nf4", lora_rank=4, quantize="nf4")))
+        if on_cuda and find_spec("flash_attn"):
+            steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
+        if on_cuda and with_bitsandbytes:
+            paged: dict[str, Any] = {"optim": "paged_adamw_32bit"}
+            steps.append(("paged AdamW", lambda: train("paged", **paged) + ", " + paged_state(self.device)))
+        return steps
+
+    def _publish(self) -> str:
+        keys, identity = self.folder / "keys.bin", self.folder / "identity.txt"
+        published = publish(self.folder / "model", out=self.folder, keys=keys, seed=1, copies=2, identity=identity)
+        return f"{len(published.copies)} copies"
+
+    def _train(self, out: str, copy: int = 1, **options: Any) -> str:
+        every_option = {"algo": "npo", **self._records, **TRAINING, "device": str(self.device), **options}
+        result = unlearn(self.folder / f"copy_{copy}", out=self.folder / f"{out}.safetensors", **every_option)
+        return f"‖Δ‖ {result.norm:.3g}"
+
+    def _compare(self, out: str, most: float) -> str:
+        """How far the first copy's delta is from another of the same copy."""
+        delta, reference = (load_file(self.folder / f"{name}.safetensors") for name in (out, "deltas/copy_1"))
+        norm = sum(float(x.double().square().sum()) for x in reference.values()) ** 0.5
+        squares = sum(float((delta[name].double() - x.double()).square().sum()) for name, x in reference.items())
+        distance = squares**0.5 / norm
+        if not distance <= most:
+            raise AssertionError(f"{distance:.2g} from float32 on {self.device} (relative; at most {most:g} expected)")
+        return f"{distance:.1e} from float32 on {self.device}"
+
+    def _aggregate(self) -> str:
+        self._train("deltas/copy_1", 1)
+        self._train("deltas/copy_2", 2)
+        folder = self.folder
+        result = aggregate(
+            folder / "deltas", keys=folder / "keys.bin", out=folder / "unlearned", identity=folder / "identity.txt"
+        )
+        return f"cosine between copies {result.pairwise:.3f}, estimated error {result.error.relative:.1%}"
+
+    def _repeat(self) -> str:
+        self._train("again")
+        deltas = [load_file(self.folder / f"{name}.safetensors") for name in ("deltas/copy_1", "again")]
+        if not all(torch.equal(deltas[0][name], deltas[1][name]) for name in deltas[0]):
+            raise AssertionError("the same training gave other bits")
+        return "the same bits twice"
+
+    def _evaluate(self) -> str:
+        options: dict[str, Any] = {"metrics": ("forget_Q_A_Prob", "forget_Q_A_ROUGE"), **self._records}
+        result = evaluate(
+            self.folder / "unlearned", out=self.folder / "eval.json", benchmark="qa", device=str(self.device), **options
+        )
+        return f"forget_Q_A_Prob {result.forms['forget_Q_A_Prob']['agg_value']:.3g}"
 
 
 def paged_state(device: torch.device) -> str:
@@ -152,7 +176,3 @@ def paged_state(device: torch.device) -> str:
         raise AssertionError("the optimiser's state is not paged")
     torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-6)
     return "state paged, before and after it is loaded"
-
-
-def _copies_summary(published: Any) -> str:
-    return f"{len(published.copies)} copies"

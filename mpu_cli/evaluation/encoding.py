@@ -15,8 +15,9 @@ from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
 from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
-from mpu_cli.records.encoding import Encoding, Example, encoding_of, special_ids, template_variables
+from mpu_cli.records.encoding import Encoding, Example, encoding_of, template_variables
 from mpu_cli.records.record import Record
+from mpu_cli.records.tokens import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

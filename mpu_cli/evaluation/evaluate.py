@@ -36,7 +36,7 @@ QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """``forms``: each metric in the suite's format."""
+    """``forms``: each metric in OpenUnlearning's format."""
 
     path: Path
     forms: dict[str, MetricResult]

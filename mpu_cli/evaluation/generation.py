@@ -22,7 +22,7 @@ from transformers import (
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import ADVICE
-from mpu_cli.models.loading import memory_in_mind
+from mpu_cli.models.library_errors import memory_in_mind
 from mpu_cli.records.tokens import decode
 
 ROWS = 4  # times the batch size, because a step reads one token per row
@@ -159,7 +159,8 @@ def _batches(
 
 
 def _takes_other_tokens(model: PreTrainedModel) -> bool:
-    """Whether the generation config can pick tokens other than the likeliest; the suite allows it, and so do we."""
+    """Whether the generation config can pick tokens other than the likeliest; OpenUnlearning allows it, and so do
+    we."""
     return bool(set(model.generation_config.to_diff_dict()) - HARMLESS)
 
 

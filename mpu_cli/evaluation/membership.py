@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import ADVICE, logits_of, passes_at_once, weights_of
 from mpu_cli.heap import suit_heap_to
-from mpu_cli.models.loading import memory_in_mind
+from mpu_cli.models.library_errors import memory_in_mind
 
 GRADIENTS = 1 << 30  # bytes of gradients at once
 NormsOf = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]

@@ -18,12 +18,12 @@ from mpu_cli.evaluation.scripts import AnyScript
 
 # Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
-EPSILON = 1e-10  # the suite's guard against division by zero
+EPSILON = 1e-10  # OpenUnlearning's guard against division by zero
 CHANCE = 0.5  # AUC of random guessing
 GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to two splits
 
 Findings = Mapping[str, Any]
-MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as the suite writes a metric
+MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as OpenUnlearning writes a metric
 
 
 @dataclass(frozen=True)

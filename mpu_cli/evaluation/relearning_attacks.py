@@ -17,8 +17,9 @@ from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.generation import sample_answers
 from mpu_cli.evaluation.scoring import ADVICE
-from mpu_cli.models.loading import memory_in_mind
-from mpu_cli.records.encoding import IGNORED, SYSTEM_ROLES, Example, pad
+from mpu_cli.models.library_errors import memory_in_mind
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, SYSTEM_ROLES, Example
 from mpu_cli.records.record import Record
 
 if TYPE_CHECKING:

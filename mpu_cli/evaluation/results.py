@@ -36,7 +36,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A result: its label in tables, its metrics, and the facts it was produced under ({} for the suite's files).
+    """A result: its label in tables, its metrics, and the facts it was produced under ({} for OpenUnlearning's files).
 
     ``sha256`` is of its file; ``is_retain`` whether another result was measured against it.
     """

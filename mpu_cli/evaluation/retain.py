@@ -1,4 +1,5 @@
-"""The log of a retain model: an earlier result of ``mpu eval``, or the suite's own TOFU_EVAL.json or MUSE_EVAL.json."""
+"""The log of a retain model: an earlier result of ``mpu eval``, or OpenUnlearning's own TOFU_EVAL.json or
+MUSE_EVAL.json."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ LARGEST_RESULT = 1 << 30  # bytes: per-example values of large splits
 
 @dataclass(frozen=True)
 class RetainLog:
-    """Metrics of a model (for a retain log, one that never saw the forget set) in the suite's format; ``document`` is
-    the whole result if mpu wrote it."""
+    """Metrics of a model (for a retain log, one that never saw the forget set) in OpenUnlearning's format; ``document``
+    is the whole result if mpu wrote it."""
 
     path: Path
     metrics: Mapping[str, Mapping]

@@ -14,9 +14,11 @@ from mpu_cli.evaluation.encoding import Encoder, Item
 from mpu_cli.evaluation.findings import Findings
 from mpu_cli.evaluation.provenance import Subject
 from mpu_cli.evaluation.reader import Local, Reader
+from mpu_cli.models.adapters import with_adapter
 from mpu_cli.models.deltas import add_delta
-from mpu_cli.models.loading import load, skeleton, tokenizer_of, with_adapter
+from mpu_cli.models.loading import load, skeleton
 from mpu_cli.models.source import Model
+from mpu_cli.models.tokenizer import tokenizer_of
 from mpu_cli.options.evaluation import Measuring
 
 Advance = Callable[[float], None]

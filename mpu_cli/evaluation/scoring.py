@@ -22,7 +22,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.packing import Pack, TreeAttention, attending_along_paths, attending_by, packs, takes_paths
 from mpu_cli.heap import is_large, suit_heap_to
-from mpu_cli.models.loading import memory_in_mind
+from mpu_cli.models.library_errors import memory_in_mind
 from mpu_cli.models.logits import Head, chunk_of, input_of, separate_head, vocabulary_of
 
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
@@ -39,7 +39,7 @@ class TokenScores:
     """For each scored token of one item, on the CPU, (tokens,): cross-entropy and, if requested, log-probability, the
     likeliest token, and mean and variance of log p under the model's own distribution at that position.
 
-    ``losses`` equal −``log_probs`` up to rounding: the suite computes the cross-entropy over a strided axis, where
+    ``losses`` equal −``log_probs`` up to rounding: OpenUnlearning computes the cross-entropy over a strided axis, where
     torch's float32 kernel is biased by about 1e-5, and published numbers include that bias.
     """
 
@@ -164,7 +164,7 @@ class _Pass:
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
             logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
-            # As the suite does, along the vocabulary as a strided axis.
+            # As OpenUnlearning does, along the vocabulary as a strided axis.
             losses.append(cross_entropy(logits[None], target[None], reduction="none")[0])
             if chunk.start < count:
                 details.append(_details(logits.T.contiguous(), target, request.moments))

@@ -213,7 +213,8 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning) -> TrainingCo
     from mpu_cli.client.schedule import schedule
     from mpu_cli.experiment.memory import largest_work, peak_memory
     from mpu_cli.models.device import device_of
-    from mpu_cli.models.loading import skeleton, tokenizer_of
+    from mpu_cli.models.loading import skeleton
+    from mpu_cli.models.tokenizer import tokenizer_of
 
     objective = check_options(options)
     options = with_epochs(options, len(data.forget))
@@ -255,7 +256,7 @@ def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Exampl
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
-    from mpu_cli.models.loading import tokenizer_of
+    from mpu_cli.models.tokenizer import tokenizer_of
     from mpu_cli.records.encoding import Encoding
     from mpu_cli.records.reading import read_named
 

@@ -28,7 +28,8 @@ from mpu_cli.models.network import build
 from mpu_cli.models.quantized import BYTES, linear_layers
 from mpu_cli.models.source import Model
 from mpu_cli.options.unlearning import Lora, Training, Unlearning
-from mpu_cli.records.encoding import Example, answer_tokens
+from mpu_cli.records.batches import answer_tokens
+from mpu_cli.records.encoding import Example
 
 PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
 KEPT_BY_LAYER = 12  # a layer keeps about so many times its input, which checkpointing alone keeps
@@ -98,7 +99,7 @@ def peak_memory(
     vocabulary = bare.get_output_embeddings().weight
     at_once = min(work.answers * vocabulary.shape[0], CHUNK)
     logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
-    if "logits" in (objective.algorithm.asks, objective.retain_asks):  # a frozen head, and its logits
+    if "logits" in (objective.algorithm.reference_outputs, objective.retain_outputs):  # a frozen head, and its logits
         logits += vocabulary.numel() * dtype.itemsize + 4 * at_once
     terms = 2 if objective.algorithm.alternate else 1  # a record and its alternative go through together
     return Memory(

@@ -1,1 +1,1 @@
-"""Rounds between organisations over Flower: a courier on each side carries files, and ``mpu`` does the work."""
+"""Rounds between organisations over Flower: a Flower app on each side carries files, and ``mpu`` does the work."""

@@ -1,4 +1,4 @@
-"""The data owner's courier: a Flower ClientApp that carries files between the SuperLink and the spool.
+"""The data owner's Flower app: a Flower ClientApp that carries files between the SuperLink and the spool.
 
 It needs the spool's folder and nothing else, ``--node-config 'spool="/path"'``. Records and training belong to ``mpu
 watch``, which runs apart from it. Requests may come twice: Flower does not deliver again what a stopped node received.
@@ -77,9 +77,9 @@ def _handle(message: Message, context: Context) -> Message:
         answered, data = HANDLERS[str(request["kind"])](spool, str(request["copy"]), request, pieces(message.content))
         return Message(message_content(answered, data), reply_to=message)
     except Exception as error:
-        # Its text may hold paths of this machine, and what a courier raises reaches the other party.
+        # Its text may hold paths of this machine, and what a Flower app raises reaches the other party.
         print(f"mpu: {type(error).__name__}: {str(error)[:500]!r}", file=sys.stderr, flush=True)
-    raise RuntimeError("the courier cannot answer this request; its own output says why")
+    raise RuntimeError("the Flower app cannot answer this request; its own output says why")
 
 
 app.query()(_handle)

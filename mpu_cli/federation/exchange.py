@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a courier answered: named ``values``, and pieces of files, at most as many as were asked for."""
+    """What a Flower app answered: named ``values``, and pieces of files, at most as many as were asked for."""
 
     values: Mapping[str, Value]
     data: list[bytes]
@@ -52,7 +52,7 @@ def word(reply: Reply, name: str, allowed: Sequence[str]) -> str:
     value = reply.values.get(name)
     if value not in allowed:
         raise MpuError(
-            f"a courier answered {printable_excerpt(value)!r} where one of {', '.join(allowed)} was expected"
+            f"a Flower app answered {printable_excerpt(value)!r} where one of {', '.join(allowed)} was expected"
         )
     return str(value)
 
@@ -64,7 +64,7 @@ def table(reply: Reply, name: str, kind: type) -> dict[str, Any]:
     names, values = list(names or ()), list(values or ())
     fits = all(isinstance(each, str) for each in names) and all(type(each) is kind for each in values)
     if len(names) != len(values) or not fits:
-        raise MpuError(f"a courier answered with {name} that do not belong to names")
+        raise MpuError(f"a Flower app answered with {name} that do not belong to names")
     return dict(zip(names, values, strict=True))
 
 
@@ -85,7 +85,7 @@ class _Running:
     sent: int = 0  # how often
     messages: list[str] = field(default_factory=list)  # as it was sent, and sent again: any of them may be answered
     pending: bool = False  # whether an answer to the last of them is waited for
-    raised: int = 0  # how often the courier raised an exception on this request
+    raised: int = 0  # how often the Flower app raised an exception on this request
 
     @property
     def carries(self) -> bool:
@@ -139,7 +139,7 @@ class Exchange:
                     why = f"error {message.error.code}: {printable_excerpt(message.error.reason)}"
                     each.raised += message.error.code == RAISED
                     if each.raised == ENOUGH:
-                        self._give_up(number, f"its courier cannot answer ({why})", running, failures)
+                        self._give_up(number, f"its Flower app cannot answer ({why})", running, failures)
                     else:
                         self._repeat(each, why)
                     continue
@@ -175,7 +175,7 @@ class Exchange:
             self.say(f"{owner}: {printable_excerpt(error.problem)}")
             return
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
-            # What a courier answers is whatever its owner, or somebody who broke in there, wants.
+            # What a Flower app answers is whatever its owner, or somebody who broke in there, wants.
             why = f"its reply cannot be used ({type(error).__name__}: {printable_excerpt(error)})"
             self._give_up(number, why, running, failures, owner)
             return

@@ -1,4 +1,4 @@
-"""What the two couriers say to each other: requests and replies with plain values, and pieces of files."""
+"""What the two Flower apps say to each other: requests and replies with plain values, and pieces of files."""
 
 from __future__ import annotations
 

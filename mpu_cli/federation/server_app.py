@@ -1,4 +1,4 @@
-"""The model owner's courier: a Flower ServerApp that publishes, sends, collects and aggregates, round by round.
+"""The model owner's Flower app: a Flower ServerApp that publishes, sends, collects and aggregates, round by round.
 
 Everything that it has done is on disk, so that a run that was stopped goes on:
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -29,69 +27,24 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from mpu_cli.boundary.files import private_folder
-from mpu_cli.checkpoint.reader import INDEX_NAME, open_checkpoint
+from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.errors import MpuError
 from mpu_cli.federation.exchange import Exchange, Job, Reply, Request, printable_excerpt, table, word
-from mpu_cli.federation.spool import COPY, DELTA, SHARD, digest_of, files_of, validate_name
-from mpu_cli.manifest import MANIFEST_NAME, delta_manifest
+from mpu_cli.federation.settings import Settings, settings_of
+from mpu_cli.federation.spool import COPY, DELTA, digest_of, files_of, validate_name
+from mpu_cli.federation.transfer import missing_files, next_pieces_to_fetch, next_pieces_to_send, odd_files
+from mpu_cli.manifest import delta_manifest
 from mpu_cli.resumption import alone_in, write_atomically
 from mpu_cli.server.card import CARD
 from mpu_cli.subprocesses import run_mpu
 
-PIECE = 32 << 20  # bytes of files in a message
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
 MAX_DELTA_RATIO = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
-MOST_FILES = 1_000  # of a delta: shards of 5 GB
 STATES = ("arriving", "waiting", "done", "failed")
 LEFT_OUT = "left_out.json"
 
-OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-
 app = ServerApp()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The run's configuration (``flwr run --run-config``).
-
-    ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
-    arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
-    until an owner is given up; ``leave_out``: then go on without that owner, as long as ``quorum`` are left.
-    """
-
-    base: str
-    state: Path
-    owners: tuple[str, ...]
-    rounds: int
-    publish: list[str]
-    aggregate: list[str]
-    poll: float
-    patience: float
-    limit: float
-    leave_out: bool
-    quorum: int
-
-
-def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
-    """Raises MpuError for what is missing."""
-    owners = tuple(name.strip() for name in str(config["owners"]).split(",") if name.strip())
-    if len(owners) > 1 and any(option.split("=")[0] == "--seed" for option in shlex.split(str(config["publish"]))):
-        raise MpuError("publish: --seed would give all owners the same noise", "leave it out")
-    for name in ("base", "state", "owners"):
-        if not config[name]:
-            raise MpuError(f"{name}: not set", f"give it with --run-config '{name}=\"…\"'")
-    if len(set(owners)) < len(owners) or not all(OWNER.fullmatch(owner) and owner != "model" for owner in owners):
-        raise MpuError(f"owners: {config['owners']!r} are not different names", "use the names of supernode register")
-    if config["on_missing"] not in ("end", "leave-out"):
-        raise MpuError(f"on_missing: {config['on_missing']!r} is neither 'end' nor 'leave-out'")
-    return Settings(
-        base=str(config["base"]), state=Path(str(config["state"])).resolve(), owners=owners,
-        rounds=int(config["rounds"]), publish=shlex.split(str(config["publish"])),
-        aggregate=shlex.split(str(config["aggregate"])), poll=float(config["poll"]),
-        patience=float(config["patience"]), limit=float(config["limit"]),
-        leave_out=config["on_missing"] == "leave-out", quorum=max(1, int(config["quorum"])),
-    )  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -304,12 +257,12 @@ class Round:
         digests = {file: digest_of(path) for file, path in files.items()}
         futile, most, damaged = 0, -1, 0
         while word(reply, "state", STATES) == "arriving":
-            missing = _missing(files, table(reply, "sizes", int))
+            missing = missing_files(files, table(reply, "sizes", int))
             received_bytes = sum(missing.get(path, path.stat().st_size) for path in files.values())
             futile, most = (0, received_bytes) if received_bytes > most else (futile + 1, most)
             if futile > TRIES:
                 raise MpuError(f"{name}: its owner keeps nothing of what is sent")
-            names, offsets, data = _next_pieces(missing)
+            names, offsets, data = next_pieces_to_send(missing)
             values: dict[str, Any] = {"names": names, "offsets": offsets}
             if received_bytes + sum(map(len, data)) == sum(path.stat().st_size for path in files.values()):
                 values |= {"files": list(digests), "digests": list(digests.values())}
@@ -322,14 +275,14 @@ class Round:
     def _fetch(self, name: str, arrived: Path, copy: Path, declared: Reply) -> Job:
         """Fetch the files of a delta that its owner has ``declared``; what is wrong with them, or nothing."""
         sizes, digests = table(declared, "sizes", int), table(declared, "digests", str)
-        if problem := _odd(sizes, arrived.name):
+        if problem := odd_files(sizes, arrived.name):
             return problem
         if sum(sizes.values()) > HEADERS + MAX_DELTA_RATIO * sum(path.stat().st_size for path in files_of(copy)):
             return "is larger than any delta of its copy"
         shutil.rmtree(arrived.parent, ignore_errors=True)
         arrived.parent.mkdir(parents=True)
         received_sizes = dict.fromkeys(sizes, 0)
-        while counts := _next_wanted(sizes, received_sizes):
+        while counts := next_pieces_to_fetch(sizes, received_sizes):
             values = {
                 "names": list(counts),
                 "offsets": [received_sizes[file] for file in counts],
@@ -364,55 +317,6 @@ class Round:
 
     def _end(self, names: list[str]) -> Job:
         yield Request("forget", names[0], {"copies": names})
-
-
-def _odd(sizes: dict[str, int], name: str) -> str:
-    """What is odd about the declared files of a delta that is called ``name``; nothing if they can be one."""
-    if len(sizes) > MOST_FILES:
-        return f"sent {len(sizes):,} files"
-    inside = [file.removeprefix(f"{name}/") for file in sizes if file.startswith(f"{name}/")]
-    if not sizes or (name in sizes and inside):
-        return "sent a file and a folder of one name" if sizes else "sent no delta"
-    other = [file for file in sizes if file != name and not file.startswith(f"{name}/")]
-    other += [file for file in inside if file not in (INDEX_NAME, MANIFEST_NAME) and not SHARD.fullmatch(file)]
-    if other:
-        return f"sent a file of another name, {printable_excerpt(other[0])}"
-    empty = [file for file, size in sizes.items() if size < 1]
-    return f"sent an empty file, {printable_excerpt(empty[0])}" if empty else ""
-
-
-def _next_wanted(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
-    """How many bytes to ask for next of which files: PIECE at most, small files together."""
-    counts: dict[str, int] = {}
-    for file, size in sizes.items():
-        if count := min(size - received_sizes[file], PIECE - sum(counts.values())):
-            counts[file] = count
-    return counts
-
-
-def _missing(files: dict[str, Path], received_sizes: dict[str, int]) -> dict[Path, int]:
-    """The files that are not whole yet, and where they go on."""
-    return {
-        path: received_sizes.get(name, 0)
-        for name, path in files.items()
-        if name not in received_sizes or received_sizes[name] < path.stat().st_size
-    }
-
-
-def _next_pieces(missing: dict[Path, int]) -> tuple[list[str], list[int], tuple[bytes, ...]]:
-    """Pieces of the first of ``missing`` files, PIECE bytes at most: small files go together."""
-    names, offsets, data, room = [], [], [], PIECE
-    for path, offset in missing.items():
-        with path.open("rb") as file:
-            file.seek(offset)
-            piece = file.read(room)
-        names.append(path.name)
-        offsets.append(offset)
-        data.append(piece)
-        room -= len(piece)
-        if room <= 0:
-            break
-    return names, offsets, tuple(data)
 
 
 def play(grid: Grid, settings: Settings) -> Path:

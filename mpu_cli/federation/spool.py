@@ -1,13 +1,13 @@
-"""The folder through which the data owner's courier and ``mpu watch`` work together.
+"""The folder through which the data owner's Flower app and ``mpu watch`` work together.
 
     SPOOL/in/RUN/round_R/copy_K/               a copy, moved here once it is whole
     SPOOL/out/RUN/round_R/copy_K.safetensors   its delta (a directory if it is large)
     SPOOL/out/RUN/round_R/copy_K.failed        in its place, if unlearning failed; says nothing else
-    SPOOL/arriving/RUN/round_R/copy_K/         what the courier has of a copy so far
+    SPOOL/arriving/RUN/round_R/copy_K/         what the Flower app has of a copy so far
 
-The courier runs code that the model's owner may have sent, so it sees this folder only. Records, logs, checkpoints and
-reference files are elsewhere. Neither side trusts what the other left here: names are checked before they become paths,
-paths are walked from one handle without following links, and copies are taken out before anything reads them.
+The Flower app runs code that the model's owner may have sent, so it sees this folder only. Records, logs, checkpoints
+and reference files are elsewhere. Neither side trusts what the other left here: names are checked before they become
+paths, paths are walked from one handle without following links, and copies are taken out before anything reads them.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Spool:
         return target
 
     def hand_over(self, copy: str, delta: Path) -> Path:
-        """Copy a finished delta to where the courier finds it, in one step, in place of whatever has its name."""
+        """Copy a finished delta to where the Flower app finds it, in one step, in place of whatever has its name."""
         target = _delta(copy)
         kind = self._folder.kind(target)
         if kind == "folder" or (kind == "file" and delta.is_dir()):

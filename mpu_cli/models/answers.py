@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError
 from mpu_cli.models.logits import Logits, input_of, separate_head
-from mpu_cli.records.encoding import Encoding, Example, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import Encoding, Example
 from mpu_cli.records.forms import parse_columns
 from mpu_cli.records.reading import read_records
 

@@ -7,9 +7,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -21,133 +19,30 @@ from accelerate.utils import broadcast, parse_flag_from_env
 from accelerate.utils.memory import clear_device_cache
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from mpu_cli.boundary.cleaning import check_tokens
-from mpu_cli.boundary.documents import read_json_object
-from mpu_cli.boundary.sandbox import PROCESS, LimitError
-from mpu_cli.checkpoint.header import short
+from mpu_cli.boundary.sandbox import PROCESS
 from mpu_cli.checkpoint.reader import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    INDEX_NAME,
-    WEIGHTS_NAME,
     Checkpoint,
-    open_checkpoint,
     quoted_list,
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.models.attention import repeat_keys_where_faster
 from mpu_cli.models.device import device_of, processes_of
+from mpu_cli.models.library_errors import blaming
 from mpu_cli.models.network import build, concrete, network_of, parts_of
 from mpu_cli.models.quantized import in_4_bits, is_quantized, is_rounding_of, settle, shape_of
-from mpu_cli.models.source import VOCABULARY_FILES, Model, cached_snapshot
-from mpu_cli.models.staging import staged_adapter, staged_model
+from mpu_cli.models.source import Model
+from mpu_cli.models.staging import staged_model
 from mpu_cli.models.tensor_names import has_separate_heads, in_memory
+from mpu_cli.models.tokenizer import load_staged_tokenizer
 from mpu_cli.options.unlearning import Quantization
 
 SAMPLED = 256  # elements of a tensor that are compared after loading
-LONGEST_LINE = 400  # characters of what a library says
 LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` holds a peft adapter and no model's weights; a model's config may lie beside it."""
-    weights = (WEIGHTS_NAME, INDEX_NAME)
-    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in weights)
-
-
-def adapter_base(folder: Path) -> str:
-    """The base model of the peft adapter in ``folder``.
-
-    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: no other file is
-    opened and nothing is asked for because it says so. Raises MpuError for anything else.
-    """
-    path = folder / ADAPTER_CONFIG
-    base = read_json_object(path, links=False).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise MpuError(f"{path}: base_model_name_or_path does not name the adapter's base model")
-    beside = folder.resolve().parent / Path(base).name
-    if base == beside.name and beside.is_dir():
-        return str(beside)
-    if snapshot := cached_snapshot(base):
-        return str(snapshot)
-    raise MpuError(f"{path}: its base is said to be {short(base)}, which is not beside it", "name it with --base")
-
-
-def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """``model`` with the adapter in ``folder`` added to its weights.
-
-    Raises MpuError if peft cannot read it, or if a tensor of it has no place in the model.
-    """
-    from peft import PeftModel, get_peft_model_state_dict
-
-    with _blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as ours:
-        names = {name.replace(".default", "") for name in open_checkpoint(ours / ADAPTER_WEIGHTS).tensors}
-        adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
-        if unused := names - get_peft_model_state_dict(adapted, save_embedding_layers=True).keys():
-            raise MpuError(f"{folder}: the model has no place for this adapter's {quoted_list(unused)}")
-        in_4_bits = any(map(is_quantized, model.parameters()))  # adding to those would round the adapter
-        apart = in_4_bits or _is_on_tied(adapted)
-        return adapted.get_base_model() if apart else adapted.merge_and_unload()
-
-
-def _is_on_tied(adapted: torch.nn.Module) -> bool:
-    """Whether an adapter changes a tensor that a layer without one has, too: merged, it would change that as well."""
-    from peft.tuners.lora import LoraLayer
-
-    names = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
-    bases = (module.get_base_layer() for module in adapted.modules() if isinstance(module, LoraLayer))
-    return any(names[id(p)] > 1 for base in bases for p in base.parameters(recurse=False))
-
-
-def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
-    with staged_model(model) as folder, _blaming(f"{model.source}: transformers cannot load its tokenizer"):
-        return _tokenizer_in(folder)
-
-
-def _tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a staged folder, which is first read in a process with limits. Raises LimitError there.
-
-    Vocabularies in older forms are converted there, and only what came of that is read here.
-    """
-    file = folder / "tokenizer.json"
-    vocabularies = [folder / name for name in VOCABULARY_FILES if (folder / name).exists()]
-    if vocabularies and not file.exists():
-        worked, outcome = PROCESS.convert(folder)
-        if not worked:
-            raise LimitError(f"{vocabularies[0].name}: {outcome}")
-        if outcome:
-            file.write_text(outcome, encoding="utf-8")
-    if file.exists():
-        worked, outcome = PROCESS.load(file.read_text(encoding="utf-8"))
-        if not worked:
-            raise LimitError(f"{file.name}: {outcome}")
-        check_tokens(*outcome)
-        for path in vocabularies:
-            path.unlink()
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-
-
-@contextmanager
-def _blaming(what: str) -> Iterator[None]:
-    """Turn whatever a library raises while it reads ``what``, which is another party's, into an MpuError."""
-    try:
-        yield
-    except MpuError:
-        raise
-    except BaseException as error:
-        panicked = type(error).__name__ == "PanicException"  # of the tokenizers library; not an Exception
-        if not isinstance(error, Exception) and not panicked:
-            raise
-        if isinstance(error, Exception) and out_of_memory(error):
-            raise
-        raise MpuError(f"{what} ({_first_line(error)})") from error
 
 
 WORTH_COLLECTING = 64 << 20  # bytes
@@ -172,30 +67,11 @@ def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     return wrapper
 
 
-@contextmanager
-def memory_in_mind(advice: str) -> Iterator[None]:
-    """Turn running out of memory, on a GPU or the CPU, into an MpuError with ``advice`` on what to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise MpuError("out of memory", f"{advice}") from error
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on a GPU or the CPU."""
-    # CUDA, cuBLAS and NCCL each word it differently
-    signs = ("out of memory", "alloc_failed", "allocate memory")
-    message = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)
-
-
 def skeleton(model: Model) -> PreTrainedModel:
     """``model`` as its config describes it, with tensors that have shapes but no data. Raises MpuError if transformers
     does not know it."""
     transformers.logging.set_verbosity_error()
-    with staged_model(model) as folder, _blaming(f"{model.source}: transformers cannot load it"):
+    with staged_model(model) as folder, blaming(f"{model.source}: transformers cannot load it"):
         return _skeleton(folder, model.checkpoint)
 
 
@@ -238,12 +114,6 @@ def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
     network = concrete(config)
     grouped = network is not None and network._can_set_experts_implementation()
     return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of what ``error`` says or, if that ends in a colon, all of it, up to LONGEST_LINE characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines).split())[:LONGEST_LINE] if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def load_once_per_host() -> None:
@@ -294,7 +164,7 @@ def load(
         torch_device = processes_of(torch_device).device
     with staged_model(source) as folder:
         PROCESS.start()
-        with _blaming(f"{source.source}: transformers cannot load it"):
+        with blaming(f"{source.source}: transformers cannot load it"):
             bare = _skeleton(folder, source.checkpoint)
             check_size(bare, source)
             quantization_kwargs = (
@@ -328,7 +198,7 @@ def load(
 def _load(
     folder: Path, dtype: torch.dtype, attention: str, quantization_kwargs: dict[str, Any], *, tied: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    tokenizer = _tokenizer_in(folder)
+    tokenizer = load_staged_tokenizer(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if not tied:
         _untie(config)

@@ -14,8 +14,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mpu_cli.boundary.sandbox import LimitError
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
@@ -74,7 +72,7 @@ class Encoding:
 
     @cached_property
     def _special_ids(self) -> set[int]:
-        return special_ids(self.tokenizer)
+        return tokens.special_ids(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Example]:
         """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
@@ -345,33 +343,6 @@ def _hint(record: Record) -> str | None:
     return None
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that a tokenizer calls special, or that were added to it."""
-    return set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-
-
 def no_template() -> MpuError:
     """What to raise for a chat template that is asked for and not there."""
     return MpuError("the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja")
-
-
-def answer_tokens(example: Example) -> int:
-    """The number of tokens of ``example`` that are predicted: its labels, except one on the very first token."""
-    return sum(label != IGNORED for label in example.labels[1:])
-
-
-def pad(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-    """A batch padded on the right: input_ids, attention_mask and labels, int64 (batch, longest).
-
-    Pads with id 0: padding is neither attended to nor learned, and a tokenizer's own id may be outside the vocabulary.
-    """
-    longest = max(len(example.ids) for example in examples)
-
-    def rows(values: Sequence[list[int]], filler: int) -> torch.Tensor:
-        return torch.tensor([row + [filler] * (longest - len(row)) for row in values])
-
-    return {
-        "input_ids": rows([e.ids for e in examples], 0),
-        "attention_mask": rows([[1] * len(e.ids) for e in examples], 0),
-        "labels": rows([e.labels for e in examples], IGNORED),
-    }

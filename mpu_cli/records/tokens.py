@@ -169,3 +169,8 @@ def of_dialogues(
     texts = chat.render(tokenizer, dialogues, generation_prompt=generation_prompt, **variables)
     ids = iter(of_texts(tokenizer, [text for text in texts if isinstance(text, str)], special=False))
     return [next(ids) if isinstance(text, str) else text for text in texts]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that a tokenizer calls special, or that were added to it."""
+    return set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)

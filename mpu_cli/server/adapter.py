@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.errors import MpuError
 from mpu_cli.models.files import write_json
+from mpu_cli.models.source import Model
 from mpu_cli.server.agreement import Aggregation, agreement
 from mpu_cli.server.card import CARD, card
 from mpu_cli.server.deltas import check_base, check_norms, outliers_of
@@ -40,18 +42,12 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
             continue
         rows = base.checkpoint.tensors[tensor.name].shape[0]
         factors = [c.factors(rows) if isinstance(c, LowRank) else None for c in changes]
-        products = torch.zeros_like(gram)
-        for j, factors_j in enumerate(factors):
-            for k, two in enumerate(factors):
-                if factors_j and two:  # ⟨B₁A₁, B₂A₂⟩ = tr(B₁ᵀB₂·A₂A₁ᵀ)
-                    left_product, right = (
-                        x.double().T @ y.double() for x, y in ((factors_j[0], two[0]), (factors_j[1].T, two[1].T))
-                    )
-                    products[j, k] = (left_product * right).sum()
-            if factors_j and not all(all_finite(factor) for factor in factors_j):
+        for delta, pair in zip(deltas, factors, strict=True):
+            if pair and not all(all_finite(factor) for factor in pair):
                 raise MpuError(
-                    f"{deltas[j].path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
+                    f"{delta.path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
                 )
+        products = _inner_products(factors)
         gram += products
         outliers += outliers_of(tensor.name, products, deltas)
         left_factor = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
@@ -60,17 +56,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     check_norms(gram, deltas, options.max_norm, weights * rate)
-    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
-    modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
-    config = {
-        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
-        "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
-        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": layout.family.transposed, "inference_mode": True,
-    }  # fmt: skip
-    if len(ranks) > 1:
-        module_ranks = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
-        config |= {"rank_pattern": module_ranks, "alpha_pattern": module_ranks}
+    config = _peft_config(tensors, base, transposed=layout.family.transposed)
     specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
@@ -83,3 +69,31 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         result.check(plan.force)
         (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
     return result
+
+
+def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> torch.Tensor:
+    """⟨B_j A_j, B_k A_k⟩ = tr(B_jᵀB_k·A_kA_jᵀ) of every two deltas, float64 (deltas, deltas); 0 where one has none."""
+    products = torch.zeros(len(factors), len(factors), dtype=torch.float64)
+    for j, factors_j in enumerate(factors):
+        for k, factors_k in enumerate(factors):
+            if factors_j and factors_k:
+                b_product = factors_j[0].double().T @ factors_k[0].double()
+                a_product = factors_j[1].double() @ factors_k[1].double().T
+                products[j, k] = (b_product * a_product).sum()
+    return products
+
+
+def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model, *, transposed: bool) -> dict[str, object]:
+    """adapter_config.json for these factors."""
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
+    modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
+    config: dict[str, object] = {
+        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
+        "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
+        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": transposed, "inference_mode": True,
+    }  # fmt: skip
+    if len(ranks) > 1:
+        module_ranks = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
+        config |= {"rank_pattern": module_ranks, "alpha_pattern": module_ranks}
+    return config

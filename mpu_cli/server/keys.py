@@ -7,23 +7,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import pyrage
-from msgspec import Meta
 
-from mpu_cli.architectures.family import SETS
+from mpu_cli.architectures.symmetries import SETS
 from mpu_cli.boundary.documents import (
-    Count,
-    Document,
-    Finite,
-    Layers,
-    RunName,
-    Scale,
-    Seed,
-    Text,
-    Word,
     as_entries,
     is_ascending,
     parse_document,
@@ -40,8 +29,9 @@ from mpu_cli.sealing import (
     read_identities,
 )
 from mpu_cli.server.calibration import Calibration
+from mpu_cli.server.key_entries import KeyEntries
 from mpu_cli.server.publication import Publication, default_secret_path, server_secret
-from mpu_cli.server.scheme import MOST_COPIES, SCHEMES, ZeroSum
+from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
 FORMAT, VERSION = "mpu-keys", 6
 SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",)}
@@ -264,62 +254,19 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     if version == 1 and isinstance(table.get("alphas"), list):  # version 1 had only zero-sum noise
         table["noise"] = {"kind": ZeroSum.kind, "factors": table.pop("alphas")}
     try:
-        return replace(_keys_of(table, path), authentic=authentic)
+        return replace(keys_of_entries(table, path), authentic=authentic)
     except UsageError as error:
         raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup") from error
 
 
-class _Noise(Document):
-    kind: Literal["zero-sum", "extrapolate"]
-    factors: Annotated[list[Finite], Meta(min_length=1, max_length=MOST_COPIES)]
-
-
-class _Base(Document):
-    path: Text
-    config: Text
-    fingerprint: Text
-
-
-class _Calibration(Document):
-    epsilon: Scale
-    delta: Scale
-    sensitivity: Scale
-    adversary: Word
-    bound: Word
-    rounds: Count
-    sigma: Scale
-    shared_sigma: Scale
-
-
-class _Entries(Document, forbid_unknown_fields=True):
-    """The entries of a key file, but format and version; what has a default came later than version 1."""
-
-    run: RunName
-    round: Count
-    seed: Seed
-    seed_is_secret: bool
-    noise: _Noise
-    kappa: Scale
-    symmetries: Word
-    sigma: dict[str, Scale]
-    copy_ids: Annotated[list[Word], Meta(min_length=1, max_length=MOST_COPIES)]
-    base: _Base
-    reference: Text | None
-    shared_kappa: Scale = 0.0
-    shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
-    calibration: _Calibration | None = None
-    omitted_layers: Layers = msgspec.field(default_factory=list)
-    permanent_seed: Seed | None = None
-    grouped: bool = False
-    authenticator: Text | None = None
-
-
-def _keys_of(table: Mapping[str, object], path: Path) -> Keys:
+def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
     """The keys with these entries, each of which is checked: a key file may have been sealed by someone else.
 
     Raises MpuError or UsageError if one is missing, unknown or invalid.
     """
-    entries = parse_document(_Entries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup")
+    entries = parse_document(
+        KeyEntries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup"
+    )
     sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
     if not sound or entries.symmetries not in SETS:
         raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup")

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from mpu_cli.architectures.family import GroupedHeads, Symmetry
 from mpu_cli.architectures.layout import Layout
+from mpu_cli.architectures.symmetries import GroupedHeads, Symmetry
 from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
 from mpu_cli.errors import MpuError, UsageError

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pyrage.x25519 import Recipient
@@ -35,6 +36,9 @@ from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.publication import Publication, permanent_seed, server_secret
 from mpu_cli.server.register import RegisterEntry, default_register_path, enter_calibrated, enter_permanent, sample_of
+
+if TYPE_CHECKING:
+    from mpu_cli.server.leakage_estimate import Hidden
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,18 @@ class PublishPlan:
 @dataclass(frozen=True)
 class Published:
     """The result of ``publish``: the folders or sealed files of the copies, the keys and where they are, and what
-    storage left of each block's noise."""
+    storage left of each block's noise.
+
+    ``leakage``: how far off the best known attack is, if there is a pretrained model; ``warnings``: what is probably
+    wrong (``publish_report``).
+    """
 
     copies: list[Path]
     keys_path: Path
     keys: Keys
     blocks: list[BlockReport]
+    leakage: Hidden | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def plan_publish(

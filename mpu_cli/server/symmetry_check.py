@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpu_cli.architectures.family import EVERY, SETS, Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
+from mpu_cli.architectures.symmetries import EVERY, SETS, Symmetry
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.header import TensorInfo

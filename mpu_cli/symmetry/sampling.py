@@ -8,11 +8,9 @@ from typing import Protocol
 
 import torch
 
-from mpu_cli.architectures.family import (
-    OF_HEAD,
-    OF_KEYS,
-    OF_MIXED,
-    OF_QUERIES,
+from mpu_cli.architectures.axes import OF_HEAD, OF_KEYS, OF_MIXED, OF_QUERIES
+from mpu_cli.architectures.layout import axis_length
+from mpu_cli.architectures.symmetries import (
     ExpertPermutation,
     GroupedHeads,
     HeadPermutation,
@@ -22,7 +20,6 @@ from mpu_cli.architectures.family import (
     Rotation,
     Symmetry,
 )
-from mpu_cli.architectures.layout import axis_length
 from mpu_cli.symmetry.axis import AxisMap
 
 

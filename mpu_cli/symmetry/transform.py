@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from mpu_cli.architectures.family import Symmetry
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
+from mpu_cli.architectures.symmetries import Symmetry
 from mpu_cli.symmetry.axis import AxisMap, in_blocks, joined_axis_map, map_columns, turn_rows
 from mpu_cli.symmetry.sampling import Draws, Maps, sample
 

@@ -26,7 +26,8 @@ from mpu_cli.client.reference_model import Reference, freeze
 from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Training
-from mpu_cli.records.encoding import IGNORED, Example, pad
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Example
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
 

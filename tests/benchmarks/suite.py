@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.benchmarks.server import MPU, run
 
-# What the suite computes beside its own choice.
+# What OpenUnlearning computes beside its own choice.
 MORE = (
     "exact_memorization", "mia_loss", "mia_zlib", "mia_min_k", "mia_min_k_plus_plus", "mia_gradnorm", "mia_reference",
 )  # fmt: skip
@@ -30,7 +30,7 @@ BATCH = 32
 
 
 def evaluated_by_suite(clone: Path, overrides: list[str], source: Callable[[str, str, str], Path]) -> None:
-    """Run the suite's evaluator in this process, with its own configuration and ``overrides``.
+    """Run OpenUnlearning's evaluator in this process, with its own configuration and ``overrides``.
 
     ``source(path, name, split)`` is the file to read in place of a dataset of the Hub.
     """
@@ -65,7 +65,7 @@ def evaluated_by_suite(clone: Path, overrides: list[str], source: Callable[[str,
 
 
 def suite(clone: Path, model: Path, data: Path, reference: Path, log: Path, out: Path) -> None:
-    """The suite's evaluator on TOFU, in this process; TOFU_EVAL.json in ``out``."""
+    """OpenUnlearning's evaluator on TOFU, in this process; TOFU_EVAL.json in ``out``."""
     overrides = [
         "experiment=eval/tofu/default.yaml", "task_name=benchmark", "model=Llama-3.2-1B-Instruct",
         f"forget_split={FORGET}", f"holdout_split={HOLDOUT}", f"retain_logs_path={log}",

@@ -70,7 +70,7 @@ def make_models(architecture: str) -> None:
 
 
 def measure(clone: Path, architecture: str, name: str) -> None:
-    """What the suite says of a model, in processes of their own."""
+    """What OpenUnlearning says of a model, in processes of their own."""
     model, log = HERE / architecture / name, HERE / architecture / "retain"
     for benchmark in ("TOFU", "MUSE"):
         out = HERE / architecture / f"{name}.{benchmark}"

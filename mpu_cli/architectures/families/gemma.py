@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpu_cli.architectures.axes import Repeated
 from mpu_cli.architectures.families.llama import LLAMA
 from mpu_cli.architectures.families.parts import (
     INPUT_NORMS,
@@ -16,7 +17,7 @@ from mpu_cli.architectures.families.parts import (
     rms_norm,
 )
 from mpu_cli.architectures.families.rules import both, entry, layer_type_is, negate, where_rope
-from mpu_cli.architectures.family import Config, Repeated, Rule, Tensor
+from mpu_cli.architectures.family import Config, Rule, Tensor
 
 # Norms multiply by 1 + w, which takes any order of w. Soft-capping, scales and windows pass through.
 GEMMA = replace(

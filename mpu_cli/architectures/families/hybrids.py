@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpu_cli.architectures.axes import Fused
 from mpu_cli.architectures.families.llama import LLAMA, QWEN3
 from mpu_cli.architectures.families.mixtures import GRANITEMOE
 from mpu_cli.architectures.families.parts import (
@@ -35,7 +36,7 @@ from mpu_cli.architectures.families.rules import (
     unless,
     where_rope,
 )
-from mpu_cli.architectures.family import Config, Fused, Rule, Sizes, Stack, Tensor
+from mpu_cli.architectures.family import Config, Rule, Sizes, Stack, Tensor
 
 # Layers of attention, whose output is gated, among layers of a gated delta net.
 is_attention, is_delta_net = layer_type_is("full_attention"), layer_type_is("linear_attention")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mpu_cli.architectures.axes import Fused
 from mpu_cli.architectures.families.llama import LLAMA
 from mpu_cli.architectures.families.parts import attention, gated_ffn, layer_norm, linear, rms_norm
 from mpu_cli.architectures.families.rules import (
@@ -16,7 +17,7 @@ from mpu_cli.architectures.families.rules import (
     unless,
     where_rope,
 )
-from mpu_cli.architectures.family import Config, Family, Fused, Sizes, Tensor
+from mpu_cli.architectures.family import Config, Family, Sizes, Tensor
 
 _NORMED = tuple(t for t in LLAMA.tensors if "norm" not in t.name)
 

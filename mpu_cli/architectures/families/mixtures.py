@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpu_cli.architectures.axes import Fused
 from mpu_cli.architectures.families.layernorm import COHERE2
 from mpu_cli.architectures.families.llama import ERNIE4_5, EXAONE4, HUNYUAN, LLAMA, MISTRAL, QWEN3
 from mpu_cli.architectures.families.parts import (
@@ -45,7 +46,7 @@ from mpu_cli.architectures.families.rules import (
     sparse_by_type,
     where_rope,
 )
-from mpu_cli.architectures.family import Config, Fused, Stack, Tensor
+from mpu_cli.architectures.family import Config, Stack, Tensor
 
 MIXTRAL = replace(
     MISTRAL,

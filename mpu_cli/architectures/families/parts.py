@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpu_cli.architectures.axes import Axis
 from mpu_cli.architectures.families.rules import both, negate
-from mpu_cli.architectures.family import Axis, Rule, Sizes, Stack, Tensor
+from mpu_cli.architectures.family import Rule, Sizes, Stack, Tensor
 
 
 def linear(
