@@ -66,7 +66,23 @@ def run_mpu(
     Raises OSError if the launcher cannot be started.
     """
     started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
-    done = subprocess.run(
-        started_by, capture_output=True, text=True, check=False, env=safe_environment(**(environment or {}))
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    process = subprocess.Popen(
+        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=safe_environment(**(environment or {})),
+    )  # fmt: skip
+    _RUNNING.add(process)
+    try:
+        with process:
+            stdout, stderr = process.communicate()
+    finally:
+        _RUNNING.discard(process)
+    return Ended(process.returncode, stdout, stderr)
+
+
+_RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def stop_running() -> None:
+    """Ask every process that ``run_mpu`` waits for, in whatever thread, to stop."""
+    for process in list(_RUNNING):
+        process.terminate()

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -320,6 +321,18 @@ batch_size = 5
 benchmark = "qa"
 metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 """
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("jobs", [(), ("--jobs", 2)], ids=["one process", "two"])
+    def test_an_interrupt_stops_it(self, place: Path, jobs: tuple) -> None:
+        """Also while a cell is evaluated, and no further cell begins."""
+        (place / "grid.toml").write_text(self.GRID)
+        done = stopped(
+            ["sweep", "grid.toml", *jobs], lambda: list((place / "grid").glob("*/run.json")), cwd=place,
+            env={"XDG_CONFIG_HOME": str(place / "config")}, by=signal.SIGINT,
+        )  # fmt: skip
+        assert done.returncode == 128 + signal.SIGINT
+        assert 1 <= sum(" of 6: " in line for line in done.stderr.splitlines()) <= 2
 
     @pytest.mark.slow
     def test_grid(self, mpu: Callable, place: Path) -> None:

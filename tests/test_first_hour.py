@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.records.reading import read_records
+from mpu_cli.sealing import default_identity_path
 from tests.models import Trained, random_model, save
 from tests.protocol import distance, tensors
 
@@ -283,6 +284,13 @@ class TestCheckedBeforeTheWork:
         for path in (place / "base").glob("chat_template*"):
             path.unlink()
         assert "no tokenizer files" in mpu("publish", "base", "--copies", 2, cwd=place).err
+
+    def test_secrets_and_the_register_are_described(self, mpu: Callable, tmp_path: Path) -> None:
+        base = save(random_model("llama"), tmp_path / "base")
+        mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+        configuration = default_identity_path().parent
+        assert "server's secret" in mpu("inspect", configuration / "server.key").out
+        assert "register of your publications" in mpu("inspect", configuration / "published.jsonl").out
 
     def test_everything_that_mpu_makes_can_be_inspected(self, mpu: Callable, place: Path) -> None:
         """Every file and folder that a run and an evaluation leave says what it is, and no two kinds look alike."""

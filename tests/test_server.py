@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mpu_cli import api
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
@@ -894,6 +895,45 @@ def test_what_naming_the_public_model_chooses(
     keys = keys_of(tmp_path)
     assert (keys.copies, keys.publication.kappa, keys.publication.shared_kappa) == (copies, kappa, permanent)
     assert len(list(tmp_path.glob("copy_*"))) == copies
+
+
+class TestWhatThePublisherIsTold:
+    def test_the_base_as_its_own_public_model(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Noise of the scale of what fine-tuning changed would be none: refused, and nothing is left."""
+        same = shutil.copytree(base, tmp_path / "same")
+        outputs = ("--out", tmp_path / "out", "--keys", tmp_path / "k.bin")
+        refused = mpu("publish", base, "--pretrained", same, *outputs, check=False)
+        assert (refused.status, "there is nothing to scale noise to" in refused.err) == (1, True)
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "k.bin").exists()
+
+    def test_keys_are_never_replaced(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        outputs = ("--kappa", 0.1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        mpu("publish", base, *outputs)
+        before = (tmp_path / "keys.bin").read_bytes()
+        for number in (1, 2):
+            told = mpu("publish", base, *outputs, "--force").err
+            earlier = tmp_path / f"keys.earlier-{number}.bin"
+            assert str(earlier) in told
+            assert stat.S_IMODE(earlier.stat().st_mode) == 0o600
+        assert (tmp_path / "keys.earlier-1.bin").read_bytes() == before
+        assert (tmp_path / "keys.bin").read_bytes() not in (before, earlier.read_bytes())
+
+    def test_the_function_says_what_the_command_says(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """That copies without a public model give the weights away, and that there is no tokenizer."""
+        for path in (*base.glob("tokenizer*"), *base.glob("*.jinja")):
+            path.unlink()
+        told = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin", "--json")
+        published = api.publish(base, out=tmp_path / "b", keys=tmp_path / "b.bin")
+        assert sum("give the weights away" in warning for warning in published.warnings) == 1
+        assert any("no tokenizer files" in warning for warning in published.warnings)
+        assert told.json["warnings"] == list(published.warnings)
+        for warning in published.warnings:
+            assert " ".join(warning.split()) in " ".join(told.err.split())
+        public = save(random_model("llama", seed=1), tmp_path / "public")
+        published = api.publish(base, public, out=tmp_path / "c", keys=tmp_path / "c.bin")
+        assert published.leakage is not None
+        assert 0 < published.leakage.one_copy < 1
 
 
 class TestPermanentNoise:

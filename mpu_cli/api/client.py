@@ -88,6 +88,10 @@ def plan_unlearn(
     tasks = _tasks(named, None if out is None else str(out), Path(reference_file) if reference_file else None)
     check_options(how)
     check_logging(logging, how.privacy)
+    if how.privacy.dp_epsilon is not None:
+        from mpu_cli.client.private import check_opacus  # imports torch
+
+        check_opacus()
     checks = from_flat(Checks, for_checks)
     return UnlearnPlan(tasks, data, how, checks, logging, Path(identity) if identity else None, force)
 

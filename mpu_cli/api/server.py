@@ -38,6 +38,7 @@ from mpu_cli.server.publish_report import (
     remarks_on_noise,
     remarks_on_plan,
     remarks_on_publication,
+    remarks_without_pretrained,
 )
 from mpu_cli.server.round import AggregatePlan, owners_of
 from mpu_cli.server.round import plan_aggregate as _plan_aggregate
@@ -128,6 +129,7 @@ def carry_out_publication(plan: PublishPlan, *, observer: Observer = SILENT) -> 
         *remarks_on_plan(plan),
         *remarks_on_noise(published),
         *(remarks_on_leakage(plan, leakage) if leakage else ()),
+        *remarks_without_pretrained(plan),
         *remarks_on_publication(plan, secret_factors=True),
     ]
     return replace(published, leakage=leakage, warnings=tuple(each.text for each in remarks if each.is_warning))

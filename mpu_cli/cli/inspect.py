@@ -202,8 +202,9 @@ def _of_card(folder: Path) -> dict[str, object]:
         return {}
     rows = dict(cells for line in lines if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 2)
     facts = {name: rows[name] for name in ("estimated error of the update", "algorithm") if name in rows}
-    warnings = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return facts | ({"warnings": warnings} if warnings and WARNED in lines else {})
+    listed_warnings = lines[lines.index(WARNED) :] if WARNED in lines else []
+    warnings = [line.removeprefix("- ") for line in listed_warnings if line.startswith("- ")]
+    return facts | ({"warnings": warnings} if warnings else {})
 
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
@@ -212,16 +213,21 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     from mpu_cli.client.ledger import LOSSES_OF, read_ledger, summary
     from mpu_cli.evaluation.retain import LARGEST_RESULT
     from mpu_cli.resumption import read_lines
+    from mpu_cli.server.register import read_register
 
-    if path.name == "client.key" and path.is_file():
-        return {
-            "kind": "client's secret, which training tags are keyed with",
-            "mode": f"{path.stat().st_mode & 0o777:04o}",
-        }
+    secrets = {
+        "client.key": "client's secret, which training tags are keyed with",
+        "server.key": "server's secret, with which keys are authenticated and from which permanent noise is drawn",
+    }
+    if path.name in secrets and path.is_file():
+        return {"kind": secrets[path.name], "mode": f"{path.stat().st_mode & 0o777:04o}"}
     if not head.lstrip().startswith(b"{"):
         return None
     if path.suffix == ".jsonl":
         lines = read_lines(path, "remove it", links=False)
+        if lines and all("content" in line and "sample" in line for line in lines):
+            kind = "register of your publications, with which later ones are compared: keep it"
+            return {"kind": kind, "publications": len(read_register(path))}
         if lines and all("identity" in line or LOSSES_OF in line for line in lines):
             return {"kind": "ledger of your trainings on copies: keep it", **summary(read_ledger(path))}
         steps = Counter(str(line["step"]) for line in lines if "step" in line)

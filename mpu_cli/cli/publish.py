@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,8 +110,13 @@ def publish(
     from mpu_cli.models.source import open_model
     from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
-    from mpu_cli.server.leakage_estimate import losses_of_copy
-    from mpu_cli.server.publish_report import UNSCALED, remarks_on_leakage, remarks_on_plan, remarks_on_publication
+    from mpu_cli.server.publish_report import (
+        UNSCALED,
+        remarks_on_leakage,
+        remarks_on_plan,
+        remarks_on_publication,
+        remarks_without_pretrained,
+    )
 
     clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
     if not all(clients):
@@ -139,11 +145,8 @@ def publish(
         published = carry_out_publication(plan, observer=observer)
     if published.leakage:
         _print(remarks_on_leakage(plan, published.leakage))
-    probe_losses = None
-    if probe:
-        probe_losses = losses_of_copy(probe, plan, published, probe_columns)
-        probabilities = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in probe_losses.items())
-        note(f"probability of an answer's tokens on {probe} (geometric mean): {probabilities}")
+    _print(remarks_without_pretrained(plan))
+    probe_losses = _probe_losses(probe, probe_columns, plan, published) if probe else None
     if plan.pretrained is None and (plan.publication.kappa > 0 or plan.publication.shared_kappa > 0):
         note(UNSCALED)
     if seed is not None:
@@ -151,13 +154,29 @@ def publish(
     report(published, plan.publication.max_noise)
     secret_factors = publishing.disguise.alphas == RANDOM
     _print(remarks_on_publication(plan, secret_factors=secret_factors))
-    names, returned = [path.name for path in published.copies], round_folder(Path("deltas"), published.keys.round)
-    note(
-        f"next: send {few(names)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "
-        f"writes; then `mpu aggregate {returned} --keys {published.keys_path}`. Without these keys, and what opens "
-        "them, deltas cannot be mapped back"
-    )
+    note(_next_step(published))
     emit(published.copies, _document(published, probe_losses, secret_factors=secret_factors), as_json)
+
+
+def _probe_losses(probe: Path, columns: str | None, plan: PublishPlan, published: Published) -> dict[str, float]:
+    """The losses of the base, a copy and the public model on the server's own records, which are also printed."""
+    from mpu_cli.server.leakage_estimate import losses_of_copy
+
+    losses = losses_of_copy(probe, plan, published, columns)
+    probabilities = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in losses.items())
+    note(f"probability of an answer's tokens on {probe} (geometric mean): {probabilities}")
+    return losses
+
+
+def _next_step(published: Published) -> str:
+    """What to do with the copies."""
+    sent, names = [str(path) for path in published.copies], [shlex.quote(path.name) for path in published.copies]
+    returned = round_folder(Path("deltas"), published.keys.round)
+    return (
+        f"next: send {few(sent)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "
+        f"writes; then `mpu aggregate {returned} --keys {shlex.quote(str(published.keys_path))}`. Without these keys, "
+        "and what opens them, deltas cannot be mapped back"
+    )
 
 
 def _print(remarks: Iterable[Remark]) -> None:

@@ -47,7 +47,7 @@ from mpu_cli.client.training import (
     seed_training,
     train,
 )
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.models.library_errors import memory_in_mind
 from mpu_cli.models.loading import letting_go
@@ -136,6 +136,8 @@ def unlearn(
                 on_step=progress, on_memory=partial(_tell_memory, observer),
             )  # fmt: skip
         after = measure(trained, records.sets, job.options) if job.is_alone else None
+        if after and not math.isfinite(after.forget):
+            raise Diverged("the loss on the records is")
         norm, rounding = _write_delta(job, loaded, trained, records.tags)
     if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 from mpu_cli.evaluation.metrics import DOWN, Metric, MetricResult, by_index, mean
 

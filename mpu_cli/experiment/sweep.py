@@ -20,7 +20,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +47,7 @@ from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.resumption import alone_beside, append_line, read_lines
+from mpu_cli.subprocesses import stop_running
 from mpu_cli.toml import read_toml
 
 # of [eval]; those of the run by default
@@ -227,10 +228,25 @@ def sweep(
             append_line(results, line)
 
     todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
-    with ThreadPoolExecutor(jobs.count if jobs else 1) as pool:
-        for running in [pool.submit(attempt, *each) for each in todo]:
-            running.result()
+    if jobs:
+        _attempt_at_once(attempt, todo, jobs.count)
+    else:
+        for number, cell in todo:  # in this thread, which Ctrl-C interrupts
+            attempt(number, cell)
     return [done[cell.name] for cell in cells if cell.name in done], failed
+
+
+def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[int, Cell]], count: int) -> None:
+    """``count`` cells at a time, each in a process of its own. Ctrl-C stops those, and no further one begins."""
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(attempt, number, cell) for number, cell in todo]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_running()
+            raise
 
 
 def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:

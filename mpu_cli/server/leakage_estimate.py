@@ -21,7 +21,8 @@ from mpu_cli.architectures.layout import layout_of
 from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.models.source import open_model
-from mpu_cli.server.publish import Published, PublishPlan, matching
+from mpu_cli.server.pretrained import matching
+from mpu_cli.server.publish import Published, PublishPlan
 from mpu_cli.server.scheme import Scheme
 from mpu_cli.symmetry.transform import as_matrix
 

@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from pyrage.x25519 import Recipient
 
-from mpu_cli.architectures.family import Stack
 from mpu_cli.architectures.layout import Layout, layout_of
 from mpu_cli.boundary.cleaning import left_out
 from mpu_cli.boundary.files import private_scratch
@@ -34,6 +34,7 @@ from mpu_cli.sealing import seal_folder, write_private
 from mpu_cli.server.base_scan import BaseScan
 from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
+from mpu_cli.server.pretrained import matching
 from mpu_cli.server.publication import Publication, permanent_seed, server_secret
 from mpu_cli.server.register import RegisterEntry, default_register_path, enter_calibrated, enter_permanent, sample_of
 
@@ -154,6 +155,8 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     with Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
         keys_output = None if plan.existing_keys else transaction.add(target.keys)
+        if keys_output and target.keys.exists():
+            _keep_keys(target.keys, transaction, observer)
         paths = [target.copy(manifest) for manifest in written]
         outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
         folders = outputs
@@ -211,6 +214,7 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
             permanent_sigma=permanent_sigma,
         )
         reports = writing.all_blocks(plan.layout.blocks)
+        _check_differs(plan, reports)
         fingerprint = scan.fingerprint(plan.full_base)
     keys = Keys(
         publication,
@@ -221,6 +225,15 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
         writing.shared_sigma,
     )
     return reports, keys
+
+
+def _keep_keys(path: Path, transaction: Transaction, observer: Observer) -> None:
+    """Keep the keys that ``force`` is about to replace: without them, deltas of copies that were sent out are
+    worthless."""
+    numbered = (path.with_name(f"{path.stem}.earlier-{number}{path.suffix}") for number in count(1))
+    earlier = next(candidate for candidate in numbered if not candidate.exists())
+    write_private(transaction.add(earlier), path.read_bytes())
+    observer.note(f"{path}: the keys of the earlier publication are kept as {earlier}")
 
 
 def _is_registered(plan: PublishPlan) -> bool:
@@ -267,6 +280,17 @@ def _check_tokens(plan: PublishPlan) -> None:
         check_same_tokens(plan.base, folder, quoted_list(lost))
 
 
+def _check_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
+    """Raise MpuError if the pretrained model is the base: noise of the scale of what fine-tuning changed is none."""
+    publication = plan.publication
+    scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
+    if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
+        raise MpuError(
+            f"{plan.pretrained.source}: has the weights of {plan.base.source}, so there is nothing to scale noise to",
+            "name the public model that yours was fine-tuned from with --pretrained",
+        )
+
+
 def _check_same(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
     """Raise MpuError unless a copy that was made now, with ``keys``, belongs with those made before."""
     if existing_keys.base.fingerprint != keys.base.fingerprint:
@@ -290,47 +314,3 @@ def _check_alias(base: Model, layout: Layout) -> None:
             f"{embedding!r}",
             "set tie_word_embeddings to false, or remove the one that is not used",
         )
-
-
-def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str, torch.Tensor] | None:
-    """The pretrained model's tensors by the base's names. Raises MpuError if the architectures differ."""
-    if pretrained is None:
-        return None
-    other = layout_of(pretrained.checkpoint.tensors, pretrained.config, pretrained.source)
-    names = [tensor.name for tensor in layout.parameters]
-    theirs = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
-    if len(theirs) != len(names):
-        apart = _with_matrices(theirs, other.family.stacks)
-        theirs = {name: apart[name] for name in names if name in apart}
-    if layout.family.model_types != other.family.model_types or len(names) != len(theirs):
-        raise MpuError(
-            f"{pretrained.source}: tensors differ from {base.source} (different architecture, different head, or "
-            "experts in another arrangement)"
-        )
-    for name, (match, tensor) in zip(names, theirs.items(), strict=True):
-        shape = base.checkpoint.tensors[name].shape
-        if tuple(tensor.shape) != shape:
-            raise MpuError(
-                f"{pretrained.source}: {match!r} has shape {list(tensor.shape)}, but {list(shape)} in the base",
-                "use a pretrained model with the base's shapes",
-            )
-    return dict(zip(names, theirs.values(), strict=True))
-
-
-def _with_matrices(tensors: Mapping[str, torch.Tensor], stacks: Sequence[Stack]) -> dict[str, torch.Tensor]:
-    """``tensors``, and what is stacked or renamed in memory by the names of files: of experts (experts, rows, columns)
-    each one's matrices, as views."""
-    matrices = dict(tensors)
-    for name, tensor in tensors.items():
-        for stack in stacks:
-            if not name.endswith(f".{stack.name}"):
-                continue
-            prefix = name.removesuffix(stack.name)
-            if "{e}" not in stack.parts[0]:
-                matrices[prefix + stack.parts[0]] = tensor
-                continue
-            rows = tensor.shape[1] // len(stack.parts)
-            for expert, matrix in enumerate(tensor):
-                for part, piece in zip(stack.parts, matrix.split(rows), strict=True):
-                    matrices[prefix + part.replace("{e}", str(expert))] = piece
-    return matrices

@@ -5,6 +5,7 @@ The command prints it, and a ``Published`` has it, so that nothing is said on a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -82,6 +83,22 @@ def remarks_on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
             "enough)",
             is_warning=True,
         )
+
+
+def remarks_without_pretrained(plan: PublishPlan) -> Iterator[Remark]:
+    """That the copies give the weights away: noise in proportion to the weights is small beside them."""
+    publication = plan.publication
+    if plan.pretrained or publication.calibration:
+        return
+    per_copy = math.hypot(publication.kappa * min(publication.scheme.scales), publication.shared_kappa)
+    combined = publication.shared_kappa if publication.copies > 1 else per_copy
+    by_copies = f", with all copies {combined:.2g}" if publication.copies > 1 else ""
+    yield Remark(
+        f"these copies give the weights away: whoever aligns one with a public model of the family is off by "
+        f"{per_copy:.2g} of their size{by_copies} (`mpu audit` carries it out). --pretrained, the public model that "
+        "yours was fine-tuned from, chooses noise that hides what fine-tuning changed",
+        is_warning=True,
+    )
 
 
 def remarks_on_noise(published: Published) -> Iterator[Remark]:
