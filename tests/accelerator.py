@@ -72,8 +72,8 @@ def keep(made: torch.Tensor, numbers: torch.Tensor) -> None:
     weakref.finalize(storage, let_go, storage._cdata, key, nbytes, numbers).atexit = False
 
 
-def let_go(place: int, key: int, nbytes: int, _: torch.Tensor) -> None:
-    _held.pop(place, None)
+def let_go(root: int, key: int, nbytes: int, _: torch.Tensor) -> None:
+    _held.pop(root, None)
     _views[key] -= 1
     if not _views[key]:
         METER.held -= nbytes

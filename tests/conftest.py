@@ -114,7 +114,7 @@ def _deterministic() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A folder with a base, forget and retain records."""
     save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)

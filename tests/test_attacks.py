@@ -50,14 +50,14 @@ from tests.models import Trained, load, random_model, save, write_records
 TRAINING = ["--epochs", 1, "--batch-size", 3, "--lr", "1e-3"]
 
 
-def published(mpu: Callable, place: Path, *options: object, base: str = "base") -> Path:
+def published(mpu: Callable, root: Path, *options: object, base: str = "base") -> Path:
     """The first of two copies of a model in ``place``."""
-    mpu("publish", base, "--copies", 2, "--seed", 1, "--force", *options, cwd=place)
-    return place / "copy_1"
+    mpu("publish", base, "--copies", 2, "--seed", 1, "--force", *options, cwd=root)
+    return root / "copy_1"
 
 
-def unlearned(mpu: Callable, place: Path, copy: Path, out: str, *options: object, check: bool = True):
-    return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, check=check, cwd=place)
+def unlearned(mpu: Callable, root: Path, copy: Path, out: str, *options: object, check: bool = True):
+    return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, check=check, cwd=root)
 
 
 def edit(path: Path, **values: object) -> None:
@@ -66,41 +66,41 @@ def edit(path: Path, **values: object) -> None:
 
 class TestACopyThatReadsTheClientsDisk:
     @pytest.fixture
-    def private(self, place: Path) -> Path:
+    def private(self, root: Path) -> Path:
         """Another model that the client can read, of the same shapes."""
-        return save(random_model("llama", seed=9), place / "private")
+        return save(random_model("llama", seed=9), root / "private")
 
     @pytest.mark.parametrize("absolute", [True, False])
-    def test_a_config_that_names_other_weights(self, mpu: Callable, place: Path, private: Path, absolute: bool) -> None:
-        copy = published(mpu, place)
-        unlearned(mpu, place, copy, "honest")
+    def test_a_config_that_names_other_weights(self, mpu: Callable, root: Path, private: Path, absolute: bool) -> None:
+        copy = published(mpu, root)
+        unlearned(mpu, root, copy, "honest")
         measured = ["--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--json"]
-        expected = mpu("eval", copy, *measured, "--out", "a.json", cwd=place).json["metrics"]
+        expected = mpu("eval", copy, *measured, "--out", "a.json", cwd=root).json["metrics"]
         file = str(private / "model.safetensors") if absolute else "../private/model.safetensors"
         index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(private / "model.safetensors"), file)}
         (copy / "other.safetensors.index.json").write_text(json.dumps(index))
         edit(copy / "config.json", transformers_weights="other.safetensors.index.json")
-        unlearned(mpu, place, copy, "attacked", "--trust-copy")  # it is not the copy of before
-        assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
-        assert mpu("eval", copy, *measured, "--out", "b.json", cwd=place).json["metrics"] == expected
+        unlearned(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
+        assert mpu("eval", copy, *measured, "--out", "b.json", cwd=root).json["metrics"] == expected
 
     @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "mpu.json"])
-    def test_a_link_in_place_of_a_file(self, mpu: Callable, place: Path, private: Path, name: str) -> None:
-        copy = published(mpu, place)
+    def test_a_link_in_place_of_a_file(self, mpu: Callable, root: Path, private: Path, name: str) -> None:
+        copy = published(mpu, root)
         target = private / name
         if name == "mpu.json":
             target.write_text((copy / name).read_text())
         (copy / name).unlink()
         (copy / name).symlink_to(target)
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "is a link" in refused.err
         assert refused.is_one_error
-        assert not (place / "d.safetensors").exists()
+        assert not (root / "d.safetensors").exists()
 
-    def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
-        cache = place / "models--owner--name"
+    def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
+        cache = root / "models--owner--name"
         (cache / "blobs").mkdir(parents=True)
         (cache / "snapshots").mkdir()
         snapshot = cache / "snapshots/0123abc"
@@ -108,33 +108,33 @@ class TestACopyThatReadsTheClientsDisk:
         for number, path in enumerate(sorted(copy.iterdir())):
             path.rename(cache / f"blobs/{number}")
             (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-        unlearned(mpu, place, snapshot, "d")
-        (cache / "blobs/0").rename(place / "elsewhere")
-        (cache / "blobs/0").symlink_to(place / "elsewhere")
-        assert "is a link" in unlearned(mpu, place, snapshot, "d", check=False).err
+        unlearned(mpu, root, snapshot, "d")
+        (cache / "blobs/0").rename(root / "elsewhere")
+        (cache / "blobs/0").symlink_to(root / "elsewhere")
+        assert "is a link" in unlearned(mpu, root, snapshot, "d", check=False).err
         (cache / "blobs/0").unlink()
-        (place / "elsewhere").rename(cache / "blobs/0")
-        (cache / "blobs").rename(place / "private_folder")
-        (cache / "blobs").symlink_to(place / "private_folder")
-        assert "is a link" in unlearned(mpu, place, snapshot, "d", check=False).err
+        (root / "elsewhere").rename(cache / "blobs/0")
+        (cache / "blobs").rename(root / "private_folder")
+        (cache / "blobs").symlink_to(root / "private_folder")
+        assert "is a link" in unlearned(mpu, root, snapshot, "d", check=False).err
 
-    def test_a_template_of_any_length(self, mpu: Callable, place: Path) -> None:
+    def test_a_template_of_any_length(self, mpu: Callable, root: Path) -> None:
         """It would be sent to the process that renders with each record."""
-        copy = published(mpu, place)
+        copy = published(mpu, root)
         (copy / "chat_template.jinja").write_text("x" * 300_000)
-        assert "larger than" in unlearned(mpu, place, copy, "d", check=False).err
+        assert "larger than" in unlearned(mpu, root, copy, "d", check=False).err
 
-    def test_a_tokenizer_that_names_files(self, mpu: Callable, place: Path) -> None:
+    def test_a_tokenizer_that_names_files(self, mpu: Callable, root: Path) -> None:
         """Paths in tokenizer_config.json are not followed, code and unknown names are left out."""
-        copy = published(mpu, place)
-        unlearned(mpu, place, copy, "honest")
-        shutil.copy(copy / "tokenizer.json", place / "secret.json")
-        edit(copy / "tokenizer_config.json", tokenizer_file=str(place / "secret.json"),
+        copy = published(mpu, root)
+        unlearned(mpu, root, copy, "honest")
+        shutil.copy(copy / "tokenizer.json", root / "secret.json")
+        edit(copy / "tokenizer_config.json", tokenizer_file=str(root / "secret.json"),
              vocab_file="/etc/passwd", auto_map={"AutoTokenizer": ["evil.py--Evil", None]})  # fmt: skip
-        (copy / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
-        unlearned(mpu, place, copy, "attacked", "--trust-copy")  # it is not the copy of before
-        assert (place / "attacked.safetensors").read_bytes() == (place / "honest.safetensors").read_bytes()
-        assert not (place / "ran").exists()
+        (copy / "evil.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
+        unlearned(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
+        assert not (root / "ran").exists()
 
     @pytest.mark.parametrize(
         "value",
@@ -153,20 +153,20 @@ class TestACopyThatReadsTheClientsDisk:
             '{"model_type": "llama"}', '{"model_type": "llama", "text_config": {}}',
         )  # fmt: skip
 
-    def test_a_quantised_copy(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_a_quantised_copy(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-        assert "quantis" in unlearned(mpu, place, copy, "d", check=False).err
+        assert "quantis" in unlearned(mpu, root, copy, "d", check=False).err
 
-    def test_an_adapter_that_imports_a_module(self, mpu: Callable, place: Path, trained: Trained) -> None:
+    def test_an_adapter_that_imports_a_module(self, mpu: Callable, root: Path, trained: Trained) -> None:
         """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
         records = ["--forget", trained.forget, "--retain", trained.retain]
-        mpu("publish", trained.model, "--copies", 2, cwd=place)
+        mpu("publish", trained.model, "--copies", 2, cwd=root)
         for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *records, "--epochs", 1, "--lora-rank", 2, cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
-        (place / "evil_module.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
-        edit(place / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
+            mpu("unlearn", f"copy_{k}", *records, "--epochs", 1, "--lora-rank", 2, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
+        (root / "evil_module.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
+        edit(root / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
         asked = [
             "--base",
             trained.model,
@@ -177,23 +177,23 @@ class TestACopyThatReadsTheClientsDisk:
             "--metrics",
             "forget_Q_A_Prob",
         ]
-        sys.path.insert(0, str(place))
+        sys.path.insert(0, str(root))
         try:
-            mpu("eval", "adapter", *asked, cwd=place)
+            mpu("eval", "adapter", *asked, cwd=root)
         finally:
-            sys.path.remove(str(place))
-        assert not (place / "ran").exists()
-        edit(place / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
-        refused = mpu("eval", "adapter", *asked, "--out", "b.json", check=False, cwd=place)
+            sys.path.remove(str(root))
+        assert not (root / "ran").exists()
+        edit(root / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
+        refused = mpu("eval", "adapter", *asked, "--out", "b.json", check=False, cwd=root)
         assert "not a LoRA adapter" in refused.err
 
     def test_weights_that_change_between_check_and_use(
-        self, mpu: Callable, place: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+        self, mpu: Callable, root: Path, private: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another file under the name once its header was read: what was loaded is compared with what was opened."""
         from mpu_cli.models import loading
 
-        copy, read = published(mpu, place), loading.AutoConfig.from_pretrained
+        copy, read = published(mpu, root), loading.AutoConfig.from_pretrained
 
         def swap(*arguments: object, **options: object) -> object:
             os.replace(private / "model.safetensors", copy / "model.safetensors")
@@ -223,12 +223,12 @@ class TestAChatTemplateThatNeverEnds:
         ],
         ids=["loops", "text", "doubling", "number"],
     )
-    def test_it_is_stopped(self, mpu: Callable, place: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_stopped(self, mpu: Callable, root: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sandbox, "SECONDS", 2.0)
-        copy = published(mpu, place)
+        copy = published(mpu, root)
         (copy / "chat_template.jinja").write_text(template)
         started = time.monotonic()
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "chat template" in refused.err
         assert "cannot be used" in refused.err or "rejected" in refused.err  # stopped from outside, or out of memory
@@ -286,16 +286,16 @@ ARCHIVES = {
 
 class TestASealedCopyThatWritesElsewhere:
     @pytest.mark.parametrize("attack", ARCHIVES)
-    def test_members(self, mpu: Callable, place: Path, attack: str) -> None:
-        make_identity(place / "id.txt")
-        identity = pyrage.x25519.Identity.from_str((place / "id.txt").read_text().split()[-1])
-        (place / "x.age").write_bytes(pyrage.encrypt(archive(*ARCHIVES[attack]), [identity.to_public()]))
-        before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
-        refused = mpu("unlearn", "x.age", "--identity", "id.txt", "--out", "d.safetensors", check=False, cwd=place)
+    def test_members(self, mpu: Callable, root: Path, attack: str) -> None:
+        make_identity(root / "id.txt")
+        identity = pyrage.x25519.Identity.from_str((root / "id.txt").read_text().split()[-1])
+        (root / "x.age").write_bytes(pyrage.encrypt(archive(*ARCHIVES[attack]), [identity.to_public()]))
+        before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+        refused = mpu("unlearn", "x.age", "--identity", "id.txt", "--out", "d.safetensors", check=False, cwd=root)
         assert refused.status == 1
         assert "contains no copy of a model" in refused.err
         assert refused.is_one_error
-        assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+        assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
         assert not Path("/tmp/escaped").exists()
 
     @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -365,8 +365,8 @@ class TestADeltaThatListsTheWords:
         assert len(listed - words) <= 8  # the template's own
         kept = load_file(tmp_path / "default.safetensors")
         assert not {n for n in kept if "embed" in n or "lm_head" in n}
-        told = mpu("audit-delta", "base", "trained.safetensors", "--json", cwd=tmp_path).json
-        [reading] = [each for each in told if (each["tensor"], each["rule"]) == (name, "rows that moved")]
+        document = mpu("audit-delta", "base", "trained.safetensors", "--json", cwd=tmp_path).json
+        [reading] = [each for each in document if (each["tensor"], each["rule"]) == (name, "rows that moved")]
         assert reading["tells"]
         assert min(reading["precision"], reading["recall"]) > 0.9
 
@@ -375,19 +375,19 @@ class TestADeltaThatListsTheWords:
         write_records(tmp_path / "forget.jsonl", 4, 1)
         mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, "--train-embeddings", "--out", "d.safetensors",
             cwd=tmp_path)  # fmt: skip
-        told = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
-        assert any("longest record has" in (each["fact"] or "") for each in told)
+        document = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
+        assert any("longest record has" in (each["fact"] or "") for each in document)
 
-    def test_a_round_without_embeddings_aggregates(self, mpu: Callable, place: Path) -> None:
+    def test_a_round_without_embeddings_aggregates(self, mpu: Callable, root: Path) -> None:
         """Their change is zero; a round in which one copy trained them and another did not is refused."""
-        published(mpu, place)
+        published(mpu, root)
         for k, options in ((1, []), (2, ["--train-embeddings"])):
-            mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=place)
-        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=place)
+            mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=root)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
         assert "tensors differ" in refused.err
-        mpu("unlearn", "copy_2", *TRAINING, "--force", cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "after", cwd=place)
-        before, after = (load_file(place / name / "model.safetensors") for name in ("base", "after"))
+        mpu("unlearn", "copy_2", *TRAINING, "--force", cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "after", cwd=root)
+        before, after = (load_file(root / name / "model.safetensors") for name in ("base", "after"))
         assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
 
@@ -395,66 +395,66 @@ class TestADeltaThatListsTheWords:
 class TestTheSpool:
     RUN = "r/round_1"
 
-    def arrive(self, mpu: Callable, place: Path) -> Spool:
+    def arrive(self, mpu: Callable, root: Path) -> Spool:
         """Two copies in a spool."""
-        mpu("publish", "base", "--copies", 2, "--run", "r", "--seed", 1, cwd=place)
-        spool = Spool(place / "spool")
+        mpu("publish", "base", "--copies", 2, "--run", "r", "--seed", 1, cwd=root)
+        spool = Spool(root / "spool")
         spool.inbox_path(f"{self.RUN}/copy_1").parent.mkdir(parents=True)
         for k in (1, 2):
-            shutil.move(place / f"copy_{k}", spool.inbox_path(f"{self.RUN}/copy_{k}"))
+            shutil.move(root / f"copy_{k}", spool.inbox_path(f"{self.RUN}/copy_{k}"))
         return spool
 
-    def watch(self, mpu: Callable, place: Path, *options: object):
-        return mpu("watch", "spool", *TRAINING, "--work", "work", "--once", *options, check=False, cwd=place)
+    def watch(self, mpu: Callable, root: Path, *options: object):
+        return mpu("watch", "spool", *TRAINING, "--work", "work", "--once", *options, check=False, cwd=root)
 
     @pytest.mark.slow
-    def test_names_that_are_links(self, mpu: Callable, place: Path) -> None:
+    def test_names_that_are_links(self, mpu: Callable, root: Path) -> None:
         """In ``out``: of the delta, of hidden names, of the folder above, of the mark of a failure."""
-        spool = self.arrive(mpu, place)
-        records = (place / "forget.jsonl").read_bytes()
+        spool = self.arrive(mpu, root)
+        records = (root / "forget.jsonl").read_bytes()
         out = spool.root / "out/r/round_1"
         out.mkdir(parents=True)
         for name in ("copy_1.safetensors", ".copy_1.safetensors.partial", "copy_2.failed"):
-            (out / name).symlink_to(place / "forget.jsonl")
-        (out / "copy_2.safetensors").symlink_to(place / "made_elsewhere")
-        told = self.watch(mpu, place)
+            (out / name).symlink_to(root / "forget.jsonl")
+        (out / "copy_2.safetensors").symlink_to(root / "made_elsewhere")
+        told = self.watch(mpu, root)
         assert told.status == 0, told.err
-        assert (place / "forget.jsonl").read_bytes() == records
-        assert not (place / "made_elsewhere").exists()
+        assert (root / "forget.jsonl").read_bytes() == records
+        assert not (root / "made_elsewhere").exists()
         for k in (1, 2):
             delta = spool.delta(f"{self.RUN}/copy_{k}")
             assert not delta.is_symlink()
             assert open_checkpoint(delta).tensors
 
     @pytest.mark.slow
-    def test_a_folder_that_is_a_link(self, mpu: Callable, place: Path) -> None:
-        spool = self.arrive(mpu, place)
-        (place / "victim").mkdir()
+    def test_a_folder_that_is_a_link(self, mpu: Callable, root: Path) -> None:
+        spool = self.arrive(mpu, root)
+        (root / "victim").mkdir()
         (spool.root / "out").mkdir()
-        (spool.root / "out/r").symlink_to(place / "victim")
-        told = self.watch(mpu, place)
+        (spool.root / "out/r").symlink_to(root / "victim")
+        told = self.watch(mpu, root)
         assert told.status == 1
         assert "Traceback" not in told.err
-        assert list((place / "victim").iterdir()) == []
+        assert list((root / "victim").iterdir()) == []
 
-    def test_a_copy_that_is_a_link(self, mpu: Callable, place: Path) -> None:
+    def test_a_copy_that_is_a_link(self, mpu: Callable, root: Path) -> None:
         """A link in place of its weights, or of the whole folder."""
-        spool = self.arrive(mpu, place)
-        private = save(random_model("llama", seed=9), place / "private")
+        spool = self.arrive(mpu, root)
+        private = save(random_model("llama", seed=9), root / "private")
         first, second = (spool.inbox_path(f"{self.RUN}/copy_{k}") for k in (1, 2))
         (first / "model.safetensors").unlink()
         (first / "model.safetensors").symlink_to(private / "model.safetensors")
-        second.rename(place / "moved")
-        second.symlink_to(place / "moved")
-        told = self.watch(mpu, place)
+        second.rename(root / "moved")
+        second.symlink_to(root / "moved")
+        told = self.watch(mpu, root)
         assert told.status == 1
         assert "is a link" in told.err
         assert list((spool.root / "out").rglob("*.safetensors")) == []
 
     @pytest.mark.slow
-    def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, place: Path) -> None:
+    def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, root: Path) -> None:
         """Odd names, FIFOs, endless files, too few rows of embeddings, templates that never end."""
-        spool = self.arrive(mpu, place)
+        spool = self.arrive(mpu, root)
         good = spool.inbox_path(f"{self.RUN}/copy_2")
         inbox = good.parent
         for name in ("copy_²", "copy_a", "copy_1.x"):
@@ -479,30 +479,30 @@ class TestTheSpool:
         facts = json.loads((inbox / "copy_6/mpu.json").read_text())
         save_file(load_file(good / "model.safetensors"), inbox / "copy_6/model.safetensors",
                   {"format": "pt", **as_metadata(facts)})  # fmt: skip
-        told = self.watch(mpu, place)
+        told = self.watch(mpu, root)
         assert told.status == 1
         assert "Traceback" not in told.err
         assert spool.state(f"{self.RUN}/copy_1") == spool.state(f"{self.RUN}/copy_2") == "done"
         for k in (3, 4, 5, 6):
             assert spool.state(f"{self.RUN}/copy_{k}") == "failed", k
             assert f"copy_{k}: " in told.err
-        again = self.watch(mpu, place)
+        again = self.watch(mpu, root)
         assert again.out == ""
 
-    def test_a_copy_that_takes_too_long(self, mpu: Callable, place: Path) -> None:
-        spool = self.arrive(mpu, place)
-        told = self.watch(mpu, place, "--copy-timeout", 1)
+    def test_a_copy_that_takes_too_long(self, mpu: Callable, root: Path) -> None:
+        spool = self.arrive(mpu, root)
+        told = self.watch(mpu, root, "--copy-timeout", 1)
         assert "not done after 1 s" in told.err
         assert spool.state(f"{self.RUN}/copy_1") == "failed"
 
-    def test_what_is_taken_cannot_be_changed_any_more(self, place: Path) -> None:
+    def test_what_is_taken_cannot_be_changed_any_more(self, root: Path) -> None:
         """A file that shrinks while it is mapped ends a process; one in a private copy cannot."""
-        spool = Spool(place / "spool")
+        spool = Spool(root / "spool")
         copy = spool.inbox_path("r/round_1/copy_1")
         copy.mkdir(parents=True)
         (copy / "model.safetensors").write_bytes(bytes(5000))
         (copy / "unknown.bin").write_bytes(b"x")
-        taken = spool.take("r/round_1/copy_1", place / "work/taken")
+        taken = spool.take("r/round_1/copy_1", root / "work/taken")
         os.truncate(copy / "model.safetensors", 10)
         assert {path.name: path.stat().st_size for path in taken.iterdir()} == {"model.safetensors": 5000}
         assert (taken / "model.safetensors").stat().st_mode & 0o777 == 0o600
@@ -544,19 +544,19 @@ def _made(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, place: Path) -> None:
-    mpu("publish", "base", "--copies", 2, "--run", "r", cwd=place)
-    spool = place / "spool/in/r/round_1"
+def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, root: Path) -> None:
+    mpu("publish", "base", "--copies", 2, "--run", "r", cwd=root)
+    spool = root / "spool/in/r/round_1"
     spool.mkdir(parents=True)
-    shutil.copytree(place / "copy_1", spool / "copy_1")
+    shutil.copytree(root / "copy_1", spool / "copy_1")
     before = os.umask(0)
     try:
         mpu("unlearn", "copy_2", *TRAINING, "--resume", "--log", "log.jsonl", "--reference-file", "kept/ref.safetensors"
-            if (place / "kept").mkdir(0o700) else "ref.safetensors", cwd=place)  # fmt: skip
-        mpu("watch", "spool", *TRAINING, "--work", "work", "--once", cwd=place)
+            if (root / "kept").mkdir(0o700) else "ref.safetensors", cwd=root)  # fmt: skip
+        mpu("watch", "spool", *TRAINING, "--work", "work", "--once", cwd=root)
     finally:
         os.umask(before)
-    private = [place / "deltas", place / "log.jsonl", place / "ref.safetensors", place / "work",
+    private = [root / "deltas", root / "log.jsonl", root / "ref.safetensors", root / "work",
                Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"]  # fmt: skip
     for top in private:
         for path in (top, *top.rglob("*")):
@@ -565,15 +565,15 @@ def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, plac
 
 class TestLostUpdates:
     @pytest.mark.slow
-    def test_two_deltas_added_at_once(self, mpu: Callable, place: Path, shell: Callable) -> None:
-        published(mpu, place)
+    def test_two_deltas_added_at_once(self, mpu: Callable, root: Path, shell: Callable) -> None:
+        published(mpu, root)
         for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
         add = "mpu aggregate deltas/copy_{}.safetensors --keys keys.bin --running sum"
         done = shell(f"({add.format(1)}) & a=$!; ({add.format(2)}) & b=$!; wait $a && wait $b")
         assert done.returncode == 0, done.stderr
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "at_once", cwd=place)
-        one, other = (load_file(place / name / "model.safetensors") for name in ("unlearned", "at_once"))
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "at_once", cwd=root)
+        one, other = (load_file(root / name / "model.safetensors") for name in ("unlearned", "at_once"))
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
 
     @pytest.mark.parametrize("directory", [True, False])
@@ -651,23 +651,23 @@ def answer(body: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTP
 
 
 class TestAnEndpoint:
-    def evaluate(self, mpu: Callable, place: Path, url: str):
+    def evaluate(self, mpu: Callable, root: Path, url: str):
         return mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--endpoint", url, check=False,
-                   cwd=place)  # fmt: skip
+                   cwd=root)  # fmt: skip
 
-    def test_its_key_goes_nowhere_else(self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_key_goes_nowhere_else(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Not the key of another service, not over http to another machine, not on to where it redirects."""
         monkeypatch.setenv("OPENAI_API_KEY", "of another service")
         with server(answer(b"{}")) as (other, seen), server(answer(b"", 302, Location=f"{other}/x")) as (url, asked):
-            told = self.evaluate(mpu, place, url)
+            told = self.evaluate(mpu, root, url)
             assert told.is_one_error
             assert "redirects to" in told.err
             assert "Authorization" not in asked[0]
             monkeypatch.setenv("MPU_ENDPOINT_KEY", "secret")
-            self.evaluate(mpu, place, url)
+            self.evaluate(mpu, root, url)
             assert asked[-1]["Authorization"] == "Bearer secret"
             assert seen == []
-        told = self.evaluate(mpu, place, "http://192.0.2.1/v1")
+        told = self.evaluate(mpu, root, "http://192.0.2.1/v1")
         assert "is not sent over http" in told.err
 
     @pytest.mark.parametrize(
@@ -681,19 +681,19 @@ class TestAnEndpoint:
         ],
         ids=range(11),
     )  # fmt: skip
-    def test_malformed_replies_are_one_error(self, mpu: Callable, place: Path, body: bytes) -> None:
+    def test_malformed_replies_are_one_error(self, mpu: Callable, root: Path, body: bytes) -> None:
         with server(answer(body)) as (url, _):
-            told = self.evaluate(mpu, place, url)
+            told = self.evaluate(mpu, root, url)
         assert told.status == 1
         assert told.is_one_error, told.err
         assert "unexpected" not in told.err
 
 
 class TestWhatLeavesTheServer:
-    def test_no_path_and_no_code(self, mpu: Callable, place: Path) -> None:
+    def test_no_path_and_no_code(self, mpu: Callable, root: Path) -> None:
         """Whatever JSON beside the weights says: paths, nested or not, repositories and code stay at home."""
-        secret = str(place)
-        base = place / "base"
+        secret = str(root)
+        base = root / "base"
         edit(base / "config.json", _name_or_path=secret, auto_map={"AutoModel": f"{secret}/x.py--X"},
              rope_parameters={"rope_type": "default", "rope_theta": 1e4, "_name_or_path": secret},
              internal_notes=f"trained in {secret}")  # fmt: skip
@@ -701,33 +701,33 @@ class TestWhatLeavesTheServer:
              name_or_path=secret, auto_map={"AutoTokenizer": [secret, None]})  # fmt: skip
         (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
         (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
-        published(mpu, place)
+        published(mpu, root)
         for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
+            mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         for name in ("config.json", "tokenizer_config.json"):  # the result is the server's own
-            assert (place / "model" / name).read_bytes() == (base / name).read_bytes()
+            assert (root / "model" / name).read_bytes() == (base / name).read_bytes()
         for folder in ("copy_1", "adapter"):
-            for path in (place / folder).iterdir():
+            for path in (root / folder).iterdir():
                 content = path.read_bytes()
                 assert secret.encode() not in content, path
                 assert b"auto_map" not in content
                 assert b"internal_notes" not in content
-        assert json.loads((place / "copy_1/generation_config.json").read_text()) == {"eos_token_id": 1}
-        assert json.loads((place / "copy_1/preprocessor_config.json").read_text()) == {"size": {"height": 2}}
-        load(place / "copy_1", torch.float32, "cpu")
+        assert json.loads((root / "copy_1/generation_config.json").read_text()) == {"eos_token_id": 1}
+        assert json.loads((root / "copy_1/preprocessor_config.json").read_text()) == {"size": {"height": 2}}
+        load(root / "copy_1", torch.float32, "cpu")
 
     def test_what_is_published_as_it_is_is_said(self, mpu: Callable, tmp_path: Path) -> None:
         """A vision tower has neither noise nor coordinates: its share stands in what publish and plan print."""
         save(random_model("gemma3"), tmp_path / "base")
-        told = mpu("publish", "base", "--copies", 2, cwd=tmp_path)
+        outcome = mpu("publish", "base", "--copies", 2, cwd=tmp_path)
         bare = [n for n in load_file(tmp_path / "base/model.safetensors") if n.startswith(("vision", "model.vision"))]
         base, copy = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "copy_1"))
         same = sum(base[n].numel() for n in base if n in copy and torch.equal(base[n], copy[n]))
         assert bare
-        assert f"{same:,} of" in told.err
-        assert "without noise or secret coordinates" in told.err
+        assert f"{same:,} of" in outcome.err
+        assert "without noise or secret coordinates" in outcome.err
         assert f"{same:,} of" in mpu("plan", "base", cwd=tmp_path).out
         assert f"{same:,} of" in mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path).out
 
@@ -744,29 +744,29 @@ def imprint():
 
 
 class TestACraftedCopy:
-    def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, place: Path) -> None:
+    def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, root: Path) -> None:
         """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
-        public = save(random_model("llama", seed=5), place / "public")
-        copy = published(mpu, place)
-        unlearned(mpu, place, copy, "honest", "--like", public)
+        public = save(random_model("llama", seed=5), root / "public")
+        copy = published(mpu, root)
+        unlearned(mpu, root, copy, "honest", "--like", public)
         default_ledger_path().unlink()  # else the ledger tells that this is not the copy of before
         weights = load_file(copy / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
         edit(copy / "config.json", tie_word_embeddings=False)
-        refused = unlearned(mpu, place, copy, "d", "--like", public, check=False)
+        refused = unlearned(mpu, root, copy, "d", "--like", public, check=False)
         assert refused.status == 1
         assert "tie_word_embeddings" in refused.err
         assert "lm_head.weight" in refused.err
-        assert not (place / "d.safetensors").exists()
-        told = unlearned(mpu, place, copy, "d", "--like", public, "--trust-copy")
-        assert "tie_word_embeddings" in told.err
-        assert "lm_head.weight" not in load_file(place / "d.safetensors")  # not trained unless asked
+        assert not (root / "d.safetensors").exists()
+        outcome = unlearned(mpu, root, copy, "d", "--like", public, "--trust-copy")
+        assert "tie_word_embeddings" in outcome.err
+        assert "lm_head.weight" not in load_file(root / "d.safetensors")  # not trained unless asked
 
     @pytest.mark.parametrize("change", ["tokenizer", "template", "width"])
-    def test_what_else_a_public_model_shows(self, mpu: Callable, place: Path, change: str) -> None:
-        public = save(random_model("llama", seed=5), place / "public")
-        copy = published(mpu, place)
+    def test_what_else_a_public_model_shows(self, mpu: Callable, root: Path, change: str) -> None:
+        public = save(random_model("llama", seed=5), root / "public")
+        copy = published(mpu, root)
         if change == "tokenizer":
             text = (copy / "tokenizer.json").read_text().replace('"w9"', '"w9x"')
             (copy / "tokenizer.json").write_text(text)
@@ -776,22 +776,22 @@ class TestACraftedCopy:
             weights = load_file(copy / "model.safetensors")
             weights["model.layers.0.mlp.up_proj.weight"][:9] *= 1e4
             save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        refused = unlearned(mpu, place, copy, "d", "--like", public, check=False)
+        refused = unlearned(mpu, root, copy, "d", "--like", public, check=False)
         assert refused.status == 1
         says = {"tokenizer": "vocabulary", "template": "chat template", "width": "rows of another size"}[change]
         assert says in refused.err
 
-    def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, place: Path) -> None:
-        published(mpu, place)
-        unlearned(mpu, place, place / "copy_1", "d1")
-        weights = load_file(place / "copy_2/model.safetensors")
+    def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, root: Path) -> None:
+        published(mpu, root)
+        unlearned(mpu, root, root / "copy_1", "d1")
+        weights = load_file(root / "copy_2/model.safetensors")
         weights = {name: tensor * (4 if "embed" in name else 1) for name, tensor in weights.items()}
-        save_file(weights, place / "copy_2/model.safetensors",
-                  open_checkpoint(place / "copy_2/model.safetensors").metadata)  # fmt: skip
-        refused = unlearned(mpu, place, place / "copy_2", "d2", check=False)
+        save_file(weights, root / "copy_2/model.safetensors",
+                  open_checkpoint(root / "copy_2/model.safetensors").metadata)  # fmt: skip
+        refused = unlearned(mpu, root, root / "copy_2", "d2", check=False)
         assert refused.status == 1
         assert "that of copy 1" in refused.err
-        unlearned(mpu, place, place / "copy_2", "d2", "--trust-copy")
+        unlearned(mpu, root, root / "copy_2", "d2", "--trust-copy")
 
     def test_another_publication_of_the_same_name(self) -> None:
         """What --seed names alike is not compared; copies of one publication are."""
@@ -861,70 +861,70 @@ class TestACopyThatFailsOnAWord:
     """Whether it failed would tell the server what the records say."""
 
     @pytest.fixture
-    def word(self, place: Path) -> str:
+    def word(self, root: Path) -> str:
         """One that a single record has."""
-        lines = (place / "forget.jsonl").read_text().splitlines()
+        lines = (root / "forget.jsonl").read_text().splitlines()
         words = [set(json.loads(line)["answer"].split()) for line in lines]
         return next(word for word in sorted(words[0]) if not any(word in other for other in words[1:]))
 
-    def test_a_row_that_is_not_a_number(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_a_row_that_is_not_a_number(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][7] = float("nan")
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
         assert refused.is_one_error
 
-    def test_a_template_that_raises(self, mpu: Callable, place: Path, word: str) -> None:
-        copy = published(mpu, place)
+    def test_a_template_that_raises(self, mpu: Callable, root: Path, word: str) -> None:
+        copy = published(mpu, root)
         template = (copy / "chat_template.jinja").read_text()
         trap = "{% for m in messages %}{% if 'WORD' in m.content.split() %}{{ raise_exception('x') }}{% endif %}"
         trap = trap.replace("WORD", word) + "{% endfor %}"
         (copy / "chat_template.jinja").write_text(trap + template)
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert "forget.jsonl, line 1: the tokenizer's chat template rejected it (x)" in refused.err
         ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
         assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
-        told = unlearned(mpu, place, copy, "d", "--dp-epsilon", 8)
-        assert "1 of 6 records of the forget set are left out" in told.err
-        assert (place / "d.safetensors").exists()
+        outcome = unlearned(mpu, root, copy, "d", "--dp-epsilon", 8)
+        assert "1 of 6 records of the forget set are left out" in outcome.err
+        assert (root / "d.safetensors").exists()
 
-    def test_a_layer_that_overflows_under_dp(self, mpu: Callable, place: Path, word: str) -> None:
-        copy = published(mpu, place, "--symmetries", "none")
+    def test_a_layer_that_overflows_under_dp(self, mpu: Callable, root: Path, word: str) -> None:
+        copy = published(mpu, root, "--symmetries", "none")
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        assert "diverged" in unlearned(mpu, place, copy, "d", "--trust-copy", check=False).err
-        unlearned(mpu, place, copy, "d", "--dp-epsilon", 8, "--trust-copy")
-        assert all(tensor.isfinite().all() for tensor in load_file(place / "d.safetensors").values())
+        assert "diverged" in unlearned(mpu, root, copy, "d", "--trust-copy", check=False).err
+        unlearned(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
+        assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())
 
 
 class TestATokenizerThatNeverEnds:
-    def test_rules_that_grow_a_word(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_rules_that_grow_a_word(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert "chat template or tokenizer cannot be used" in refused.err
         assert "GiB of memory" in refused.err or "longer than" in refused.err
         assert refused.is_one_error
 
-    def test_one_that_panics(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_one_that_panics(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "tokenizer" in refused.err
         assert refused.is_one_error
 
-    def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         word, number = next(iter(tokenizer["model"]["vocab"].items()))
         many = [{"SpecialToken": {"id": word, "type_id": 0}}] * 100_000
@@ -934,21 +934,21 @@ class TestATokenizerThatNeverEnds:
             "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
         }  # fmt: skip
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, place, copy, "d", "--template", "plain", check=False)
+        refused = unlearned(mpu, root, copy, "d", "--template", "plain", check=False)
         assert "characters become 100," in refused.err
         assert refused.is_one_error
 
-    def test_a_module_beside_the_copy_is_not_imported(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_module_beside_the_copy_is_not_imported(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
         for name in ("tokenizers", "json", "transformers"):
-            (place / f"{name}.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+            (root / f"{name}.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
         process = sandbox.Process()
-        monkeypatch.chdir(place)
+        monkeypatch.chdir(root)
         try:
             assert process.load("{}")[0] is False
         finally:
             process.stop()
-        assert not (place / "ran").exists()
+        assert not (root / "ran").exists()
 
     @pytest.mark.slow
     def test_it_ends_without_its_parent(self) -> None:
@@ -973,12 +973,12 @@ class TestATokenizerThatNeverEnds:
         assert not child.exists()
 
     @pytest.mark.parametrize("template", [{"a": "x"}, {"default": "\ud800"}])
-    def test_templates_that_are_none(self, mpu: Callable, place: Path, template: dict) -> None:
-        copy = published(mpu, place)
+    def test_templates_that_are_none(self, mpu: Callable, root: Path, template: dict) -> None:
+        copy = published(mpu, root)
         (copy / "chat_template.jinja").unlink()
         listed = [{"name": name, "template": text} for name, text in template.items()]
         edit(copy / "tokenizer_config.json", chat_template=listed)
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "template" in refused.err
         assert refused.is_one_error
@@ -986,52 +986,52 @@ class TestATokenizerThatNeverEnds:
 
 class TestAnAdapter:
     @pytest.fixture
-    def adapter(self, mpu: Callable, place: Path) -> Path:
-        published(mpu, place)
+    def adapter(self, mpu: Callable, root: Path) -> Path:
+        published(mpu, root)
         for k in (1, 2):
-            unlearned(mpu, place, place / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=place)
-        return place / "adapter"
+            unlearned(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
+        return root / "adapter"
 
     ASKED = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--force", "--json")
 
-    def measured(self, mpu: Callable, place: Path, *options: object, check: bool = True):
-        return mpu("eval", "adapter", *self.ASKED, *options, check=check, cwd=place)
+    def measured(self, mpu: Callable, root: Path, *options: object, check: bool = True):
+        return mpu("eval", "adapter", *self.ASKED, *options, check=check, cwd=root)
 
-    def test_its_base_is_not_looked_for(self, mpu: Callable, place: Path, adapter: Path) -> None:
-        honest = self.measured(mpu, place).json["metrics"]  # beside it
-        for base in (str(place / "base"), "somebody/tracking", "../place/base"):
+    def test_its_base_is_not_looked_for(self, mpu: Callable, root: Path, adapter: Path) -> None:
+        honest = self.measured(mpu, root).json["metrics"]  # beside it
+        for base in (str(root / "base"), "somebody/tracking", "../place/base"):
             edit(adapter / "adapter_config.json", base_model_name_or_path=base)
-            refused = self.measured(mpu, place, check=False)
+            refused = self.measured(mpu, root, check=False)
             assert "name it with --base" in refused.err
             assert refused.is_one_error
-        assert self.measured(mpu, place, "--base", "base").json["metrics"] == honest
+        assert self.measured(mpu, root, "--base", "base").json["metrics"] == honest
 
     def test_expressions_and_sizes_in_its_config(
-        self, mpu: Callable, place: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+        self, mpu: Callable, root: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        honest = self.measured(mpu, place).json["metrics"]
+        honest = self.measured(mpu, root).json["metrics"]
         config = json.loads((adapter / "adapter_config.json").read_text())
         edit(adapter / "adapter_config.json", target_modules="(([a-z_.0-9])*)*X", r=10**6, layers_pattern="(a*)*b",
              rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
-        assert self.measured(mpu, place).json["metrics"] == honest
+        assert self.measured(mpu, root).json["metrics"] == honest
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(([a-z_.0-9])*)*X": 1}}))
         monkeypatch.setattr(sandbox, "SECONDS", 2.0)
-        assert "it took longer" in self.measured(mpu, place, check=False).err
+        assert "it took longer" in self.measured(mpu, root, check=False).err
 
-    def test_tensors_without_a_place(self, mpu: Callable, place: Path, adapter: Path) -> None:
+    def test_tensors_without_a_place(self, mpu: Callable, root: Path, adapter: Path) -> None:
         weights = load_file(adapter / "adapter_model.safetensors")
         save_file({name.replace("layers.1.", "layers.9."): t for name, t in weights.items()},
                   adapter / "adapter_model.safetensors")  # fmt: skip
-        refused = self.measured(mpu, place, check=False)
+        refused = self.measured(mpu, root, check=False)
         assert refused.status == 1
         assert "layers.9" in refused.err
 
     @pytest.mark.parametrize("kind", ["dora", "saved", "biases"])
-    def test_honest_adapters_of_other_kinds(self, place: Path, kind: str) -> None:
+    def test_honest_adapters_of_other_kinds(self, root: Path, kind: str) -> None:
         from peft import LoraConfig, get_peft_model
 
-        base, _ = load(place / "base", torch.float32, "cpu")
+        base, _ = load(root / "base", torch.float32, "cpu")
         more = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["norm"]}, "biases": {"bias": "lora_only"}}
         adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more[kind]))
         with torch.no_grad():
@@ -1040,45 +1040,45 @@ class TestAnAdapter:
                     parameter.add_(
                         0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                     )
-        adapted.save_pretrained(place / "adapter")
-        own = with_adapter(load(place / "base", torch.float32, "cpu")[0], place / "adapter")
+        adapted.save_pretrained(root / "adapter")
+        own = with_adapter(load(root / "base", torch.float32, "cpu")[0], root / "adapter")
         ids = torch.tensor([[3, 5, 7]])
         expected = adapted.eval()(input_ids=ids).logits
         torch.testing.assert_close(own.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
-    def test_weights_that_are_a_link(self, mpu: Callable, place: Path, adapter: Path) -> None:
-        (adapter / "adapter_model.safetensors").rename(place / "elsewhere")
-        (adapter / "adapter_model.safetensors").symlink_to(place / "elsewhere")
-        refused = self.measured(mpu, place, check=False)
+    def test_weights_that_are_a_link(self, mpu: Callable, root: Path, adapter: Path) -> None:
+        (adapter / "adapter_model.safetensors").rename(root / "elsewhere")
+        (adapter / "adapter_model.safetensors").symlink_to(root / "elsewhere")
+        refused = self.measured(mpu, root, check=False)
         assert "is a link" in refused.err
 
 
 class TestSmallThings:
-    def test_a_config_larger_than_the_weights(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_a_config_larger_than_the_weights(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         edit(copy / "config.json", vocab_size=30_000_000)
         started = time.monotonic()
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert "describes a model of" in refused.err
         assert refused.is_one_error
         assert time.monotonic() - started < 20
 
-    def test_a_header_that_fills_the_memory(self, mpu: Callable, place: Path) -> None:
-        copy = published(mpu, place)
+    def test_a_header_that_fills_the_memory(self, mpu: Callable, root: Path) -> None:
+        copy = published(mpu, root)
         path = copy / "model.safetensors"
         path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little") + b"[" * (MAX_HEADER + 1))
-        refused = unlearned(mpu, place, copy, "d", check=False)
+        refused = unlearned(mpu, root, copy, "d", check=False)
         assert "header is longer" in refused.err
 
-    def test_an_algorithm_that_is_markup(self, mpu: Callable, place: Path) -> None:
+    def test_an_algorithm_that_is_markup(self, mpu: Callable, root: Path) -> None:
         """The delta's word for it stands in the model card."""
-        published(mpu, place)
+        published(mpu, root)
         for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=place)
-        path = place / "deltas/copy_1.safetensors"
+            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
+        path = root / "deltas/copy_1.safetensors"
         facts = json.loads(open_checkpoint(path).metadata["mpu"]) | {"algorithm": "npo |\n# Owned\n![](http://x)"}
         save_file(load_file(path), path, as_metadata(facts))
-        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=place)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
         assert "algorithm: not of the form" in refused.err
 
     def test_facts_of_a_delta_are_plain(self, tmp_path: Path) -> None:
@@ -1093,44 +1093,44 @@ class TestSmallThings:
             with pytest.raises(MpuError):
                 delta_manifest(as_metadata(good | bad), tmp_path)
 
-    def test_two_first_publications_at_once(self, mpu: Callable, place: Path, shell: Callable) -> None:
+    def test_two_first_publications_at_once(self, mpu: Callable, root: Path, shell: Callable) -> None:
         """Both keys open with the one identity that was made."""
         done = shell("for i in 1 2 3; do (mpu publish base --copies 2 --out p$i --keys p$i.bin) & done; wait")
         assert done.returncode == 0, done.stderr
         for i in (1, 2, 3):
-            assert "symmetries" in mpu("inspect", f"p{i}.bin", cwd=place).out
+            assert "symmetries" in mpu("inspect", f"p{i}.bin", cwd=root).out
 
-    def test_another_reference_for_the_second_copy(self, mpu: Callable, place: Path) -> None:
+    def test_another_reference_for_the_second_copy(self, mpu: Callable, root: Path) -> None:
         """Its noise would have another scale than its keys say."""
-        save(random_model("llama", seed=5), place / "reference")
+        save(random_model("llama", seed=5), root / "reference")
         asked = ["--reference", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
-        mpu("publish", "base", *asked, "--only", 1, cwd=place)
-        save(random_model("llama", seed=6), place / "reference")
-        refused = mpu("publish", "base", *asked, "--only", 2, check=False, cwd=place)
+        mpu("publish", "base", *asked, "--only", 1, cwd=root)
+        save(random_model("llama", seed=6), root / "reference")
+        refused = mpu("publish", "base", *asked, "--only", 2, check=False, cwd=root)
         assert refused.status == 1
         assert "another pretrained model" in refused.err
-        assert not (place / "copy_2").exists()
+        assert not (root / "copy_2").exists()
 
-    def test_max_norm_bounds_the_update(self, mpu: Callable, place: Path) -> None:
+    def test_max_norm_bounds_the_update(self, mpu: Callable, root: Path) -> None:
         """Weights of three copies have opposite signs: deltas below the bound can add up to an update above it."""
-        mpu("publish", "base", "--copies", 3, "--seed", 1, "--kappa", 0.2, cwd=place)
+        mpu("publish", "base", "--copies", 3, "--seed", 1, "--kappa", 0.2, cwd=root)
         for k in (1, 2, 3):
-            mpu("unlearn", f"copy_{k}", *TRAINING, "--trust-copy", cwd=place)
-        told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--json", "--dry-run", check=False, cwd=place)
-        assert told.status == 0
-        norms = [load_file(place / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
+            mpu("unlearn", f"copy_{k}", *TRAINING, "--trust-copy", cwd=root)
+        outcome = mpu("aggregate", "deltas", "--keys", "keys.bin", "--json", "--dry-run", check=False, cwd=root)
+        assert outcome.status == 0
+        norms = [load_file(root / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
         largest = max(float(sum(t.double().square().sum() for t in held.values()) ** 0.5) for held in norms)
         refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", 3, "--max-norm", 1.5 * largest,
-                      check=False, cwd=place)  # fmt: skip
+                      check=False, cwd=root)  # fmt: skip
         assert "the update's norm is" in refused.err
 
-    def test_a_config_with_more_layers_than_weights(self, mpu: Callable, place: Path) -> None:
+    def test_a_config_with_more_layers_than_weights(self, mpu: Callable, root: Path) -> None:
         """Libraries build them before they look."""
-        copy = published(mpu, place)
+        copy = published(mpu, root)
         for name, value in (("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12)):
             edit(copy / "config.json", **{name: value})
             (copy / "mpu.json").unlink(missing_ok=True)  # as a model of the client's own would be
-            refused = mpu("eval", copy, "--benchmark", "qa", "--forget", "forget.jsonl", check=False, cwd=place)
+            refused = mpu("eval", copy, "--benchmark", "qa", "--forget", "forget.jsonl", check=False, cwd=root)
             assert refused.status == 1
             assert refused.is_one_error
             edit(copy / "config.json", **{name: 2 if name == "num_hidden_layers" else 256})

@@ -43,16 +43,16 @@ WORD = "w9"  # which a hostile template or tokenizer treats in another way
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
     write_records(tmp_path / "retain.jsonl", 6, 2)
     return tmp_path
 
 
-def copies(mpu: Callable, place: Path) -> tuple[Path, Path]:
-    mpu("publish", "base", "--copies", 2, "--out", place, "--keys", place / "keys.bin", cwd=place)
-    return place / "copy_1", place / "copy_2"
+def copies(mpu: Callable, root: Path) -> tuple[Path, Path]:
+    mpu("publish", "base", "--copies", 2, "--out", root, "--keys", root / "keys.bin", cwd=root)
+    return root / "copy_1", root / "copy_2"
 
 
 def treat_word_differently(copy: Path) -> None:
@@ -66,60 +66,60 @@ def tags_of(delta: Path) -> dict[str, str] | None:
     return delta_manifest(open_checkpoint(delta).metadata, delta).trained
 
 
-def write_records_with(word: str, place: Path) -> None:
+def write_records_with(word: str, root: Path) -> None:
     """Six records to forget, of which the first holds ``word``."""
     answers = [f"w6 {word}", *(f"w{i}" for i in range(10, 15))]
     rows = [json.dumps({"question": "w4 w5", "answer": answer}) + "\n" for answer in answers]
-    (place / "forget.jsonl").write_text("".join(rows))
+    (root / "forget.jsonl").write_text("".join(rows))
 
 
 class TestTags:
     def test_a_copy_that_reads_a_word_differently_is_refused_before_a_record_is_read(
-        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whether the word is in the records or not: the refusal follows from the files."""
-        honest, crafted = copies(mpu, place)
-        unlearned(mpu, place, honest, "1")
+        honest, crafted = copies(mpu, root)
+        unlearned(mpu, root, honest, "1")
         treat_word_differently(crafted)
 
         def read(*_: object) -> None:
             raise AssertionError("a record was read")
 
         monkeypatch.setattr(Encoding, "encode_each", read)
-        refused = unlearned(mpu, place, crafted, "2", check=False)
+        refused = unlearned(mpu, root, crafted, "2", check=False)
         assert (refused.status, "is not that of another copy of the round" in refused.err) == (1, True)
 
     @pytest.mark.parametrize("word", [WORD, "w7"])
-    def test_a_tag_says_nothing_of_a_copys_encoding(self, mpu: Callable, place: Path, word: str) -> None:
+    def test_a_tag_says_nothing_of_a_copys_encoding(self, mpu: Callable, root: Path, word: str) -> None:
         """Trained all the same, both copies have one tag, with the word in the records and without."""
         rows = [
             {"question": "w4 w5", "answer": f"w6 {word}"},
             *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
         ]
-        (place / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        honest, crafted = copies(mpu, place)
+        (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        honest, crafted = copies(mpu, root)
         treat_word_differently(crafted)
         for number, copy in enumerate((honest, crafted), 1):
-            unlearned(mpu, place, copy, str(number), "--template", "chat", "--trust-copy")
-        first, second = (tags_of(place / f"{number}.safetensors") for number in (1, 2))
+            unlearned(mpu, root, copy, str(number), "--template", "chat", "--trust-copy")
+        first, second = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
         assert first == second is not None
 
-    def test_there_is_none_under_dp(self, mpu: Callable, place: Path) -> None:
-        honest, _ = copies(mpu, place)
-        unlearned(mpu, place, honest, "1", "--dp-epsilon", 8)
-        assert not tags_of(place / "1.safetensors")
+    def test_there_is_none_under_dp(self, mpu: Callable, root: Path) -> None:
+        honest, _ = copies(mpu, root)
+        unlearned(mpu, root, honest, "1", "--dp-epsilon", 8)
+        assert not tags_of(root / "1.safetensors")
 
     @pytest.mark.parametrize("word", [WORD, "w7"])
-    def test_a_reference_file_is_no_oracle_either(self, mpu: Callable, place: Path, word: str) -> None:
+    def test_a_reference_file_is_no_oracle_either(self, mpu: Callable, root: Path, word: str) -> None:
         """Probabilities of round 1 are refused for a copy of another template, whatever the records hold."""
         rows = [
             {"question": "w4 w5", "answer": f"w6 {word}"},
             *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
         ]
-        (place / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        honest, _ = copies(mpu, place)
+        (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        honest, _ = copies(mpu, root)
         options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--template", "chat")
-        unlearned(mpu, place, honest, "1", *options)
+        unlearned(mpu, root, honest, "1", *options)
         treat_word_differently(honest)
         facts = json.loads((honest / "mpu.json").read_text())
         assert facts["round"] == 1
@@ -129,23 +129,23 @@ class TestTags:
 
         metadata = {"mpu": json.dumps(json.loads((honest / "mpu.json").read_text()))}
         save_file(weights, honest / "model.safetensors", metadata)
-        refused = unlearned(mpu, place, honest, "2", *options, check=False)
+        refused = unlearned(mpu, root, honest, "2", *options, check=False)
         assert (refused.status, "tokenizer, template or config" in refused.err) == (1, True)
 
-    def test_a_special_token_cannot_replace_the_template(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, tokenizer = load(place / "base", torch.float32, "cpu")
+    def test_a_special_token_cannot_replace_the_template(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, tokenizer = load(root / "base", torch.float32, "cpu")
         named = {"chat_template": "w9", "add_generation_prompt": "w8", "messages": "w7"}
         monkeypatch.setattr(type(tokenizer), "special_tokens_map", property(lambda _: named))
         [text] = chat.render(tokenizer, [[{"role": "user", "content": "w4"}]], generation_prompt=False)
         assert "w4" in str(text)
 
-    def test_a_normalizer_is_seen_by_like(self, mpu: Callable, place: Path) -> None:
+    def test_a_normalizer_is_seen_by_like(self, mpu: Callable, root: Path) -> None:
         """The records need not show it: the files' content is compared."""
-        honest, _ = copies(mpu, place)
+        honest, _ = copies(mpu, root)
         table = json.loads((honest / "tokenizer.json").read_text())
         table["normalizer"] = {"type": "Replace", "pattern": {"String": "w99"}, "content": "w98"}
         (honest / "tokenizer.json").write_text(json.dumps(table))
-        refused = unlearned(mpu, place, honest, "1", "--like", "base", check=False)
+        refused = unlearned(mpu, root, honest, "1", "--like", "base", check=False)
         assert (refused.status, "'normalizer'" in refused.err) == (1, True)
 
 
@@ -177,16 +177,16 @@ class TestDpSgd:
         assert torch.allclose(alone, after, atol=1e-5)
         assert not torch.allclose(alone, too_long, atol=1e-3)  # the attack that the limit stops
 
-    def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, place: Path) -> None:
+    def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, root: Path) -> None:
         """A template that rejects one word: the same rate and steps with the word and without."""
         told = []
-        template = place / "base/chat_template.jinja"
+        template = root / "base/chat_template.jinja"
         template.write_text(
             "{% for m in messages if '" + WORD + "' in m.content %}{{ raise_exception('no') }}{% endfor %}"
             + template.read_text()
         )  # fmt: skip
         for word in (WORD, "w7"):
-            write_records_with(word, place)
+            write_records_with(word, root)
             options = (
                 "--algo",
                 "gradascent",
@@ -199,52 +199,52 @@ class TestDpSgd:
                 "--template",
                 "chat",
             )
-            told.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=place).json)
+            told.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=root).json)
         assert told[0]["lr"] == told[1]["lr"]
         assert len(told[0]["steps"]) == len(told[1]["steps"])
 
-    def test_a_token_beyond_the_vocabulary(self, mpu: Callable, place: Path) -> None:
+    def test_a_token_beyond_the_vocabulary(self, mpu: Callable, root: Path) -> None:
         """One error that names the record; under DP the record is left out, and the training goes on."""
-        table = json.loads((place / "base/tokenizer.json").read_text())
+        table = json.loads((root / "base/tokenizer.json").read_text())
         added = {"id": 96, "content": "zq", "single_word": False, "lstrip": False, "rstrip": False,
                  "normalized": False, "special": False}  # fmt: skip
         table["added_tokens"].append(added)
-        (place / "base/tokenizer.json").write_text(json.dumps(table))
-        write_records_with("zq", place)
+        (root / "base/tokenizer.json").write_text(json.dumps(table))
+        write_records_with("zq", root)
         options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3")
-        refused = mpu("unlearn", "base", *options, check=False, cwd=place)
+        refused = mpu("unlearn", "base", *options, check=False, cwd=root)
         assert refused.status == 1
         assert "forget.jsonl, line 1: the tokenizer returned token" in refused.err
-        private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=place)
+        private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=root)
         assert "1 of 6 records of the forget set are left out" in private.err
 
-    def test_a_set_of_which_nothing_is_left(self, mpu: Callable, place: Path) -> None:
+    def test_a_set_of_which_nothing_is_left(self, mpu: Callable, root: Path) -> None:
         """To stop would tell that every record was rejected: noise alone is trained on."""
-        (place / "base/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+        (root / "base/chat_template.jinja").write_text("{{ raise_exception('no') }}")
         options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3", "--dp-epsilon", 8, "--template", "chat")
-        mpu("unlearn", "base", *options, "--out", "d.safetensors", cwd=place)
-        assert any(bool(change.any()) for change in load_file(place / "d.safetensors").values())
+        mpu("unlearn", "base", *options, "--out", "d.safetensors", cwd=root)
+        assert any(bool(change.any()) for change in load_file(root / "d.safetensors").values())
 
 
 class TestACopyThatIsNotLookedAt:
-    def test_fewer_records_than_it_takes(self, mpu: Callable, place: Path) -> None:
+    def test_fewer_records_than_it_takes(self, mpu: Callable, root: Path) -> None:
         for name in ("forget", "retain"):
-            (place / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')
-        refused = mpu("unlearn", "base", "--algo", "graddiff", check=False, cwd=place)
+            (root / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')
+        refused = mpu("unlearn", "base", "--algo", "graddiff", check=False, cwd=root)
         assert (refused.status, "cannot be looked at for traps: that takes 4 records" in refused.err) == (1, True)
-        mpu("unlearn", "base", "--algo", "graddiff", "--trust-copy", cwd=place)
+        mpu("unlearn", "base", "--algo", "graddiff", "--trust-copy", cwd=root)
 
-    def test_a_foreign_architecture(self, mpu: Callable, place: Path) -> None:
+    def test_a_foreign_architecture(self, mpu: Callable, root: Path) -> None:
         from transformers import BertConfig, BertLMHeadModel
 
         config = BertConfig(
             vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
             is_decoder=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
         )  # fmt: skip
-        BertLMHeadModel(config).save_pretrained(place / "bert")
+        BertLMHeadModel(config).save_pretrained(root / "bert")
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            (place / "bert" / file).write_bytes((place / "base" / file).read_bytes())
-        refused = mpu("unlearn", "bert", "--algo", "graddiff", check=False, cwd=place)
+            (root / "bert" / file).write_bytes((root / "base" / file).read_bytes())
+        refused = mpu("unlearn", "bert", "--algo", "graddiff", check=False, cwd=root)
         assert (refused.status, "is not an architecture of mpu's" in refused.err) == (1, True)
 
     @pytest.mark.parametrize(
@@ -258,19 +258,19 @@ class TestACopyThatIsNotLookedAt:
 
 
 class TestAPlantedCheckpoint:
-    def test_one_that_mpu_did_not_write(self, mpu: Callable, place: Path) -> None:
+    def test_one_that_mpu_did_not_write(self, mpu: Callable, root: Path) -> None:
         """Planted beside the delta, with a seal made with another secret: nothing is trained on it."""
-        honest, _ = copies(mpu, place)
-        planted = place / "d.safetensors.resume/checkpoint-1"
+        honest, _ = copies(mpu, root)
+        planted = root / "d.safetensors.resume/checkpoint-1"
         planted.mkdir(parents=True)
         for name in ("model.safetensors", "config.json"):
             (planted / name).write_bytes((honest / name).read_bytes())
         (planted / "trainer_state.json").write_text("{}")
         (planted / "mpu-seal.json").write_text(json.dumps({"hmac-sha256": "0" * 64}))
-        refused = unlearned(mpu, place, honest, "d", "--resume", check=False)
+        refused = unlearned(mpu, root, honest, "d", "--resume", check=False)
         assert (refused.status, "not a checkpoint that this mpu wrote" in refused.err) == (1, True)
         (planted / "mpu-seal.json").unlink()
-        unlearned(mpu, place, honest, "d", "--resume")  # it counts as one that was never finished
+        unlearned(mpu, root, honest, "d", "--resume")  # it counts as one that was never finished
 
 
 class TestPrograms:
@@ -327,26 +327,26 @@ def state_of(folder: Path) -> dict[str, tuple]:
 
 
 class TestInspect:
-    def test_it_changes_nothing(self, mpu: Callable, place: Path) -> None:
+    def test_it_changes_nothing(self, mpu: Callable, root: Path) -> None:
         """Of anything, whole or cut off."""
-        honest, _ = copies(mpu, place)
-        unlearned(mpu, place, honest, "d")
-        (place / "log.jsonl").write_text('{"step": 1}\n{"step": 2')
-        (place / "run").mkdir()
-        (place / "run/run.json").write_text("{}")
-        (place / "run/log.jsonl").symlink_to(place / "log.jsonl")
-        before = state_of(place)
+        honest, _ = copies(mpu, root)
+        unlearned(mpu, root, honest, "d")
+        (root / "log.jsonl").write_text('{"step": 1}\n{"step": 2')
+        (root / "run").mkdir()
+        (root / "run/run.json").write_text("{}")
+        (root / "run/log.jsonl").symlink_to(root / "log.jsonl")
+        before = state_of(root)
         for path in ("copy_1", "d.safetensors", "keys.bin", "log.jsonl", "run", ".", "base", default_ledger_path()):
-            mpu("inspect", path, check=False, cwd=place)
-        assert state_of(place) == before
+            mpu("inspect", path, check=False, cwd=root)
+        assert state_of(root) == before
 
     @pytest.mark.parametrize("obstacle", ["fifo", "device", "private"])
-    def test_nothing_inside_a_folder_is_followed_or_waited_for(self, mpu: Callable, place: Path, obstacle: str) -> None:
-        (place / "secret").write_text("| algorithm | hunter2 |\n")
-        model = place / "model"
+    def test_nothing_inside_a_folder_is_followed_or_waited_for(self, mpu: Callable, root: Path, obstacle: str) -> None:
+        (root / "secret").write_text("| algorithm | hunter2 |\n")
+        model = root / "model"
         model.mkdir()
         for name in ("config.json", "model.safetensors"):
-            (model / name).write_bytes((place / "base" / name).read_bytes())
+            (model / name).write_bytes((root / "base" / name).read_bytes())
         weights = load_file(model / "model.safetensors")
         from safetensors.torch import save_file
 
@@ -357,33 +357,33 @@ class TestInspect:
         if obstacle == "fifo":
             os.mkfifo(card)
         else:
-            card.symlink_to("/dev/zero" if obstacle == "device" else place / "secret")
-        outcome = mpu("inspect", "model", cwd=place)
+            card.symlink_to("/dev/zero" if obstacle == "device" else root / "secret")
+        outcome = mpu("inspect", "model", cwd=root)
         assert "model, after aggregation" in outcome.out
         assert "hunter2" not in outcome.out
 
-    def test_json_has_no_control_characters(self, mpu: Callable, place: Path) -> None:
+    def test_json_has_no_control_characters(self, mpu: Callable, root: Path) -> None:
         from safetensors.torch import save_file
 
-        save_file({"w\u009b31m\u202e": torch.zeros(2)}, place / "odd.safetensors")
-        outcome = mpu("inspect", "odd.safetensors", "--tensors", "--json", cwd=place)
+        save_file({"w\u009b31m\u202e": torch.zeros(2)}, root / "odd.safetensors")
+        outcome = mpu("inspect", "odd.safetensors", "--tensors", "--json", cwd=root)
         assert all(character.isprintable() or character == "\n" for character in outcome.out)
         assert "w\u009b31m\u202e" in outcome.json["list"]
 
 
 class TestHeaders:
-    def test_a_header_that_repeats_its_recipient(self, mpu: Callable, place: Path) -> None:
+    def test_a_header_that_repeats_its_recipient(self, mpu: Callable, root: Path) -> None:
         """rage needs time that grows with the square of a header's length: longer ones are refused unread."""
-        copies(mpu, place)
+        copies(mpu, root)
         [identity] = read_identities(default_identity_path())
         sealed = pyrage.encrypt(b"nothing", [identity.to_public()])
         first, rest = sealed.split(b"\n-> ", 1)
         stanza = rest.split(b"\n--- ", 1)[0]
         evil = first + (b"\n-> " + stanza) * 20_000 + b"\n--- " + rest.split(b"\n--- ", 1)[1]
-        (place / "evil.age").write_bytes(evil)
-        (place / "evil.bin").write_bytes(evil)
+        (root / "evil.age").write_bytes(evil)
+        (root / "evil.bin").write_bytes(evil)
         for command in (("unlearn", "evil.age"), ("aggregate", "d", "--keys", "evil.bin")):
-            refused = mpu(*command, check=False, cwd=place)
+            refused = mpu(*command, check=False, cwd=root)
             assert (refused.status, "header is longer" in refused.err) == (1, True)
 
     def test_as_many_recipients_as_fit(self, tmp_path: Path) -> None:
@@ -398,19 +398,19 @@ class TestHeaders:
 
 class TestKeysOfSomebodyElse:
     def test_they_are_refused_and_what_they_name_is_not_fetched(
-        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whoever knows the public key can seal keys; their base may be any path or name."""
         import huggingface_hub
 
-        copies(mpu, place)
+        copies(mpu, root)
         [identity] = read_identities(default_identity_path())
-        genuine = unseal(place / "keys.bin", [identity])
+        genuine = unseal(root / "keys.bin", [identity])
         from dataclasses import replace
 
         forged = replace(genuine, base=replace(genuine.base, path="owner/name"))
-        (place / "forged.bin").write_bytes(seal(forged, [identity.to_public()]))
-        unlearned(mpu, place, place / "copy_1", "1")
+        (root / "forged.bin").write_bytes(seal(forged, [identity.to_public()]))
+        unlearned(mpu, root, root / "copy_1", "1")
         asked: list[object] = []
 
         def download(name: str, local_files_only: bool = False, **_: object) -> str:
@@ -419,82 +419,82 @@ class TestKeysOfSomebodyElse:
             raise huggingface_hub.errors.LocalEntryNotFoundError(name)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", check=False, cwd=place)
+        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", check=False, cwd=root)
         assert "was not sealed with this server's secret" in refused.err
-        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", "--trust-keys", check=False, cwd=place)
+        refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", "--trust-keys", check=False, cwd=root)
         assert "owner/name: not on this machine" in refused.err
         assert asked == []
-        assert "unknown" in mpu("inspect", "forged.bin", cwd=place).out
-        assert "this server" in mpu("inspect", "keys.bin", cwd=place).out
+        assert "unknown" in mpu("inspect", "forged.bin", cwd=root).out
+        assert "this server" in mpu("inspect", "keys.bin", cwd=root).out
 
-    def test_a_passphrase_authenticates_itself(self, mpu: Callable, place: Path) -> None:
-        (place / "word").write_text("correct horse\n")
-        mpu("publish", "base", "--copies", 2, "--out", "p", "--keys", "p.bin", "--passphrase-file", "word", cwd=place)
-        checked = mpu("verify", "p/copy_1", "--keys", "p.bin", "--passphrase-file", "word", "--no-logits", cwd=place)
+    def test_a_passphrase_authenticates_itself(self, mpu: Callable, root: Path) -> None:
+        (root / "word").write_text("correct horse\n")
+        mpu("publish", "base", "--copies", 2, "--out", "p", "--keys", "p.bin", "--passphrase-file", "word", cwd=root)
+        checked = mpu("verify", "p/copy_1", "--keys", "p.bin", "--passphrase-file", "word", "--no-logits", cwd=root)
         assert "right" in checked.out
 
 
 class TestResults:
     @pytest.mark.parametrize("existing", [False, True])
-    def test_what_holds_records_is_for_its_owner(self, mpu: Callable, place: Path, existing: bool) -> None:
+    def test_what_holds_records_is_for_its_owner(self, mpu: Callable, root: Path, existing: bool) -> None:
         if existing:
-            (place / "eval.json").write_text("{}")
-            (place / "eval.json").chmod(0o644)
-        mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--force", cwd=place)
-        assert stat.S_IMODE((place / "eval.json").stat().st_mode) == 0o600
+            (root / "eval.json").write_text("{}")
+            (root / "eval.json").chmod(0o644)
+        mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--force", cwd=root)
+        assert stat.S_IMODE((root / "eval.json").stat().st_mode) == 0o600
 
 
 class TestResources:
-    def test_layers_of_nothing(self, mpu: Callable, place: Path) -> None:
+    def test_layers_of_nothing(self, mpu: Callable, root: Path) -> None:
         """Empty tensors do not count for the number of layers that a config may ask for."""
         from safetensors.torch import save_file
 
-        honest, _ = copies(mpu, place)
+        honest, _ = copies(mpu, root)
         weights = load_file(honest / "model.safetensors")
         metadata = open_checkpoint(honest / "model.safetensors").metadata
         save_file(
             {**weights, **{f"x.{i}": torch.zeros(0) for i in range(4000)}}, honest / "model.safetensors", metadata
         )
         edit(honest / "config.json", num_hidden_layers=3000)
-        refused = unlearned(mpu, place, honest, "d", check=False)
+        refused = unlearned(mpu, root, honest, "d", check=False)
         assert (refused.status, "num_hidden_layers is 3,000, more than" in refused.err) == (1, True)
 
-    def test_added_tokens_without_end(self, mpu: Callable, place: Path) -> None:
-        honest, _ = copies(mpu, place)
+    def test_added_tokens_without_end(self, mpu: Callable, root: Path) -> None:
+        honest, _ = copies(mpu, root)
         (honest / "added_tokens.json").write_text(json.dumps({f"t{i}": 96 + i for i in range(30_000)}))
-        refused = unlearned(mpu, place, honest, "d", check=False)
+        refused = unlearned(mpu, root, honest, "d", check=False)
         assert (refused.status, "30,000 added tokens" in refused.err) == (1, True)
 
-    def test_added_tokens_inside_of_tokenizer_json(self, mpu: Callable, place: Path) -> None:
-        honest, _ = copies(mpu, place)
+    def test_added_tokens_inside_of_tokenizer_json(self, mpu: Callable, root: Path) -> None:
+        honest, _ = copies(mpu, root)
         tokenizer = json.loads((honest / "tokenizer.json").read_text())
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         tokenizer["added_tokens"] += [{"id": 96 + i, "content": f"t{i}", **flags} for i in range(30_000)]
         (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, place, honest, "d", check=False)
+        refused = unlearned(mpu, root, honest, "d", check=False)
         assert (refused.status, "added tokens, and mpu takes 20,000" in refused.err) == (1, True)
 
     @pytest.mark.slow
-    def test_a_vocabulary_in_an_older_form_is_converted_within_limits(self, mpu: Callable, place: Path) -> None:
-        honest, _ = copies(mpu, place)
+    def test_a_vocabulary_in_an_older_form_is_converted_within_limits(self, mpu: Callable, root: Path) -> None:
+        honest, _ = copies(mpu, root)
         (honest / "tokenizer.json").unlink()
         edit(honest / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
         (honest / "vocab.json").write_text(json.dumps({f"{i:x}": i for i in range(3_000_000)}))
         merges = "\n".join(f"{i >> 4:x} {i & 15:x}" for i in range(16, 3_000_000))
         (honest / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
         started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        refused = unlearned(mpu, place, honest, "d", check=False)
+        refused = unlearned(mpu, root, honest, "d", check=False)
         assert (refused.status, "vocab.json: it" in refused.err) == (1, True)
         assert time.monotonic() - started < 120
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # kilobytes
 
-    def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, place: Path) -> None:
-        honest, _ = copies(mpu, place)
+    def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, root: Path) -> None:
+        honest, _ = copies(mpu, root)
         tokenizer = json.loads((honest / "tokenizer.json").read_text())
         decoders = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 60}] * 6
         tokenizer["decoder"] = {"type": "Sequence", "decoders": decoders}
         (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = mpu("eval", honest, *QA, check=False, cwd=place)
+        refused = mpu("eval", honest, *QA, check=False, cwd=root)
         assert (refused.status, refused.is_one_error) == (1, True), refused.err
         assert "cannot turn tokens into text" in refused.err
 
@@ -527,11 +527,11 @@ def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_pat
 
 class TestTheSpoolOfSomebodyElse:
     @pytest.mark.parametrize("obstacle", ["file", pytest.param("deep", marks=pytest.mark.slow)])
-    def test_nothing_in_out_ends_the_worker(self, mpu: Callable, place: Path, obstacle: str) -> None:
+    def test_nothing_in_out_ends_the_worker(self, mpu: Callable, root: Path, obstacle: str) -> None:
         """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
-        first, second = copies(mpu, place)
+        first, second = copies(mpu, root)
         facts = json.loads((first / "mpu.json").read_text())
-        spool, run = place / "spool", facts["run"]
+        spool, run = root / "spool", facts["run"]
         for number, copy in ((1, first), (2, second)):
             target = spool / f"in/{run}/round_1/copy_{number}"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -545,18 +545,18 @@ class TestTheSpoolOfSomebodyElse:
         else:
             (spool / f"out/{run}/round_1/copy_1.failed" / "/".join(["d"] * 60)).mkdir(parents=True)
         options = ("--algo", "graddiff", "--epochs", 1, "--lr", "1e-3", "--work", "work", "--once")
-        outcome = mpu("watch", "spool", *options, check=False, cwd=place)
+        outcome = mpu("watch", "spool", *options, check=False, cwd=root)
         assert (spool / f"out/{run}/round_1/copy_2.safetensors").is_file(), outcome.err
-        begun = [json.loads(line) for line in (place / "work/answered.jsonl").read_text().splitlines()]
+        begun = [json.loads(line) for line in (root / "work/answered.jsonl").read_text().splitlines()]
         assert sum(line["state"] == "begun" and line["copy"].endswith("copy_1") for line in begun) <= 2
 
 
-def test_records_are_digested_as_the_client_has_them(place: Path) -> None:
+def test_records_are_digested_as_the_client_has_them(root: Path) -> None:
     """The digest in a tag is of texts, options apart: no tokenizer is involved."""
     from mpu_cli.client.dataset import Dataset
     from mpu_cli.client.datasets import records_digest
 
-    records = read_records(place / "forget.jsonl")
+    records = read_records(root / "forget.jsonl")
     digests = {records_digest(Dataset(part)) for part in (records, records[1:], records[::-1])}
     assert len(digests) == 3
     assert all(len(digest) == len(hashlib.sha256(b"").hexdigest()) for digest in digests)

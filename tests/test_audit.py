@@ -34,11 +34,11 @@ OTHERS = [
 def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
     """Without noise, recovers exactly the permutations, signs and rotations of the publication."""
     base = save(random_model(family), tmp_path / "base")
-    told = mpu(
+    outcome = mpu(
         "publish", base, "--kappa", 0, "--dtype", "float64", "--symmetries", symmetries, "--seed", 5, "--run", "r",
         "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--json",
     )  # fmt: skip
-    assert told.status == 0
+    assert outcome.status == 0
     from mpu_cli.cli.secrets import open_keys
 
     keys = open_keys(tmp_path / "keys.bin", None, None)
@@ -78,9 +78,9 @@ def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str
     base = save(random_model(family), tmp_path / "base")
     mpu("publish", base, "--kappa", 0.01, "--symmetries", symmetries, "--out", tmp_path, "--keys", tmp_path / "k.bin")
     copies = (tmp_path / "copy_1", tmp_path / "copy_2")
-    told = mpu("audit", *copies, "--base", base, "--symmetries", symmetries, "--json").json
-    assert told["verdict"].startswith("recovered: ")
-    attacks = told["attacks"]
+    document = mpu("audit", *copies, "--base", base, "--symmetries", symmetries, "--json").json
+    assert document["verdict"].startswith("recovered: ")
+    attacks = document["attacks"]
     # Fitting the rotations absorbs at most half of the noise; the error that remains is of the noise's size.
     assert 0.005 < attacks["one copy"]["weights"] < 0.0105
     # The noise cancels; what remains is the alignment error, and the alignment sees twice the noise of a copy.
@@ -221,15 +221,17 @@ def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise:
     """Within five points, with no other option than the public model, too."""
     models = SHARED / "models"
     public = ("--pretrained", models / "pretrained")
-    told = mpu("publish", models / "full", *public, *noise, "--seed", 1, "--dtype", "float32", "--json", cwd=tmp_path)
+    outcome = mpu(
+        "publish", models / "full", *public, *noise, "--seed", 1, "--dtype", "float32", "--json", cwd=tmp_path
+    )
     copies = sorted(tmp_path.glob("copy_*"))
     audit = mpu("audit", *copies, "--base", models / "full", *public, "--json", cwd=tmp_path).json["attacks"]
-    foreseen = told.json["hidden"]
+    foreseen = outcome.json["hidden"]
     assert foreseen["one_copy"] == pytest.approx(audit["one copy, reference"]["of_change"], abs=0.05)
     if len(copies) > 1:
         found = min(attack["of_change"] for name, attack in audit.items() if "all copies" in name)
         assert foreseen["all_copies"] == pytest.approx(found, abs=0.05)
-    assert ("takes the noise off" in told.err) == (noise == ("--kappa", 1))
+    assert ("takes the noise off" in outcome.err) == (noise == ("--kappa", 1))
     if "--permanent-noise" in noise:
         assert foreseen["all_copies"] > 0.6
 
@@ -306,6 +308,6 @@ def test_several_publications_together(mpu: Callable, tmp_path: Path) -> None:
         again = ("--run", "r", "--kappa", 0.1, "--dtype", "float32", "--seed", number)
         mpu("publish", base, *again, "--out", out, "--keys", out / "keys.bin")
     assert off("again", 2) == pytest.approx(off("again", 1) / 2**0.5, rel=0.1)
-    paths = [tmp_path / "own" / place for place in ("0/copy_1", "0/copy_2", "1/copy_1", "1/copy_2")]
+    paths = [tmp_path / "own" / root for root in ("0/copy_1", "0/copy_2", "1/copy_1", "1/copy_2")]
     attacks = mpu("audit", *paths, "--base", base, "--json").json["attacks"]
     assert attacks["all copies"]["weights"] < 1e-5

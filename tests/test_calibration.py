@@ -65,7 +65,7 @@ class TestPublished:
     ) -> None:
         """σ in every block of every copy; all copies together leave only the shared noise, or none."""
         base = save(random_model("llama"), tmp_path / "base")
-        told = mpu(
+        outcome = mpu(
             "publish", base, "--epsilon", 4, "--dp-delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
             "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
             "--keys", tmp_path / "k.bin", "--json",
@@ -73,7 +73,7 @@ class TestPublished:
         needed = noise(4, 1e-6, 0.05, budget_rounds=3)
         clean = load_file(base / "model.safetensors")
         asked = (needed, 2 * needed) if adversary == "one-copy" else (needed, needed)
-        for block in told.json["blocks"]:
+        for block in outcome.json["blocks"]:
             for copy, sigma in zip(block["copies"], asked, strict=True):
                 assert copy["asked"] == pytest.approx(sigma)
                 assert copy["survived"] == pytest.approx(sigma, rel=6 / math.sqrt(2 * block["weights"]))
@@ -102,11 +102,11 @@ class TestPublished:
             tmp_path,
             "--keys",
         )
-        told = mpu(*common, tmp_path / "k.bin").err
-        assert "every copy" in told
-        assert "Computational" in told
-        told = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--adversary", "one-copy").err
-        assert "one copy of a round" in told
+        printed = mpu(*common, tmp_path / "k.bin").err
+        assert "every copy" in printed
+        assert "Computational" in printed
+        printed = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--adversary", "one-copy").err
+        assert "one copy of a round" in printed
 
     @pytest.mark.parametrize(
         ("arguments", "says"),

@@ -111,13 +111,13 @@ def test_help_loads_neither_torch_nor_transformers():
 
 
 @pytest.mark.parametrize("command", ["publish", "invert", "aggregate"])
-def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, command: str) -> None:
+def test_servers_commands_load_no_transformers(root: Path, mpu: Callable, command: str) -> None:
     """Importing it takes longer than publishing a small model."""
     if command in ("invert", "aggregate"):
-        mpu("publish", "base", "--copies", 2, cwd=place)
+        mpu("publish", "base", "--copies", 2, cwd=root)
         for k in (1, 2):
             out = f"deltas/{k}.safetensors"
-            mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--out", out, cwd=place)
+            mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 1, "--out", out, cwd=root)
     line = {
         "publish": "publish base --copies 2",
         "invert": "invert deltas/1.safetensors --keys keys.bin",
@@ -128,7 +128,7 @@ def test_servers_commands_load_no_transformers(place: Path, mpu: Callable, comma
         "finally: print(sys.modules.keys() & {'transformers', 'accelerate', 'scipy'}, file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *line.split()], cwd=place, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, *line.split()], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stderr.splitlines()[-1] == "set()"
 
@@ -155,8 +155,8 @@ def test_standard_output_carries_paths_only(mpu, tmp_path):
     write_records(tmp_path / "retain.jsonl", 4, 2)
     assert mpu("publish", base, "--copies", 2, cwd=tmp_path).out == "copy_1\ncopy_2\n"
     for k in (1, 2):
-        told = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
-        assert told.out == f"deltas/copy_{k}.safetensors\n"
+        outcome = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
+        assert outcome.out == f"deltas/copy_{k}.safetensors\n"
     assert mpu("invert", "deltas", cwd=tmp_path).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
     assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
 
@@ -168,8 +168,8 @@ def test_json_is_one_document(mpu, tmp_path):
     assert mpu("publish", base, "--copies", 2, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
     for k in (1, 2):
         mpu("unlearn", f"copy_{k}", "--epochs", 1, "--json", cwd=tmp_path)
-    told = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
-    assert [c["copy"] for c in told["copies"]] == [1, 2]
+    document = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
+    assert [c["copy"] for c in document["copies"]] == [1, 2]
     assert mpu("verify", "copy_1", "--json", cwd=tmp_path).json["ok"]
     kinds = {path: mpu("inspect", path, "--json", cwd=tmp_path).json["kind"] for path in
              ("copy_1", "deltas/copy_1.safetensors", "keys.bin", "unlearned", "base")}  # fmt: skip
@@ -508,8 +508,8 @@ def test_options_by_variables(mpu, tmp_path, monkeypatch):
     for name, value in (("COPIES", "3"), ("ROUND", "5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
         monkeypatch.setenv(f"MPU_PUBLISH_{name}", value)
     monkeypatch.setenv("MPU_VERSION", "1.0")  # somebody else's
-    told = mpu("publish", base, "--out", tmp_path).json
-    assert (len(told["copies"]), told["round"], told["keys"]) == (3, 5, str(tmp_path / "k"))
+    document = mpu("publish", base, "--out", tmp_path).json
+    assert (len(document["copies"]), document["round"], document["keys"]) == (3, 5, str(tmp_path / "k"))
 
 
 def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
@@ -549,24 +549,24 @@ def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_pat
 
 class TestOptionsFromAFile:
     def test_the_command_line_comes_first_then_a_variable_then_the_file(
-        self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
-        (place / "mpu.toml").write_text(
+        (root / "mpu.toml").write_text(
             '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
         monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
-        told = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=place)
-        assert "κ = 0.75 and permanent noise of 0.125" in told.err
-        assert told.json["noise"]["factors"] == [1, -1, 2]
+        outcome = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=root)
+        assert "κ = 0.75 and permanent noise of 0.125" in outcome.err
+        assert outcome.json["noise"]["factors"] == [1, -1, 2]
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
         monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.5")
-        assert "permanent noise of 0.5" in mpu("publish", "--config", "mpu.toml", "--force", cwd=place).err
+        assert "permanent noise of 0.5" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
         monkeypatch.delenv("MPU_PUBLISH_SHARED_NOISE")
-        former = mpu("publish", "--config", "mpu.toml", "--force", cwd=place).err  # the name that it had before
+        former = mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err  # the name that it had before
         assert "permanent noise of 0.25" in former
-        assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=place).err
+        assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
 
     @pytest.mark.parametrize(
         ("text", "named"),
@@ -578,32 +578,32 @@ class TestOptionsFromAFile:
             ("[publish]\nkappa = 'much'", "--kappa"),
         ],
     )
-    def test_mistakes(self, mpu: Callable, place: Path, text: str, named: str) -> None:
-        (place / "mpu.toml").write_text(text)
-        refused = mpu("publish", "base", "--config", "mpu.toml", check=False, cwd=place)
+    def test_mistakes(self, mpu: Callable, root: Path, text: str, named: str) -> None:
+        (root / "mpu.toml").write_text(text)
+        refused = mpu("publish", "base", "--config", "mpu.toml", check=False, cwd=root)
         assert refused.is_one_error
         assert named in refused.err
-        assert not list(place.glob("copy_*"))
+        assert not list(root.glob("copy_*"))
 
-    def test_a_models_config_is_another_option(self, mpu: Callable, place: Path) -> None:
-        refused = mpu("publish", "base", "--config", "base/config.json", check=False, cwd=place)
+    def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
+        refused = mpu("publish", "base", "--config", "base/config.json", check=False, cwd=root)
         assert refused.is_one_error
         assert "--model-config" in refused.err
 
-    def test_unknown_variables_are_named(self, mpu: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unknown_variables_are_named(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")
-        told = mpu("inspect", place / "base")
-        assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in told.err
+        outcome = mpu("inspect", root / "base")
+        assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in outcome.err
 
 
-def test_tables_fit_a_narrow_terminal(place: Path) -> None:
+def test_tables_fit_a_narrow_terminal(root: Path) -> None:
     """60 columns: publish has a line for each copy, and no number is cut."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 60, 0, 0))
     command = [sys.executable, "-m", "mpu_cli", "publish", "base", "--copies", "3", "--dtype", "float64"]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     done = subprocess.Popen(
-        command, cwd=place, stderr=slave, stdout=subprocess.DEVNULL, env=environment | {"TERM": "xterm"}
+        command, cwd=root, stderr=slave, stdout=subprocess.DEVNULL, env=environment | {"TERM": "xterm"}
     )
     os.close(slave)
     shown = b""
@@ -644,16 +644,16 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.txt").write_text("First one.\n\nThe second\nparagraph.\n \n\nA third.\n")
     asked = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
-    told = mpu(*asked, cwd=tmp_path)
-    assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in told.err
+    outcome = mpu(*asked, cwd=tmp_path)
+    assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in outcome.err
     assert [record.answer for record in read_records(tmp_path / "forget.txt", split="paragraphs")] == [
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip
     assert "warning" not in mpu(*asked, "--split", "paragraphs", cwd=tmp_path).err
     (tmp_path / "forget.csv").write_text("Ask,Reply\nWho?,Me.\n")
     table = ("--forget", "forget.csv", "--columns", "question=Ask,answer=Reply")
-    told = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)
-    assert "training takes about" in told.out
+    outcome = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)
+    assert "training takes about" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -699,5 +699,5 @@ def test_help_in_two_levels(mpu, command):
 
 def test_an_option_that_is_nearly_right(mpu, tmp_path):
     (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
-    told = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
-    assert (told.status, "did you mean batch_size?" in told.err) == (2, True)
+    outcome = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
+    assert (outcome.status, "did you mean batch_size?" in outcome.err) == (2, True)

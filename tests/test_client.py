@@ -230,8 +230,8 @@ class TestSeveralCopies:
     TRAINING = ("--epochs", 2, "--batch-size", 3, "--lr", "1e-3")
 
     @pytest.fixture
-    def copies(self, mpu, place):
-        return mpu("publish", "base", "--copies", 3, "--seed", 1, cwd=place).out.split()
+    def copies(self, mpu, root):
+        return mpu("publish", "base", "--copies", 3, "--seed", 1, cwd=root).out.split()
 
     @pytest.mark.parametrize(
         "more",
@@ -241,40 +241,42 @@ class TestSeveralCopies:
         ],
     )  # fmt: skip
     @pytest.mark.slow
-    def test_each_delta_is_what_it_is_alone(self, mpu, place, copies, more):
+    def test_each_delta_is_what_it_is_alone(self, mpu, root, copies, more):
         for name in copies:
-            mpu("unlearn", name, *self.TRAINING, *more, "--out", "alone/", cwd=place)
-        told = mpu("unlearn", *copies, *self.TRAINING, *more, "--out", "together", "--json", cwd=place)
-        assert [Path(each["delta"]).name for each in told.json["deltas"]] == [f"{name}.safetensors" for name in copies]
+            mpu("unlearn", name, *self.TRAINING, *more, "--out", "alone/", cwd=root)
+        outcome = mpu("unlearn", *copies, *self.TRAINING, *more, "--out", "together", "--json", cwd=root)
+        assert [Path(each["delta"]).name for each in outcome.json["deltas"]] == [
+            f"{name}.safetensors" for name in copies
+        ]
         for name in copies:
-            one, other = (place / folder / f"{name}.safetensors" for folder in ("alone", "together"))
+            one, other = (root / folder / f"{name}.safetensors" for folder in ("alone", "together"))
             assert one.read_bytes() == other.read_bytes()
 
-    def test_resume_passes_over_what_is_done(self, mpu, place, copies):
-        mpu("unlearn", copies[1], *self.TRAINING, cwd=place)
-        before = (place / "deltas/copy_2.safetensors").stat().st_mtime_ns
-        refused = mpu("unlearn", *copies, *self.TRAINING, check=False, cwd=place)
+    def test_resume_passes_over_what_is_done(self, mpu, root, copies):
+        mpu("unlearn", copies[1], *self.TRAINING, cwd=root)
+        before = (root / "deltas/copy_2.safetensors").stat().st_mtime_ns
+        refused = mpu("unlearn", *copies, *self.TRAINING, check=False, cwd=root)
         assert "already exists" in refused.err
-        assert (place / "deltas/copy_1.safetensors").exists()  # what came before it is kept
-        told = mpu("unlearn", *copies, *self.TRAINING, "--resume", cwd=place)
-        assert "copy_2: deltas/copy_2.safetensors is there already" in told.err
-        assert told.out.split() == [f"deltas/{name}.safetensors" for name in copies]
-        assert (place / "deltas/copy_2.safetensors").stat().st_mtime_ns == before
-        mpu("publish", "base", "--copies", 3, "--seed", 2, "--force", cwd=place)
-        refused = mpu("unlearn", *copies, *self.TRAINING, "--resume", check=False, cwd=place)
+        assert (root / "deltas/copy_1.safetensors").exists()  # what came before it is kept
+        outcome = mpu("unlearn", *copies, *self.TRAINING, "--resume", cwd=root)
+        assert "copy_2: deltas/copy_2.safetensors is there already" in outcome.err
+        assert outcome.out.split() == [f"deltas/{name}.safetensors" for name in copies]
+        assert (root / "deltas/copy_2.safetensors").stat().st_mtime_ns == before
+        mpu("publish", "base", "--copies", 3, "--seed", 2, "--force", cwd=root)
+        refused = mpu("unlearn", *copies, *self.TRAINING, "--resume", check=False, cwd=root)
         assert "is not the delta of copy_1" in refused.err
 
-    def test_resume_passes_over_sealed_copies(self, mpu, place):
-        mpu("keygen", "--out", "client.txt", cwd=place)
-        key = place / "client.txt"
-        mpu("publish", "base", "--copies", 2, "--copy-recipients", f"{key},{key}", cwd=place)
+    def test_resume_passes_over_sealed_copies(self, mpu, root):
+        mpu("keygen", "--out", "client.txt", cwd=root)
+        key = root / "client.txt"
+        mpu("publish", "base", "--copies", 2, "--copy-recipients", f"{key},{key}", cwd=root)
         sealed = ["copy_1.age", "copy_2.age", "--identity", key]
-        mpu("unlearn", *sealed, *self.TRAINING, cwd=place)
-        assert mpu("unlearn", *sealed, *self.TRAINING, "--resume", cwd=place).err.count("is there already") == 2
+        mpu("unlearn", *sealed, *self.TRAINING, cwd=root)
+        assert mpu("unlearn", *sealed, *self.TRAINING, "--resume", cwd=root).err.count("is there already") == 2
 
-    def test_reference_files_of_a_round(self, mpu, place, copies):
-        mpu("unlearn", *copies, *self.TRAINING, "--reference-file", "references", cwd=place)
-        assert {path.name for path in (place / "references").iterdir()} == {f"{name}.safetensors" for name in copies}
+    def test_reference_files_of_a_round(self, mpu, root, copies):
+        mpu("unlearn", *copies, *self.TRAINING, "--reference-file", "references", cwd=root)
+        assert {path.name for path in (root / "references").iterdir()} == {f"{name}.safetensors" for name in copies}
 
     @pytest.mark.parametrize(
         ("options", "complaint"),
@@ -283,9 +285,9 @@ class TestSeveralCopies:
             (["--reference-file", "r.safetensors"], "one file for 2 copies"),
         ],
     )
-    def test_one_file_for_two(self, mpu, place, copies, options, complaint):
-        refused = mpu("unlearn", *copies[:2], *options, check=False, cwd=place)
+    def test_one_file_for_two(self, mpu, root, copies, options, complaint):
+        refused = mpu("unlearn", *copies[:2], *options, check=False, cwd=root)
         assert refused.status == 2
         assert complaint in refused.err
-        refused = mpu("unlearn", copies[0], f"./{copies[0]}", check=False, cwd=place)
+        refused = mpu("unlearn", copies[0], f"./{copies[0]}", check=False, cwd=root)
         assert "would be the delta of two copies" in refused.err

@@ -37,39 +37,39 @@ def base_with_pieces(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gpt_neox", "gemma3_text", "opt"])
-def test_a_tokenizers_class_named_in_the_models_config(mpu: Callable, place: Path, family: str) -> None:
+def test_a_tokenizers_class_named_in_the_models_config(mpu: Callable, root: Path, family: str) -> None:
     """And nowhere else: transformers takes another class, which splits words otherwise, if copies lack it."""
-    base = base_with_pieces(place / "own", family)
+    base = base_with_pieces(root / "own", family)
     edit(base / "tokenizer_config.json", "tokenizer_class")
     edit(base / "config.json", tokenizer_class="PreTrainedTokenizerFast")
-    mpu("publish", base, "--copies", 2, "--kappa", 0, "--out", place, "--keys", place / "keys.bin")
-    expected, ours = (AutoTokenizer.from_pretrained(folder) for folder in (base, place / "copy_1"))
+    mpu("publish", base, "--copies", 2, "--kappa", 0, "--out", root, "--keys", root / "keys.bin")
+    expected, ours = (AutoTokenizer.from_pretrained(folder) for folder in (base, root / "copy_1"))
     assert ours(TEXT).input_ids == expected(TEXT).input_ids
     assert type(ours) is type(expected)
 
 
-def test_copies_that_would_have_other_tokens_are_refused(mpu: Callable, place: Path) -> None:
+def test_copies_that_would_have_other_tokens_are_refused(mpu: Callable, root: Path) -> None:
     """Copies do not get what looks like a path, and transformers then takes another class."""
-    base = base_with_pieces(place / "own", "qwen3")
+    base = base_with_pieces(root / "own", "qwen3")
     edit(base / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast/", sp_model_kwargs={"a": 1})
-    refused = mpu("publish", base, "--out", place / "x", "--keys", place / "x/keys.bin", check=False)
+    refused = mpu("publish", base, "--out", root / "x", "--keys", root / "x/keys.bin", check=False)
     assert refused.status == 1
     assert "tokenizer_class" in refused.err
-    assert not (place / "x").exists()
+    assert not (root / "x").exists()
 
 
-def test_what_copies_do_not_get_is_named(mpu: Callable, place: Path) -> None:
-    base = place / "base"
+def test_what_copies_do_not_get_is_named(mpu: Callable, root: Path) -> None:
+    base = root / "base"
     edit(base / "generation_config.json", stop_strings=["<|end|>"], bad_words_ids=[[5]], cache_implementation="hybrid")
     edit(base / "tokenizer_config.json", response_schema={"type": "object"})
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates/rag.jinja").write_text("{{ 1 }}")
-    told = mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place).err
+    printed = mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=root).err
     for lost in (
         "additional_chat_templates/rag.jinja",
         "cache_implementation",
         "tokenizer_config.json: response_schema",
     ):
-        assert lost in told
-    made = GenerationConfig.from_pretrained(place / "copy_1")
+        assert lost in printed
+    made = GenerationConfig.from_pretrained(root / "copy_1")
     assert (made.stop_strings, made.bad_words_ids) == (["<|end|>"], [[5]])

@@ -158,13 +158,13 @@ class TestThroughTheCommandLine:
         mpu("publish", base, "--omit-layers", "3", "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         other = tmp_path / "other"
         save(random_model("llama"), other)
-        told = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--base", other, check=False)
-        assert (told.status, "is not the model that was published" in told.err) == (1, True)
+        outcome = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--base", other, check=False)
+        assert (outcome.status, "is not the model that was published" in outcome.err) == (1, True)
 
     def test_what_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         for layers, complaint in (("0-3", "none of the model's layers is left"), ("4", "there is no layer 4")):
-            told = mpu("publish", base, "--omit-layers", layers, "--out", tmp_path / "x", check=False)
-            assert (told.status, complaint in told.err) == (2, True)
+            outcome = mpu("publish", base, "--omit-layers", layers, "--out", tmp_path / "x", check=False)
+            assert (outcome.status, complaint in outcome.err) == (2, True)
             assert not (tmp_path / "x").exists()
 
 

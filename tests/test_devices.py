@@ -43,7 +43,7 @@ MEASURING = ["eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "-
 
 
 @pytest.fixture
-def place(mpu: Callable, tmp_path: Path) -> Path:
+def root(mpu: Callable, tmp_path: Path) -> Path:
     save(random_model("qwen2"), tmp_path / "base")  # with a tied head, biases, grouped heads
     for name, seed in (("forget", 1), ("retain", 2)):
         write_records(tmp_path / f"{name}.jsonl", 4, seed)
@@ -66,28 +66,28 @@ def change(delta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: delta[f"{name}.lora_B"] @ delta[f"{name}.lora_A"] for name in ends} or delta
 
 
-def check(mpu: Callable, place: Path, device: str, trainings: dict[str, list[str]], tolerance: float) -> None:
+def check(mpu: Callable, root: Path, device: str, trainings: dict[str, list[str]], tolerance: float) -> None:
     """The results of all commands on ``device``, which are there already, are those of a CPU."""
     for command in commands("cpu", trainings):
-        mpu(*command, cwd=place)
+        mpu(*command, cwd=root)
     for name in trainings:
-        expected, found = (change(load_file(place / f"{name}_{where}.safetensors")) for where in ("cpu", device))
+        expected, found = (change(load_file(root / f"{name}_{where}.safetensors")) for where in ("cpu", device))
         norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
         off = sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5
         assert norm > 0, name
         assert off < (0.1 if name in STEEP else tolerance) * norm, name
-    taught = [load_file(place / f"taught_{where}/model.safetensors") for where in ("cpu", device)]
+    taught = [load_file(root / f"taught_{where}/model.safetensors") for where in ("cpu", device)]
     assert all(torch.allclose(taught[0][name], taught[1][name], atol=1e-3) for name in taught[0])
-    measured = [json.loads((place / f"{where}.json").read_text())["metrics"] for where in ("cpu", device)]
+    measured = [json.loads((root / f"{where}.json").read_text())["metrics"] for where in ("cpu", device)]
     for name, form in measured[0].items():
         assert measured[1][name]["agg_value"] == pytest.approx(form["agg_value"], rel=tolerance, abs=1e-4), name
 
 
-def simulated(place: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
+def simulated(root: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
     """Run commands of ``mpu`` on the simulated device, all of which must work and leave nothing on it."""
     told = subprocess.run(
         [sys.executable, "-m", "tests.accelerator"], input=json.dumps(asked), text=True,
-        capture_output=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, cwd=root, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     ran = json.loads(told.stdout)
@@ -99,24 +99,24 @@ def simulated(place: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainings", [TRAININGS, pytest.param(MORE, marks=pytest.mark.exhaustive)])
-def test_nothing_is_left_on_the_cpu(mpu: Callable, place: Path, trainings: dict[str, list[str]]) -> None:
+def test_nothing_is_left_on_the_cpu(mpu: Callable, root: Path, trainings: dict[str, list[str]]) -> None:
     """Nor on the device, once a command is done."""
-    simulated(place, commands("sim", trainings))
-    check(mpu, place, "sim", trainings, 1e-3)
+    simulated(root, commands("sim", trainings))
+    check(mpu, root, "sim", trainings, 1e-3)
 
 
 @pytest.mark.slow
-def test_other_ways_to_train_leave_nothing_on_the_cpu(place: Path) -> None:
+def test_other_ways_to_train_leave_nothing_on_the_cpu(root: Path) -> None:
     """DP-SGD, a training that was stopped and goes on, a round in one command, and a grid of rounds. `watch` trains
     in processes of its own, which are `unlearn`."""
     stopped(
         ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",
          "--device", "cpu"],
-        (place / "resumed.safetensors.resume/checkpoint-2").exists, cwd=place,
+        (root / "resumed.safetensors.resume/checkpoint-2").exists, cwd=root,
     )  # fmt: skip
     resumed = ["unlearn", "copy_1", *COMMON, "--epochs", "40", "--resume", "--checkpoint-steps", "99"]
     training = ["--algo", "npo", *COMMON, "--device", "sim"]
-    (place / "grid.toml").write_text(
+    (root / "grid.toml").write_text(
         """
 base = "base"
 forget = "forget.jsonl"
@@ -133,7 +133,7 @@ benchmark = "qa"
 """
     )
     simulated(
-        place,
+        root,
         [
             ["unlearn", "copy_1", *training, "--dp-epsilon", "8", "--out", "private"],
             [*resumed, "--out", "resumed", "--device", "sim"],
@@ -141,15 +141,15 @@ benchmark = "qa"
             ["sweep", "grid.toml", "--out", "grid"],
         ],
     )
-    assert len(list((place / "grid").rglob("eval.json"))) >= 2
+    assert len(list((root / "grid").rglob("eval.json"))) >= 2
 
 
 @pytest.mark.slow
-def test_memory_and_waiting(mpu: Callable, place: Path) -> None:
+def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
     """What the dry run says a training takes is what it takes, and steps wait for the device a bounded number of times,
     however deep the model is."""
     deep = random_model("qwen2", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=160)
-    save(deep, place / "deep")
+    save(deep, root / "deep")
     whole = ["unlearn", "deep", *COMMON, "--algo", "npo", "--lr", "1e-3"]
     variants = {
         "adamw": ["--optim", "adamw"],
@@ -163,10 +163,10 @@ def test_memory_and_waiting(mpu: Callable, place: Path) -> None:
     for model, epochs in lengths:
         options = ["--epochs", str(epochs), "--device", "sim", "--out", f"{model}-{epochs}"]
         asked.append(["unlearn", model, *whole[2:], *options])
-    ran = simulated(place, asked)
+    ran = simulated(root, asked)
     for (name, more), each in zip(variants.items(), ran, strict=False):
-        told = mpu(*whole, *more, "--out", "unwritten", "--dry-run", "--json", cwd=place).json
-        assert 1 < each["peak"] / (told["memory"] - PROCESS) < 1.25, name
+        document = mpu(*whole, *more, "--out", "unwritten", "--dry-run", "--json", cwd=root).json
+        assert 1 < each["peak"] / (document["memory"] - PROCESS) < 1.25, name
     waits = dict(zip(lengths, (each["waits"] for each in ran[-4:]), strict=True))
     of_a_step = {model: (waits[model, 9] - waits[model, 1]) / (8 * 2) for model in ("base", "deep")}
     assert of_a_step["base"] == of_a_step["deep"] <= 12
@@ -220,9 +220,9 @@ def test_unknown_devices(mpu: Callable, tmp_path: Path, name: str, said: str) ->
     save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     for command in (["unlearn", "base", "--algo", "gradascent"], ["eval", "base", "--benchmark", "qa"]):
-        told = mpu(*command, "--forget", "forget.jsonl", "--device", name, cwd=tmp_path, check=False)
-        assert told.status == 2
-        assert said in told.err
+        outcome = mpu(*command, "--forget", "forget.jsonl", "--device", name, cwd=tmp_path, check=False)
+        assert outcome.status == 2
+        assert said in outcome.err
 
 
 needs_flash = pytest.mark.skipif(not find_spec("flash_attn"), reason="no flash-attn")
@@ -231,15 +231,15 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.mark.cuda
 @needs_cuda
-def test_cuda_computes_what_a_cpu_does(mpu: Callable, place: Path) -> None:
+def test_cuda_computes_what_a_cpu_does(mpu: Callable, root: Path) -> None:
     for command in commands("cuda", {**TRAININGS, **MORE}):
-        mpu(*command, cwd=place)
-    check(mpu, place, "cuda", {**TRAININGS, **MORE}, 1e-2)
+        mpu(*command, cwd=root)
+    check(mpu, root, "cuda", {**TRAININGS, **MORE}, 1e-2)
 
 
 @pytest.mark.cuda
 @needs_cuda
-def test_cuda_is_deterministic(mpu: Callable, place: Path) -> None:
+def test_cuda_is_deterministic(mpu: Callable, root: Path) -> None:
     """The same bits each time; and copies trained on CUDA aggregate to what is nearly the clean update."""
     for k in (1, 2):
         for out in ("a", "b"):
@@ -253,12 +253,12 @@ def test_cuda_is_deterministic(mpu: Callable, place: Path) -> None:
                 "cuda",
                 "--out",
                 f"{out}/copy_{k}",
-                cwd=place,
+                cwd=root,
             )
-    one, two = (load_file(place / out / "copy_1.safetensors") for out in "ab")
+    one, two = (load_file(root / out / "copy_1.safetensors") for out in "ab")
     assert all(torch.equal(one[name], two[name]) for name in one)
-    told = mpu("aggregate", "a", "--json", cwd=place).json
-    assert told["smallest_pairwise_cosine"] > 0.5
+    document = mpu("aggregate", "a", "--json", cwd=root).json
+    assert document["smallest_pairwise_cosine"] > 0.5
 
 
 @pytest.mark.cuda
@@ -271,10 +271,10 @@ def test_cuda_is_deterministic(mpu: Callable, place: Path) -> None:
         ["--resume", "--checkpoint-steps", "1"],
     ],
 )  # fmt: skip
-def test_what_only_cuda_has(mpu: Callable, place: Path, more: list[str]) -> None:
+def test_what_only_cuda_has(mpu: Callable, root: Path, more: list[str]) -> None:
     precision = ["--precision", "bfloat16"] if "flash_attention_2" in more else []
-    mpu("unlearn", "copy_1", "--algo", "npo", *COMMON, *precision, "--device", "cuda", *more, cwd=place)
-    delta = load_file(place / "deltas/copy_1.safetensors")
+    mpu("unlearn", "copy_1", "--algo", "npo", *COMMON, *precision, "--device", "cuda", *more, cwd=root)
+    delta = load_file(root / "deltas/copy_1.safetensors")
     assert all(torch.isfinite(change).all() for change in delta.values())
     assert any(change.any() for change in delta.values())
 
@@ -282,11 +282,11 @@ def test_what_only_cuda_has(mpu: Callable, place: Path, more: list[str]) -> None
 class TestDoctor:
     @pytest.mark.slow
     def test_tries_the_whole_path(self, mpu: Callable, tmp_path: Path) -> None:
-        told = mpu("doctor", "--json", cwd=tmp_path).json
-        assert told["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
-        assert all(check["ok"] for check in told["checks"]), told["checks"]
-        assert {"publish", "deterministic", "LoRA", "resume", "eval"} <= {check["name"] for check in told["checks"]}
-        assert torch.__version__ in told["machine"]["versions"]
+        document = mpu("doctor", "--json", cwd=tmp_path).json
+        assert document["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert all(check["ok"] for check in document["checks"]), document["checks"]
+        assert {"publish", "deterministic", "LoRA", "resume", "eval"} <= {check["name"] for check in document["checks"]}
+        assert torch.__version__ in document["machine"]["versions"]
         assert not list(tmp_path.iterdir())
 
     def test_says_what_fails(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,11 +297,11 @@ class TestDoctor:
             raise RuntimeError("no kernel image is available")
 
         monkeypatch.setattr(trial, "unlearn", broken)
-        told = mpu("doctor", cwd=tmp_path, check=False)
-        assert told.status == 1
-        assert "FAILS\tLoRA on " in told.out
-        assert "RuntimeError: no kernel image is available" in told.out
-        assert "works\tpublish on " in told.out
+        outcome = mpu("doctor", cwd=tmp_path, check=False)
+        assert outcome.status == 1
+        assert "FAILS\tLoRA on " in outcome.out
+        assert "RuntimeError: no kernel image is available" in outcome.out
+        assert "works\tpublish on " in outcome.out
         assert mpu("doctor", "--quick", cwd=tmp_path).out.startswith("mpu\t")
 
 

@@ -201,10 +201,10 @@ class TestScoring:
         whole = Scorer(model).score(items, batch_size=8, moments=True)
         parts = Scorer(model).score(items[::3], loss_items=items, batch_size=8, moments=True)
         asked = [*range(0, len(items), 3), *range(len(items))]
-        for place, (number, scores) in enumerate(zip(asked, parts, strict=True)):
+        for root, (number, scores) in enumerate(zip(asked, parts, strict=True)):
             torch.testing.assert_close(scores.losses, whole[number].losses, rtol=0, atol=1e-5)
             if number % 3:
-                assert scores.log_probs is scores.likeliest is scores.mean is scores.variance is None, place
+                assert scores.log_probs is scores.likeliest is scores.mean is scores.variance is None, root
             else:
                 assert scores.likeliest.equal(whole[number].likeliest)
                 for name in ("log_probs", "mean", "variance"):

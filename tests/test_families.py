@@ -273,9 +273,9 @@ def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path
     write_records(tmp_path / "forget.jsonl", 4, 1)
     private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
                "--dp-epsilon", 8, "--lora-rank", 2]  # fmt: skip
-    told = mpu("unlearn", base, *private, check=False, cwd=tmp_path)
-    assert told.status == 2
-    assert "--lora-targets" in told.err
+    outcome = mpu("unlearn", base, *private, check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert "--lora-targets" in outcome.err
     assert mpu("unlearn", base, *private, "--lora-targets", "q_proj,v_proj", cwd=tmp_path).out
 
 
@@ -361,8 +361,8 @@ def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory
     for copy in mpu("publish", made.model, "--copies", 2, cwd=folder).out.split():
         mpu("unlearn", copy, *records, "--algo", "undial", "--beta", 10, "--alpha", 3, "--optim", "adamw-blockwise",
             "--lr", "5e-4", "--epochs", 40, "--batch-size", 5, cwd=folder)  # fmt: skip
-    told = mpu("aggregate", "deltas", "--json", cwd=folder).json
-    assert told["error_estimate"]["relative"] < 0.2
+    document = mpu("aggregate", "deltas", "--json", cwd=folder).json
+    assert document["error_estimate"]["relative"] < 0.2
     assert "right" in mpu("verify", "copy_2", cwd=folder).out
     assert "recovered" in mpu("audit", "copy_1", "copy_2", "--base", made.model, cwd=folder).out
     common = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
@@ -378,22 +378,22 @@ class TestCheckFamily:
         base = make("glm4", tmp_path / "base")
         assert mpu("check-family", base).out == "glm4: every symmetry holds\n"
         monkeypatch.setitem(FAMILIES, "glm4", replace(FAMILIES["glm4"], planes="halves"))
-        told = mpu("check-family", base, "--json", check=False)
-        assert told.status == 1
-        broken = {(c["set"], c["symmetry"]) for c in told.json["checks"] if not c["ok"]}
+        outcome = mpu("check-family", base, "--json", check=False)
+        assert outcome.status == 1
+        broken = {(c["set"], c["symmetry"]) for c in outcome.json["checks"] if not c["ok"]}
         assert broken == {
             ("signed", "qk"), ("signed", "together"), ("paper", "attention"), ("paper", "together"), ("all", "qk"),
             ("all", "together"),
         }  # fmt: skip
-        assert "correct the family's table" in told.err
+        assert "correct the family's table" in outcome.err
 
     def test_checks_a_layer_of_each_kind(self, mpu: Callable, tmp_path: Path) -> None:
         """And two at least; all of them where what they compute depends on their number. Changes come back."""
         deep = random_model("llama", num_hidden_layers=5)
-        told = mpu("check-family", save(deep, tmp_path / "deep"), "--json").json
-        assert told["layers"] == [0, 1]
-        assert told["returned"]["signed"] == 0
-        assert 0 < told["returned"]["all"] < 1e-5
+        document = mpu("check-family", save(deep, tmp_path / "deep"), "--json").json
+        assert document["layers"] == [0, 1]
+        assert document["returned"]["signed"] == 0
+        assert 0 < document["returned"]["all"] < 1e-5
         kinds = mpu("check-family", make("gemma3_text", tmp_path / "kinds"), "--json").json
         assert kinds["layers"] == [0, 1]
         assert mpu("check-family", make("gpt_neo", tmp_path / "all"), "--json").json["layers"] == [0, 1]
@@ -404,15 +404,15 @@ class TestCheckFamily:
         """Columns that are undone as they were done: copies compute the same, and their deltas would be lost."""
         base = make("llama", tmp_path / "base")
         monkeypatch.setattr(transform_module, "map_columns", lambda x, axis, **_: map_columns(x, axis))
-        told = mpu("check-family", base, "--json", check=False)
-        assert told.status == 1
-        assert all(check["ok"] for check in told.json["checks"])
-        assert told.json["returned"]["all"] > 0.1
+        outcome = mpu("check-family", base, "--json", check=False)
+        assert outcome.status == 1
+        assert all(check["ok"] for check in outcome.json["checks"])
+        assert outcome.json["returned"]["all"] > 0.1
 
     def test_names_what_nothing_moves(self, mpu: Callable, tmp_path: Path) -> None:
-        told = mpu("check-family", make("phi", tmp_path / "base"), "--json")
-        assert told.json["unmoved"] == ["lm_head.bias"]
-        assert all(check["float64"] < 1e-6 for check in told.json["checks"])
+        outcome = mpu("check-family", make("phi", tmp_path / "base"), "--json")
+        assert outcome.json["unmoved"] == ["lm_head.bias"]
+        assert all(check["float64"] < 1e-6 for check in outcome.json["checks"])
         assert "lm_head.bias" in mpu("publish", tmp_path / "base", "--copies", 2, cwd=tmp_path).err
 
     def test_a_family_that_is_not_listed(self, mpu: Callable, tmp_path: Path) -> None:
@@ -536,8 +536,8 @@ def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) ->
     base = make("llama", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"a_multiplier": 2.0, "_name_or_path": "x"}))
-    told = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
-    assert "the copies do not get a_multiplier, which transformers does not read" in told
+    printed = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
+    assert "the copies do not get a_multiplier, which transformers does not read" in printed
     # attention_hidden_size is RWKV's: as if that were a family whose fields nobody had added.
     (base / "config.json").write_text(json.dumps(config | {"model_type": "rwkv", "attention_hidden_size": 8}))
     foreign = json.loads((base / "config.json").read_text())

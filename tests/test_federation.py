@@ -30,7 +30,7 @@ COPY = "run/round_1/copy_1"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A model and two owners' records."""
     save(random_model("llama"), tmp_path / "base")
     for number, owner in enumerate("ab"):
@@ -40,8 +40,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def records(place: Path, owner: str) -> list[object]:
-    return ["--forget", place / owner / "forget.jsonl", "--retain", place / owner / "retain.jsonl"]
+def records(root: Path, owner: str) -> list[object]:
+    return ["--forget", root / owner / "forget.jsonl", "--retain", root / owner / "retain.jsonl"]
 
 
 class TestSpool:
@@ -88,30 +88,30 @@ class TestSpool:
 
 @pytest.mark.slow
 class TestWatch:
-    def test_two_rounds_are_those_of_run(self, mpu: Callable, place: Path) -> None:
+    def test_two_rounds_are_those_of_run(self, mpu: Callable, root: Path) -> None:
         """Bit for bit; and nothing of the records, logs or references is in the spool."""
-        base, work = place / "base", ["--work", place / "work"]
-        spool = Spool(place / "spool")
+        base, work = root / "base", ["--work", root / "work"]
+        spool = Spool(root / "spool")
         for number in (1, 2):
-            mpu("publish", base, "--seed", 3, "--copies", 2, "--kappa", 0.05, "--out", place / f"r{number}",
-                "--keys", place / f"r{number}/keys.bin")  # fmt: skip
+            mpu("publish", base, "--seed", 3, "--copies", 2, "--kappa", 0.05, "--out", root / f"r{number}",
+                "--keys", root / f"r{number}/keys.bin")  # fmt: skip
             for k in (1, 2):
-                copy = place / f"r{number}/copy_{k}"
+                copy = root / f"r{number}/copy_{k}"
                 run = json.loads((copy / "mpu.json").read_text())["run"]
                 target = spool.inbox_path(f"{run}/round_{number}/copy_{k}")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(copy, target)
-            told = mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once", "--json")
+            outcome = mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once", "--json")
             deltas = spool.root / f"out/{run}/round_{number}"
-            left = [json.loads(line) for line in told.out.splitlines()]
+            left = [json.loads(line) for line in outcome.out.splitlines()]
             assert all(each["after"]["forget"] > each["before"]["forget"] for each in left)
             assert [each["delta"] for each in left] == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
-            assert mpu("watch", spool.root, *records(place, "a"), *TRAINING, *work, "--once").out == ""
-            mpu("aggregate", deltas, "--keys", place / f"r{number}/keys.bin", "--out", place / f"r{number}/model")
-            base = place / f"r{number}/model"
-        mpu("run", place / "base", *records(place, "a"), *TRAINING, "--copies", 2, "--kappa", 0.05, "--secret-seed", 3,
-            "--rounds", 2, "--out", place / "run")  # fmt: skip
-        expected = tensors(place / "run/server/round_2/model")
+            assert mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once").out == ""
+            mpu("aggregate", deltas, "--keys", root / f"r{number}/keys.bin", "--out", root / f"r{number}/model")
+            base = root / f"r{number}/model"
+        mpu("run", root / "base", *records(root, "a"), *TRAINING, "--copies", 2, "--kappa", 0.05, "--secret-seed", 3,
+            "--rounds", 2, "--out", root / "run")  # fmt: skip
+        expected = tensors(root / "run/server/round_2/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(base).items())
         left = {path.relative_to(spool.root).parts[0] for path in spool.root.rglob("*") if path.is_file()}
         assert left == {"in", "out"}
@@ -119,18 +119,18 @@ class TestWatch:
             "copy_1.safetensors", "copy_2.safetensors",
         }  # fmt: skip
 
-    def test_a_copy_is_trained_on_once(self, mpu: Callable, place: Path) -> None:
+    def test_a_copy_is_trained_on_once(self, mpu: Callable, root: Path) -> None:
         """Asked again, the same bytes; nothing for another copy of the name, after the round, or beyond the limit."""
-        spool, watch = Spool(place / "spool"), ["watch", place / "spool", *records(place, "a"), *TRAINING]
-        watch += ["--work", place / "work", "--once", "--max-deltas", 1]
+        spool, watch = Spool(root / "spool"), ["watch", root / "spool", *records(root, "a"), *TRAINING]
+        watch += ["--work", root / "work", "--once", "--max-deltas", 1]
 
         def arrive(seed: int) -> str:
-            mpu("publish", place / "base", "--seed", seed, "--copies", 2, "--run", "r", "--out", place / f"p{seed}",
-                "--keys", place / f"p{seed}/keys.bin", "--force")  # fmt: skip
+            mpu("publish", root / "base", "--seed", seed, "--copies", 2, "--run", "r", "--out", root / f"p{seed}",
+                "--keys", root / f"p{seed}/keys.bin", "--force")  # fmt: skip
             target = spool.inbox_path("r/round_1/copy_1")
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(place / f"p{seed}/copy_1", target)
+            shutil.move(root / f"p{seed}/copy_1", target)
             return "r/round_1/copy_1"
 
         copy = arrive(1)
@@ -149,32 +149,32 @@ class TestWatch:
         arrive(1)
         assert "its round is over" in mpu(*watch, check=False).err
         spool.forget(copy)
-        shutil.move(place / "p1/copy_2", spool.inbox_path("r/round_1/copy_2"))
+        shutil.move(root / "p1/copy_2", spool.inbox_path("r/round_1/copy_2"))
         assert "--max-deltas allows no more" in mpu(*watch, check=False).err
         assert not list((spool.root / "out").rglob("*.safetensors"))
 
-    def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, place: Path) -> None:
-        spool = Spool(place / "spool")
-        mpu("publish", place / "base", "--out", place, "--keys", place / "keys.bin")
+    def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, root: Path) -> None:
+        spool = Spool(root / "spool")
+        mpu("publish", root / "base", "--out", root, "--keys", root / "keys.bin")
         spool.inbox_path(COPY).parent.mkdir(parents=True)
-        shutil.move(place / "copy_1", spool.inbox_path(COPY))  # not the run that its name says
+        shutil.move(root / "copy_1", spool.inbox_path(COPY))  # not the run that its name says
         outcome = mpu(
-            "watch", spool.root, *records(place, "a"), *TRAINING, "--work", place / "work", "--once", check=False
+            "watch", spool.root, *records(root, "a"), *TRAINING, "--work", root / "work", "--once", check=False
         )
         assert outcome.status == 1
         assert "does not hold the copy that its name says" in outcome.err
         assert spool.failure_path(COPY).read_bytes() == b""
         assert spool.state(COPY) == "failed"
-        inside = mpu("watch", spool.root, *records(place, "a"), "--work", spool.root / "work", check=False)
+        inside = mpu("watch", spool.root, *records(root, "a"), "--work", spool.root / "work", check=False)
         assert inside.is_one_error
         assert "is in the spool" in inside.err
 
 
-def watcher(net: Network, place: Path, owner: str, *training: object) -> subprocess.Popen:
+def watcher(net: Network, root: Path, owner: str, *training: object) -> subprocess.Popen:
     """``mpu watch`` of an owner, as a process of its own."""
     return net.start(
         f"watch-{owner}", sys.executable, "-m", "mpu_cli", "watch", net.folder / f"spool-{owner}",
-        *records(place, owner), *training, "--work", net.folder / f"work-{owner}", "--poll", 0.5, "--device", "cpu",
+        *records(root, owner), *training, "--work", net.folder / f"work-{owner}", "--poll", 0.5, "--device", "cpu",
     )  # fmt: skip
 
 
@@ -189,54 +189,52 @@ class TestFlower:
         pytest.importorskip("flwr")
 
     @pytest.mark.exhaustive
-    def test_two_rounds_are_those_of_run_whatever_is_killed(self, mpu: Callable, place: Path) -> None:
+    def test_two_rounds_are_those_of_run_whatever_is_killed(self, mpu: Callable, root: Path) -> None:
         """The node, the data owner's training and the SuperLink are killed; the model is that of ``mpu run``."""
         options = ["--copies", "2", "--kappa", "0.05"]
         training = [*TRAINING, "--epochs", "30"]
-        mpu("run", place / "base", *records(place, "a"), *training, *options, "--secret-seed", 3, "--rounds", 2,
-            "--out", place / "run")  # fmt: skip
-        expected = tensors(place / "run/server/round_2/model")
-        with network(place / "net", "a") as net:
-            watcher(net, place, "a", *training)
+        mpu("run", root / "base", *records(root, "a"), *training, *options, "--secret-seed", 3, "--rounds", 2,
+            "--out", root / "run")  # fmt: skip
+        expected = tensors(root / "run/server/round_2/model")
+        with network(root / "net", "a") as net:
+            watcher(net, root, "a", *training)
             run = net.submit(
-                BUNDLE, base=str(place / "base"), state=str(place / "state"), owners="a", rounds=2,
+                BUNDLE, base=str(root / "base"), state=str(root / "state"), owners="a", rounds=2,
                 publish=" ".join([*options, "--seed 3"]), **CONFIG,
             )  # fmt: skip
             # Killed while training: the node at once refuses to start again, so a supervisor would try in a loop.
             wait_for(lambda: list(net.folder.glob("work-a/deltas/*/round_1/*.resume/checkpoint-*")))
             net.stop("a")
             net.stop("watch-a")
-            watcher(net, place, "a", *training)
+            watcher(net, root, "a", *training)
             wait_for(lambda: net.start_node("a").poll() is None and not dies(net, "a"))
-            wait_for(lambda: (place / "state/round_2/a/keys.bin").exists())
+            wait_for(lambda: (root / "state/round_2/a/keys.bin").exists())
             net.stop("link")
             net.start_link()
             status, log = net.finish(run)
             assert status == "finished:completed", log + (net.folder / "superexec.log").read_text()[-3000:]
             assert "resuming after step" in (net.folder / "watch-a.log").read_text()
-        found = tensors(place / "state/round_2/model")
+        found = tensors(root / "state/round_2/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
         assert not list((net.folder / "spool-a").rglob("*.safetensors"))  # what is over is removed
 
-    def test_several_owners_a_bad_delta_and_strangers(self, mpu: Callable, place: Path) -> None:
+    def test_several_owners_a_bad_delta_and_strangers(self, mpu: Callable, root: Path) -> None:
         """Two owners' updates are added; a damaged delta is asked for again; what crossed the wire is read."""
-        (place / "recorder").mkdir()
-        (place / "recorder/recorded.py").write_text(RECORDER)
-        bundle = place / "bundle"
+        (root / "recorder").mkdir()
+        (root / "recorder/recorded.py").write_text(RECORDER)
+        bundle = root / "bundle"
         shutil.copytree(BUNDLE, bundle)
         project = (bundle / "pyproject.toml").read_text()
         (bundle / "pyproject.toml").write_text(project.replace("mpu_cli.federation.server_app:app", "recorded:app"))
-        with network(place / "net", "a", "b", extra_path=place / "recorder") as net:
+        with network(root / "net", "a", "b", extra_path=root / "recorder") as net:
             for owner in "ab":
-                watcher(net, place, owner, *TRAINING)
+                watcher(net, root, owner, *TRAINING)
             assert dies(net, "stranger", net.start_node("stranger"))  # its key is not registered
-            subprocess.run(["bash", BUNDLE / "certificates.sh", place / "other", "localhost"], check=True)
-            assert dies(
-                net, "stranger", net.start_node("stranger", ca=place / "other/ca.pem", key=net.tls / "stranger")
-            )
+            subprocess.run(["bash", BUNDLE / "certificates.sh", root / "other", "localhost"], check=True)
+            assert dies(net, "stranger", net.start_node("stranger", ca=root / "other/ca.pem", key=net.tls / "stranger"))
             assert "CERTIFICATE_VERIFY_FAILED" in (net.folder / "stranger.log").read_text()
             run = net.submit(
-                bundle, base=str(place / "base"), state=str(place / "state"), owners="a,b", rounds=1,
+                bundle, base=str(root / "base"), state=str(root / "state"), owners="a,b", rounds=1,
                 publish="--copies 2 --kappa 0.05", **CONFIG,
             )  # fmt: skip
             status, log = net.finish(run)
@@ -244,50 +242,50 @@ class TestFlower:
             assert "it is asked for again" in log
             peaks = net.peaks()
         assert max(peaks[name] for name in ("link", "a", "b")) < 512
-        opened = ("--identity", place / "state/identity.txt")
+        opened = ("--identity", root / "state/identity.txt")
         for owner in "ab":
-            folder, keys = place / "hand" / owner, place / f"state/round_1/{owner}/keys.bin"
-            mpu("publish", place / "base", "--copies", 2, "--kappa", 0.05, "--only", "1,2", "--keys", keys, *opened,
+            folder, keys = root / "hand" / owner, root / f"state/round_1/{owner}/keys.bin"
+            mpu("publish", root / "base", "--copies", 2, "--kappa", 0.05, "--only", "1,2", "--keys", keys, *opened,
                 "--out", folder)  # fmt: skip
             for k in (1, 2):
-                mpu("unlearn", folder / f"copy_{k}", *records(place, owner), *TRAINING, "--out",
+                mpu("unlearn", folder / f"copy_{k}", *records(root, owner), *TRAINING, "--out",
                     folder / f"deltas/copy_{k}.safetensors")  # fmt: skip
-        keys = [part for owner in "ab" for part in ("--keys", place / f"state/round_1/{owner}/keys.bin")]
-        mpu("aggregate", *(place / f"hand/{owner}/deltas" for owner in "ab"), *keys, *opened, "--out",
-            place / "hand/model")  # fmt: skip
-        expected = tensors(place / "hand/model")
-        found = tensors(place / "state/round_1/model")
+        keys = [part for owner in "ab" for part in ("--keys", root / f"state/round_1/{owner}/keys.bin")]
+        mpu("aggregate", *(root / f"hand/{owner}/deltas" for owner in "ab"), *keys, *opened, "--out",
+            root / "hand/model")  # fmt: skip
+        expected = tensors(root / "hand/model")
+        found = tensors(root / "state/round_1/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
-        wire = {path.name: path.read_bytes() for path in (place / "state/wire").iterdir()}
+        wire = {path.name: path.read_bytes() for path in (root / "state/wire").iterdir()}
         everything = b"".join(wire.values())
         for owner in "ab":
             for name in ("forget", "retain"):
-                for line in (place / owner / f"{name}.jsonl").read_text().splitlines():
+                for line in (root / owner / f"{name}.jsonl").read_text().splitlines():
                     for text in json.loads(line).values():
                         assert text.encode() not in everything
             for k in (1, 2):
-                copy = open_checkpoint(place / f"hand/{owner}/copy_{k}")
+                copy = open_checkpoint(root / f"hand/{owner}/copy_{k}")
                 assert all(bytes(copy.raw(name)) in everything for name in copy.tensors)
-        base = open_checkpoint(place / "base")
+        base = open_checkpoint(root / "base")
         assert not any(bytes(base.raw(name)) in everything for name in base.tensors)
         for path in ("identity.txt", "round_1/a/keys.bin", "round_1/b/keys.bin"):
-            assert (place / "state" / path).read_bytes() not in everything
+            assert (root / "state" / path).read_bytes() not in everything
 
     @pytest.mark.exhaustive
-    def test_a_second_failure_is_reported_and_nothing_is_aggregated(self, place: Path) -> None:
+    def test_a_second_failure_is_reported_and_nothing_is_aggregated(self, root: Path) -> None:
         """An owner whose records cannot be used: its copies are tried twice, and no model is made."""
-        with network(place / "net", "a") as net:
-            watcher(net, place, "a", "--algo", "npo", "--template", "chat", "--max-length", "2")
+        with network(root / "net", "a") as net:
+            watcher(net, root, "a", "--algo", "npo", "--template", "chat", "--max-length", "2")
             run = net.submit(
-                BUNDLE, base=str(place / "base"), state=str(place / "state"), owners="a", rounds=1,
+                BUNDLE, base=str(root / "base"), state=str(root / "state"), owners="a", rounds=1,
                 publish="--copies 2", **CONFIG,
             )  # fmt: skip
             status, log = net.finish(run)
             assert status == "finished:failed"
             assert log.count("it is asked for again") >= 1
             assert "could not unlearn on it" in log
-        assert not (place / "state/round_1/model").exists()
+        assert not (root / "state/round_1/model").exists()
 
 
 def dies(net: Network, name: str, process: subprocess.Popen | None = None) -> bool:
@@ -353,10 +351,10 @@ def main(grid, context):
 '''
 
 
-def settings(place: Path, owners: str, **more: object) -> dict:
+def settings(root: Path, owners: str, **more: object) -> dict:
     """The configuration of a run."""
     return {
-        "base": str(place / "base"), "state": str(place / "state"), "owners": owners, "rounds": 1, "publish": "",
+        "base": str(root / "base"), "state": str(root / "state"), "owners": owners, "rounds": 1, "publish": "",
         "aggregate": "", "poll": 0.01, "patience": 9, "limit": 99, "on_missing": "end", "quorum": 1, **more,
     }  # fmt: skip
 
@@ -407,26 +405,26 @@ class TestAnswersOfACourier:
     }  # fmt: skip
 
     @pytest.mark.parametrize("attack", HOSTILE)
-    def test_are_one_owners_failure(self, mpu: Callable, place: Path, attack: str) -> None:
+    def test_are_one_owners_failure(self, mpu: Callable, root: Path, attack: str) -> None:
         pytest.importorskip("flwr")
         from mpu_cli.federation.exchange import Exchange, Reply, Request
         from mpu_cli.federation.server_app import Round
         from mpu_cli.federation.settings import settings_of
 
-        state = place / "state"
+        state = root / "state"
         (state / "round_1/a").mkdir(parents=True)
         mpu("keygen", "--out", state / "identity.txt")
-        mpu("publish", place / "base", "--copies", 2, "--run", "r", "--identity", state / "identity.txt", "--out",
+        mpu("publish", root / "base", "--copies", 2, "--run", "r", "--identity", state / "identity.txt", "--out",
             state / "round_1/a/copies", "--keys", state / "round_1/a/keys.bin")  # fmt: skip
         (state / "round_1/a/run").write_text("r\n")
         said: list[str] = []
         exchange = Exchange(None, 9, 99, said.append)  # nothing is sent: answers are given here
-        game = Round(settings_of(settings(place, "a")), exchange, 1, place / "base")
+        game = Round(settings_of(settings(root, "a")), exchange, 1, root / "base")
         copy = game.copies("a")[0]
         whole = {path.name: path.stat().st_size for path in copy.iterdir()}
         keeps_all = {"state": "arriving", "names": list(whole), "sizes": list(whole.values())}
         answers = {"state": self.DELTA, "put": {}, "get": {"pieces": [b"1"]}, "again": {}} | self.HOSTILE[attack]
-        before = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
+        before = {path for path in root.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
         running: dict = {}
         failures: list[tuple[str, MpuError]] = []
         job = game._deliver("a", copy)
@@ -443,8 +441,8 @@ class TestAnswersOfACourier:
         assert owner == "a"
         assert not game.delta("a", copy).exists()
         assert "\n" not in failure.problem
-        assert str(place) not in failure.problem or "rejected" in failure.problem
-        after = {path for path in place.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
+        assert str(root) not in failure.problem or "rejected" in failure.problem
+        after = {path for path in root.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
         assert {path for path in after - before if path.name not in ("arriving", "rejected")} == set()
 
 
@@ -503,7 +501,7 @@ class InProcess:
 
 
 @pytest.fixture
-def played(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+def played(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Plays a run with owners whose watch is ``mpu watch``, in this process; returns what was said."""
     pytest.importorskip("flwr")
     from mpu_cli.federation import exchange, server_app
@@ -516,15 +514,15 @@ def played(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
         monkeypatch.setattr(server_app, "say", said.append)
         watches = [
             subprocess.Popen(
-                [sys.executable, "-m", "mpu_cli", "watch", place / f"spool-{owner}", *map(str, records(place, owner)),
-                 *TRAINING, "--work", place / f"work-{owner}", "--poll", "0.2", "--device", "cpu"],
+                [sys.executable, "-m", "mpu_cli", "watch", root / f"spool-{owner}", *map(str, records(root, owner)),
+                 *TRAINING, "--work", root / f"work-{owner}", "--poll", "0.2", "--device", "cpu"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
             for owner in working
         ]  # fmt: skip
         mask = os.umask(0o022)
         try:
-            server_app.play(grid, server_app.settings_of(settings(place, ",".join(grid.owners), **config)))
+            server_app.play(grid, server_app.settings_of(settings(root, ",".join(grid.owners), **config)))
         finally:
             os.umask(mask)
             for watch in watches:
@@ -535,25 +533,25 @@ def played(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     return play
 
 
-def spools(place: Path, owners: str) -> dict[str, Path]:
-    return {owner: place / f"spool-{owner}" for owner in owners}
+def spools(root: Path, owners: str) -> dict[str, Path]:
+    return {owner: root / f"spool-{owner}" for owner in owners}
 
 
 @pytest.mark.slow
 @pytest.mark.flower
-def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, played: Callable) -> None:
+def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, root: Path, played: Callable) -> None:
     """The round goes on with the others, says so, and is made anew with all; files are nobody else's."""
     publish = "--copies 2 --kappa 0.05"
-    grid = InProcess(spools(place, "ab"))
+    grid = InProcess(spools(root, "ab"))
     grid.broken = {"b"}
     with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
         played(grid, "a", publish=publish)
-    assert not (place / "state/round_1/model").exists()
+    assert not (root / "state/round_1/model").exists()
     with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
         played(grid, "a", publish=publish, on_missing="leave-out", quorum=2)
     said = played(grid, "a", publish=publish, on_missing="leave-out")
     assert "b was left out" in said[-1]
-    model = place / "state/round_1/model"
+    model = root / "state/round_1/model"
     assert "Left out of round 1: b." in (model / "README.md").read_text()
     without = tensors(model)
     grid.broken = set()
@@ -561,27 +559,27 @@ def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, place: Path, pl
     assert "deltas of b came after all" in " ".join(said)
     assert "left out" not in said[-1]
     assert not any("Left out" in card.read_text() for card in model.glob("README.md"))
-    keys = [part for owner in "ab" for part in ("--keys", place / f"state/round_1/{owner}/keys.bin")]
-    mpu("aggregate", *(place / f"state/round_1/{owner}/deltas" for owner in "ab"), *keys, "--identity",
-        place / "state/identity.txt", "--base", place / "base", "--out", place / "by-hand")  # fmt: skip
-    expected, found = tensors(place / "by-hand"), tensors(model)
+    keys = [part for owner in "ab" for part in ("--keys", root / f"state/round_1/{owner}/keys.bin")]
+    mpu("aggregate", *(root / f"state/round_1/{owner}/deltas" for owner in "ab"), *keys, "--identity",
+        root / "state/identity.txt", "--base", root / "base", "--out", root / "by-hand")  # fmt: skip
+    expected, found = tensors(root / "by-hand"), tensors(model)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     assert any(not torch.equal(tensor, without[name]) for name, tensor in found.items())
-    for path in (place / "state").rglob("*"):
+    for path in (root / "state").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
-    assert not list(place.glob("spool-*/in/*/*/copy_*"))
+    assert not list(root.glob("spool-*/in/*/*/copy_*"))
 
 
 @pytest.mark.parametrize("on_missing", ["leave-out", "end"])
-def test_an_owner_whose_deltas_are_refused_alone(place: Path, on_missing: str) -> None:
+def test_an_owner_whose_deltas_are_refused_alone(root: Path, on_missing: str) -> None:
     """Such as by ``--max-norm``, which is checked when all deltas are there: the round goes on without that owner."""
     pytest.importorskip("flwr")
     from mpu_cli.federation.server_app import Round, mpu
     from mpu_cli.federation.settings import settings_of
 
     config = {"publish": "--copies 2 --kappa 0.01", "aggregate": "--max-norm 100 --force", "on_missing": on_missing}
-    current = Round(settings_of(settings(place, "a,b,c", **config)), None, 1, place / "base")
-    (place / "state").mkdir()
+    current = Round(settings_of(settings(root, "a,b,c", **config)), None, 1, root / "base")
+    (root / "state").mkdir()
     mpu("keygen", "--out", current.identity)
     for owner, scale in (("a", 1e-3), ("b", 10.0), ("c", 1e-3)):
         current._publish(owner)
@@ -599,8 +597,8 @@ def test_an_owner_whose_deltas_are_refused_alone(place: Path, on_missing: str) -
     assert "max-norm" in current.left_out["b"]
     warnings = (current.folder / "warnings.txt").read_text()
     assert "b was left out" in warnings
-    current._combine(["a", "c"], place / "without")
-    expected, made = tensors(place / "without"), tensors(current.model)
+    current._combine(["a", "c"], root / "without")
+    expected, made = tensors(root / "without"), tensors(current.model)
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name], expected[name]) for name in made)
     assert not list(current.folder.glob("*.partial"))
@@ -608,12 +606,12 @@ def test_an_owner_whose_deltas_are_refused_alone(place: Path, on_missing: str) -
 
 @pytest.mark.slow
 @pytest.mark.flower
-def test_what_aggregation_warns_of_is_told(place: Path, played: Callable) -> None:
+def test_what_aggregation_warns_of_is_told(root: Path, played: Callable) -> None:
     """In the log, in the state, and in the run's last line; and replies that come late are used or taken away."""
-    grid = InProcess(spools(place, "a"), lost=3)
+    grid = InProcess(spools(root, "a"), lost=3)
     said = played(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--server-lr 1e-9", patience=0.2)
-    assert (place / "state/round_1/warnings.txt").read_text().strip()
-    warning = (place / "state/round_1/warnings.txt").read_text().splitlines()[0]
+    assert (root / "state/round_1/warnings.txt").read_text().strip()
+    warning = (root / "state/round_1/warnings.txt").read_text().splitlines()[0]
     assert f"warning: {warning}" in said
     assert warning in said[-1]
     assert any("is sent again" in line for line in said)
@@ -621,80 +619,80 @@ def test_what_aggregation_warns_of_is_told(place: Path, played: Callable) -> Non
 
 
 @pytest.mark.flower
-def test_a_copy_that_nobody_works_on_is_given_up(place: Path, played: Callable) -> None:
+def test_a_copy_that_nobody_works_on_is_given_up(root: Path, played: Callable) -> None:
     """``limit`` seconds after it arrived, however often its Flower app answers meanwhile."""
-    (place / "spool-a").mkdir(exist_ok=True)
-    Spool(place / "spool-a").prepare()
+    (root / "spool-a").mkdir(exist_ok=True)
+    Spool(root / "spool-a").prepare()
     with pytest.raises(MpuError, match="not unlearned within 2 s"):
-        played(InProcess(spools(place, "a")), "", publish="--copies 2 --kappa 0.05", limit=2, poll=0.1)
+        played(InProcess(spools(root, "a")), "", publish="--copies 2 --kappa 0.05", limit=2, poll=0.1)
 
 
-def test_a_state_has_one_run(place: Path, played: Callable) -> None:
-    (place / "state").mkdir()
-    with alone_in(place / "state", "flower", "state"), pytest.raises(MpuError, match="in use by another"):
-        played(InProcess(spools(place, "a")), "")
+def test_a_state_has_one_run(root: Path, played: Callable) -> None:
+    (root / "state").mkdir()
+    with alone_in(root / "state", "flower", "state"), pytest.raises(MpuError, match="in use by another"):
+        played(InProcess(spools(root, "a")), "")
 
 
 @pytest.mark.parametrize("other", ["copy_2", "round_2/copy_1"])
-def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, place: Path, other: str) -> None:
+def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, root: Path, other: str) -> None:
     pytest.importorskip("flwr")
     from mpu_cli.federation.exchange import Exchange
     from mpu_cli.federation.server_app import Round
     from mpu_cli.federation.settings import settings_of
 
-    owner = place / "state/round_1/a"
+    owner = root / "state/round_1/a"
     owner.mkdir(parents=True)
-    identity = place / "state/identity.txt"
+    identity = root / "state/identity.txt"
     mpu("keygen", "--out", identity)
-    for number, out in ((1, owner), (2, place / "second")):
-        mpu("publish", place / "base", "--copies", 2, "--run", "r", "--round", number, "--identity", identity, "--out",
+    for number, out in ((1, owner), (2, root / "second")):
+        mpu("publish", root / "base", "--copies", 2, "--run", "r", "--round", number, "--identity", identity, "--out",
             out / "copies", "--keys", out / "keys.bin")  # fmt: skip
     (owner / "run").write_text("r\n")
-    source = owner / "copies/copy_2" if other == "copy_2" else place / "second/copies/copy_1"
+    source = owner / "copies/copy_2" if other == "copy_2" else root / "second/copies/copy_1"
     delta = owner / "arriving/copy_1/copy_1.safetensors"
-    mpu("unlearn", source, *records(place, "a"), *TRAINING, "--out", delta)
-    game = Round(settings_of(settings(place, "a")), Exchange(None, 9, 99, print), 1, place / "base")
+    mpu("unlearn", source, *records(root, "a"), *TRAINING, "--out", delta)
+    game = Round(settings_of(settings(root, "a")), Exchange(None, 9, 99, print), 1, root / "base")
     assert game._complaint("a", "r/round_1/copy_1", delta) == "is the delta of another copy"
-    mpu("unlearn", owner / "copies/copy_1", *records(place, "a"), *TRAINING, "--out", delta, "--force")
+    mpu("unlearn", owner / "copies/copy_1", *records(root, "a"), *TRAINING, "--out", delta, "--force")
     assert game._complaint("a", "r/round_1/copy_1", delta) == ""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another group")
-def test_a_spool_is_for_a_group_at_any_umask(mpu: Callable, place: Path) -> None:
+def test_a_spool_is_for_a_group_at_any_umask(mpu: Callable, root: Path) -> None:
     """What watch makes, and what either side makes inside; a spool that others cannot write to is refused."""
     group = next(each for each in grp.getgrall() if each.gr_gid != os.getgid())
-    watch = ["watch", place / "spool", *records(place, "a"), "--work", place / "work", "--once", "--spool-group"]
+    watch = ["watch", root / "spool", *records(root, "a"), "--work", root / "work", "--once", "--spool-group"]
     for mask in (0o022, 0o077):
         before = os.umask(mask)
         try:
             mpu(*watch, group.gr_name)
-            Spool(place / "spool").put(COPY, "config.json", 0, b"{}")
-            for path in (place / "spool", *(place / "spool").rglob("*")):
+            Spool(root / "spool").put(COPY, "config.json", 0, b"{}")
+            for path in (root / "spool", *(root / "spool").rglob("*")):
                 assert path.stat().st_gid == group.gr_gid, path
                 assert path.stat().st_mode & 0o070 == (0o070 if path.is_dir() else 0o060), path
                 assert path.stat().st_mode & 0o007 == 0, path
         finally:
             os.umask(before)
-            shutil.rmtree(place / "spool", ignore_errors=True)
-    (place / "spool").mkdir(mode=0o755)
-    told = mpu(*watch, group.gr_name, check=False)
-    assert told.is_one_error
-    assert "cannot write everything that is made there" in told.err
-    assert f"chgrp {group.gr_name}" in told.err
+            shutil.rmtree(root / "spool", ignore_errors=True)
+    (root / "spool").mkdir(mode=0o755)
+    outcome = mpu(*watch, group.gr_name, check=False)
+    assert outcome.is_one_error
+    assert "cannot write everything that is made there" in outcome.err
+    assert f"chgrp {group.gr_name}" in outcome.err
     assert "no such group here" in mpu(*watch, "nobody-has-this-group", check=False).err
 
 
 @pytest.mark.slow
 @pytest.mark.flower
-def test_the_page_as_it_stands(place: Path) -> None:
+def test_the_page_as_it_stands(root: Path) -> None:
     """docs/two_organisations.md on one machine, by its script: the model is that of aggregate by hand."""
     pytest.importorskip("flwr")
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the environment that runs the tests
     told = subprocess.run(
-        ["bash", BUNDLE / "rehearse.sh", place / "base", place / "a/forget.jsonl", place / "a/retain.jsonl", "played"],
-        cwd=place, capture_output=True, text=True, check=False,
+        ["bash", BUNDLE / "rehearse.sh", root / "base", root / "a/forget.jsonl", root / "a/retain.jsonl", "played"],
+        cwd=root, capture_output=True, text=True, check=False,
         env={**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
     assert "byte for byte" in told.stdout
-    assert (place / "played/server/state.db").stat().st_mode & 0o077 == 0
+    assert (root / "played/server/state.db").stat().st_mode & 0o077 == 0

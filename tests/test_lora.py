@@ -62,7 +62,7 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
     """The copy plus the products computes what peft's model computed at the end of training."""
     base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
-    told = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 2, "--json",
+    document = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 2, "--json",
                "--precision", "float64", "--template", "plain", cwd=tmp_path).json  # fmt: skip
     delta = tensors(tmp_path / "deltas/base.safetensors")
     plain = load_file(base / "model.safetensors")
@@ -73,17 +73,17 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
     again = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 1, "--lr", "1e-9", "--json", "--precision",
                 "float64", "--template", "plain", "--out", tmp_path / "x", cwd=tmp_path).json  # fmt: skip
     # One more step of the same training would have started with the merged model's loss.
-    assert again["steps"][0]["forget"] > told["steps"][-1]["forget"] > told["steps"][0]["forget"]
+    assert again["steps"][0]["forget"] > document["steps"][-1]["forget"] > document["steps"][0]["forget"]
     assert open_checkpoint(tmp_path / "deltas/base.safetensors").nbytes < open_checkpoint(base).nbytes
 
 
 def test_the_norm_told_is_that_of_the_product(mpu, rounds):
-    told = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
+    outcome = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
                "--out", "again.safetensors",
                cwd=rounds)  # fmt: skip
     held = load_file(rounds / "again.safetensors")
     square = sum((held[n + ".lora_B"].double() @ held[n + ".lora_A"].double()).square().sum() for n in adapted(held))
-    assert told.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
+    assert outcome.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
@@ -148,10 +148,10 @@ def test_aggregate_forms_the_products(mpu, rounds):
 
 def test_one_adapter_is_the_aggregate(mpu, rounds):
     """A peft adapter of rank m·r on the base computes what the aggregated model computes."""
-    told = mpu("aggregate", "deltas", "--json", cwd=rounds).json
+    document = mpu("aggregate", "deltas", "--json", cwd=rounds).json
     also = mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", "--json", cwd=rounds).json
-    assert also["norm"] == pytest.approx(told["norm"], rel=1e-6)
-    assert [c["cosine"] for c in also["copies"]] == pytest.approx([c["cosine"] for c in told["copies"]], rel=1e-6)
+    assert also["norm"] == pytest.approx(document["norm"], rel=1e-6)
+    assert [c["cosine"] for c in also["copies"]] == pytest.approx([c["cosine"] for c in document["copies"]], rel=1e-6)
     assert json.loads((rounds / "adapter/adapter_config.json").read_text())["r"] == 6
     base, _ = load(rounds / "base", torch.float64, "cpu")
     adapter = PeftModel.from_pretrained(base, rounds / "adapter", autocast_adapter_dtype=False).eval()

@@ -42,16 +42,16 @@ def test_at_equal_forgetting_a_lossy_copy_costs_less(mpu: Callable, tmp_path: Pa
     before = scored.losses("retain")["retain"]
     rises: dict[str, list[float]] = {}
     for name, draw in itertools.product(("clean", "lossy"), (1, 2, 3)):
-        place = tmp_path / f"{name}_{draw}"
-        place.mkdir()
+        root = tmp_path / f"{name}_{draw}"
+        root.mkdir()
         noise = (
             ("--permanent-noise", 0.5, "--seed", draw) if name == "lossy" else ("--kappa", 0, "--symmetries", "none")
         )
         seed = ("--seed", draw) if name == "clean" else ()
-        mpu("publish", full, "--pretrained", public, "--copies", 1, *noise, "--dtype", "float32", cwd=place)
-        mpu("unlearn", "copy_1", *records, *TRAINING, *seed, cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--dtype", "float32", cwd=place)
-        scored.towards(place / "unlearned")
+        mpu("publish", full, "--pretrained", public, "--copies", 1, *noise, "--dtype", "float32", cwd=root)
+        mpu("unlearn", "copy_1", *records, *TRAINING, *seed, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--dtype", "float32", cwd=root)
+        scored.towards(root / "unlearned")
         step = scored.step_to(LEVEL)
         assert step is not None
         scored.go(step)

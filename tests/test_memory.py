@@ -33,9 +33,9 @@ def saved_by(model: torch.nn.Module, work: Work) -> int:
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            kept[place] = tensor  # held, so that no other tensor gets its place
+        root = tensor.untyped_storage().data_ptr()
+        if root not in own:
+            kept[root] = tensor  # held, so that no other tensor gets its place
         return tensor
 
     ids = torch.zeros(work.rows, work.length, dtype=torch.long)
@@ -77,10 +77,10 @@ def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
     said = []
     for share in (0.5, 0.02):
         size = str(PROCESS + share * data)
-        told = mpu(*asked, "--memory", size).json
-        assert not told["fits"]
-        assert mpu(*asked, "--memory", size, *told["fits_with"].split()).json["fits"]
-        said.append(told["fits_with"])
+        document = mpu(*asked, "--memory", size).json
+        assert not document["fits"]
+        assert mpu(*asked, "--memory", size, *document["fits_with"].split()).json["fits"]
+        said.append(document["fits_with"])
     assert said[0].startswith("--micro-batch-size")
     assert said[0] != said[1]
     lines = mpu("plan", base, "--memory", "1MB").out

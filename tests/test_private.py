@@ -192,8 +192,8 @@ def test_the_ledger_composes_and_refuses(mpu, tmp_path):
         mpu("publish", base, "--copies", 2, "--run", name, "--out", name, "--keys", f"{name}.bin", cwd=tmp_path)
     budget = ["--dp-budget", 2.9]
     mpu("unlearn", "first/copy_1", *options, *budget, "--out", "1.safetensors", cwd=tmp_path)
-    told = mpu("unlearn", "second/copy_1", *options, *budget, "--out", "2.safetensors", "--json", cwd=tmp_path)
-    assert 2 < told.json["privacy"]["epsilon_of_ledger"] <= 2.9
+    outcome = mpu("unlearn", "second/copy_1", *options, *budget, "--out", "2.safetensors", "--json", cwd=tmp_path)
+    assert 2 < outcome.json["privacy"]["epsilon_of_ledger"] <= 2.9
     refused = mpu("unlearn", "second/copy_2", *options, *budget, "--out", "3.safetensors", check=False, cwd=tmp_path)
     assert refused.status == 1
     assert "--dp-budget 2.9: with this training, the 3 in" in refused.err
@@ -263,9 +263,9 @@ def test_through_the_command_line(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 20, 1)
     write_records(tmp_path / "retain.jsonl", 20, 2)
     options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
-    told = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
-    assert told.json["privacy"]["epsilon"] <= 4
-    assert "each further delta" in told.err
+    outcome = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
+    assert outcome.json["privacy"]["epsilon"] <= 4
+    assert "each further delta" in outcome.err
     facts = json.loads(open_checkpoint(tmp_path / "a.safetensors").metadata["mpu"])
     # Neither rate nor steps nor the exact ε, which would leak the number of records.
     assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}

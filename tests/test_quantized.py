@@ -82,8 +82,8 @@ def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
     mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
     asked = ("--algo", "graddiff", "--epochs", 4, "--lr", "1e-2", "--lora-rank", 3, "--template", "plain")
     for k in (1, 2):
-        told = mpu("unlearn", f"copy_{k}", *asked, "--quantize", "nf4", "--json", cwd=tmp_path)
-    assert "of the weights are held in 4 bits" in told.err
+        outcome = mpu("unlearn", f"copy_{k}", *asked, "--quantize", "nf4", "--json", cwd=tmp_path)
+    assert "of the weights are held in 4 bits" in outcome.err
     one, two = (tensors(tmp_path / f"deltas/copy_{k}.safetensors") for k in (1, 2))
     assert {name.rsplit(".", 1)[1] for name in one} == {"lora_A", "lora_B"}
     assert all(torch.equal(one[name], two[name]) for name in one)  # the same copy, rounded alike
@@ -93,8 +93,8 @@ def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
         change = one[f"{name}.lora_B"] @ one[f"{name}.lora_A"] if f"{name}.lora_A" in one else torch.zeros(())
         torch.testing.assert_close(after[name], before[name] + change, rtol=1e-5, atol=1e-6)
     whole = mpu("unlearn", "copy_1", *asked, "--json", "--out", "whole.safetensors", cwd=tmp_path).json
-    assert told.json["before"]["forget"] != whole["before"]["forget"]
-    assert told.json["after"]["forget"] > told.json["before"]["forget"]
+    assert outcome.json["before"]["forget"] != whole["before"]["forget"]
+    assert outcome.json["after"]["forget"] > outcome.json["before"]["forget"]
 
 
 def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: Path) -> None:
@@ -122,23 +122,23 @@ def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: 
     ],
 )
 def test_what_does_not_go_together(mpu: Callable, base: Path, tmp_path: Path, options: tuple, said: str) -> None:
-    told = mpu("unlearn", base, "--quantize", "nf4", *options, check=False, cwd=tmp_path)
-    assert told.status == 2
-    assert said in told.err
+    outcome = mpu("unlearn", base, "--quantize", "nf4", *options, check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert said in outcome.err
 
 
 @pytest.mark.usefixtures("base")
 def test_a_model_without_linear_layers(mpu: Callable, tmp_path: Path) -> None:
     other = save(random_model("gpt2"), tmp_path / "gpt2")
-    told = mpu("unlearn", other, "--lora-rank", 2, "--quantize", "nf4", check=False, cwd=tmp_path)
-    assert told.status == 2
-    assert "no linear layers that can be held in 4 bits" in told.err
+    outcome = mpu("unlearn", other, "--lora-rank", 2, "--quantize", "nf4", check=False, cwd=tmp_path)
+    assert outcome.status == 2
+    assert "no linear layers that can be held in 4 bits" in outcome.err
 
 
 def test_attacks_that_change_weights(mpu: Callable, base: Path, tmp_path: Path) -> None:
-    told = mpu("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
+    outcome = mpu("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
                "--attacks", "relearn", "--quantize", "nf4", check=False, cwd=tmp_path)  # fmt: skip
-    assert (told.status, "changes weights" in told.err) == (2, True)
+    assert (outcome.status, "changes weights" in outcome.err) == (2, True)
 
 
 def test_no_library_fetches_kernels(tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_it_is_the_chat_model(real: Real) -> None:
 def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) -> None:
     """With nothing but the public model named, `publish` hides what fine-tuning changed, as far as it says."""
     public = ("--pretrained", real.public)
-    told = mpu("publish", real.target, *public, "--copies", 1, "--seed", 1, "--json", cwd=tmp_path)
+    outcome = mpu("publish", real.target, *public, "--copies", 1, "--seed", 1, "--json", cwd=tmp_path)
     found = mpu("audit", "copy_1", "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
     best = min(attack["of_change"] for attack in found.values())
-    assert told.json["hidden"]["one_copy"] == pytest.approx(best, abs=0.05)
+    assert outcome.json["hidden"]["one_copy"] == pytest.approx(best, abs=0.05)
     assert best > 0.6
 
 
@@ -98,12 +98,12 @@ def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real,
     knows = {}
     auto = ("--server-lr", "auto", "--probe", real.retain, "--max-rise", 0.1)
     for name, noise, step in (("clean", ("--kappa", 0, "--permanent-noise", 0), ()), ("lossy", (), auto)):
-        place = tmp_path / name
-        place.mkdir()
-        mpu("publish", real.target, "--pretrained", real.public, "--copies", 1, *noise, "--seed", 1, cwd=place)
-        mpu("unlearn", "copy_1", *records, *TRAINING, cwd=place)
-        mpu("aggregate", "deltas", "--keys", "keys.bin", *step, cwd=place)
-        knows[name] = mpu("eval", "unlearned", *measured, cwd=place).json["metrics"]
+        root = tmp_path / name
+        root.mkdir()
+        mpu("publish", real.target, "--pretrained", real.public, "--copies", 1, *noise, "--seed", 1, cwd=root)
+        mpu("unlearn", "copy_1", *records, *TRAINING, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", *step, cwd=root)
+        knows[name] = mpu("eval", "unlearned", *measured, cwd=root).json["metrics"]
     before = mpu("eval", real.target, *measured, cwd=tmp_path).json["metrics"]
     for after in knows.values():
         assert after["forget_Q_A_Prob"] < 0.7 * before["forget_Q_A_Prob"]

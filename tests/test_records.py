@@ -394,8 +394,10 @@ def test_alternates_from_a_file(mpu, tmp_path):
         mpu("unlearn", base, "--algo", "dpo", "--lr", "1e-3", "--out", out, *more, cwd=tmp_path)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "other.txt").write_text("\n")
-    told = mpu("unlearn", base, "--algo", "dpo", "--alternates", "other.txt", "--out", "c", check=False, cwd=tmp_path)
-    assert "contains no alternates" in told.err
+    outcome = mpu(
+        "unlearn", base, "--algo", "dpo", "--alternates", "other.txt", "--out", "c", check=False, cwd=tmp_path
+    )
+    assert "contains no alternates" in outcome.err
 
 
 def test_corpora_of_wmdp(tmp_path):

@@ -23,7 +23,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A model, and records that it never saw: seven to forget and five to keep."""
     save(random_model("llama"), tmp_path / "model")
     rng = random.Random(0)
@@ -33,14 +33,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows_of(place: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+def rows_of(root: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()]
 
 
-def measure(mpu: Callable, place: Path, attacks: str, *more: object) -> dict:
-    out = place / "eval.json"
-    common = ("--benchmark", "qa", "--forget", place / "forget.jsonl", "--retain", place / "retain.jsonl")
-    mpu("eval", place / "model", *common, "--attacks", attacks, "--metrics", "forget_Q_A_Prob", "--out", out, *more)
+def measure(mpu: Callable, root: Path, attacks: str, *more: object) -> dict:
+    out = root / "eval.json"
+    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--retain", root / "retain.jsonl")
+    mpu("eval", root / "model", *common, "--attacks", attacks, "--metrics", "forget_Q_A_Prob", "--out", out, *more)
     return json.loads(out.read_text())["metrics"]
 
 
@@ -76,13 +76,13 @@ def probabilities(form: dict) -> list[float]:
     return [row["prob"] for row in form["value_by_index"].values()]
 
 
-def test_questions_in_other_words(mpu: Callable, place: Path) -> None:
+def test_questions_in_other_words(mpu: Callable, root: Path) -> None:
     """The likeliest of all rephrasings counts, a record's own ones too."""
-    rows = rows_of(place, "forget")
+    rows = rows_of(root, "forget")
     own = [{**row, "paraphrased_question": [row["question"], f"w5 {row['question']}"]} for row in rows]
-    (place / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    form = measure(mpu, place, "paraphrase")["forget_Q_A_Prob_rephrased"]
-    alone = Alone(place / "model")
+    (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    form = measure(mpu, root, "paraphrase")["forget_Q_A_Prob_rephrased"]
+    alone = Alone(root / "model")
     expected = []
     for row in own:
         asked = [*(phrase.format(row["question"]) for phrase in REPHRASINGS), *row["paraphrased_question"]]
@@ -93,10 +93,10 @@ def test_questions_in_other_words(mpu: Callable, place: Path) -> None:
     assert form["interval"][0] < form["agg_value"] < form["interval"][1]
 
 
-def test_other_records_in_context(mpu: Callable, place: Path) -> None:
-    forms = measure(mpu, place, "context")
-    alone = Alone(place / "model")
-    forget, retain = rows_of(place, "forget"), rows_of(place, "retain")
+def test_other_records_in_context(mpu: Callable, root: Path) -> None:
+    forms = measure(mpu, root, "context")
+    alone = Alone(root / "model")
+    forget, retain = rows_of(root, "forget"), rows_of(root, "retain")
     for name, sets in (("in_context", forget), ("in_retain_context", retain)):
         expected = []
         for i, row in enumerate(forget):
@@ -108,23 +108,23 @@ def test_other_records_in_context(mpu: Callable, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_of_several_answers(mpu: Callable, place: Path) -> None:
+def test_the_best_of_several_answers(mpu: Callable, root: Path) -> None:
     """The stored answer has the stored score, and a model that knows the records says them in every sample."""
-    forms = [measure(mpu, place, "sample", "--samples", 3, "--force") for _ in range(2)]
+    forms = [measure(mpu, root, "sample", "--samples", 3, "--force") for _ in range(2)]
     assert forms[0] == forms[1]  # drawn from a fixed seed
     form = forms[0]["forget_Q_A_ROUGE_sampled"]
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     for row in form["value_by_index"].values():
         assert row["rougeL_recall"] == scorer.score(row["ground_truth"], row["generation"])["rougeL"].recall
-    one = measure(mpu, place, "sample", "--samples", 1, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
-    many = measure(mpu, place, "sample", "--samples", 40, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    one = measure(mpu, root, "sample", "--samples", 1, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    many = measure(mpu, root, "sample", "--samples", 40, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
     assert one < many
-    rows = place / "forget.jsonl", place / "retain.jsonl"
-    learning = ("--epochs", 60, "--lr", 1e-2, "--batch-size", 12, "--out", place / "taught")
-    mpu("finetune", place / "model", "--data", rows[0], "--data", rows[1], *learning)
-    (place / "model").rename(place / "untaught")
-    (place / "taught").rename(place / "model")
-    taught = measure(mpu, place, "sample", "--samples", 2, "--force")
+    rows = root / "forget.jsonl", root / "retain.jsonl"
+    learning = ("--epochs", 60, "--lr", 1e-2, "--batch-size", 12, "--out", root / "taught")
+    mpu("finetune", root / "model", "--data", rows[0], "--data", rows[1], *learning)
+    (root / "model").rename(root / "untaught")
+    (root / "taught").rename(root / "model")
+    taught = measure(mpu, root, "sample", "--samples", 2, "--force")
     assert taught["forget_Q_A_ROUGE_sampled"]["agg_value"] > 0.95
 
 
@@ -151,22 +151,22 @@ class TestRounding:
                         assert (part - rounded).abs().max() <= step / 2 * (1 + 1e-5)
                         assert len(rounded.unique()) <= 2**bits - 1
 
-    def test_a_model_of_such_weights_keeps_its_answers(self, mpu: Callable, place: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(place / "model")
+    def test_a_model_of_such_weights_keeps_its_answers(self, mpu: Callable, root: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(root / "model")
         round_weights(model, 8, None)
-        model.save_pretrained(place / "model")
-        forms = measure(mpu, place, "quantise")
+        model.save_pretrained(root / "model")
+        forms = measure(mpu, root, "quantise")
         exact, int8 = (probabilities(forms[f"forget_Q_A_Prob{kind}"]) for kind in ("", "_int8"))
         assert int8 == pytest.approx(exact, rel=1e-4)
         assert probabilities(forms["forget_Q_A_Prob_int4"]) != pytest.approx(exact, rel=1e-3)
 
 
-def test_relearning(mpu: Callable, place: Path) -> None:
+def test_relearning(mpu: Callable, root: Path) -> None:
     """The curve is that of plain AdamW on the first half, measured on the second; the model on disk stays."""
-    weights = (place / "model" / "model.safetensors").read_bytes()
-    forms = measure(mpu, place, "relearn,quantise,context", "--relearn-steps", 3, "--relearn-lr", 1e-2)
+    weights = (root / "model" / "model.safetensors").read_bytes()
+    forms = measure(mpu, root, "relearn,quantise,context", "--relearn-steps", 3, "--relearn-lr", 1e-2)
     form = forms["forget_Q_A_Prob_relearned"]
-    alone, rows = Alone(place / "model"), rows_of(place, "forget")
+    alone, rows = Alone(root / "model"), rows_of(root, "forget")
     first, second = rows[:3], rows[3:]
 
     def known() -> float:
@@ -187,26 +187,26 @@ def test_relearning(mpu: Callable, place: Path) -> None:
         sum(probabilities(forms["forget_Q_A_Prob"])[3:]) / 4, rel=1e-5
     )
     assert form["agg_value"] == form["curve"][-1]["agg_value"]
-    assert weights == (place / "model" / "model.safetensors").read_bytes()
+    assert weights == (root / "model" / "model.safetensors").read_bytes()
 
 
-def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, place: Path) -> None:
+def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, root: Path) -> None:
     """Attacks that change weights leave other metrics as they are without them."""
-    common = ("--benchmark", "qa", "--forget", place / "forget.jsonl", "--holdout", place / "retain.jsonl")
-    more = ("--metrics", "mia_reference,mia_gradnorm,forget_Q_A_ROUGE", "--reference-model", place / "model")
+    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--holdout", root / "retain.jsonl")
+    more = ("--metrics", "mia_reference,mia_gradnorm,forget_Q_A_ROUGE", "--reference-model", root / "model")
     told = []
     for attacks in ((), ("--attacks", "relearn,quantise,sample", "--relearn-lr", 1e-2)):
-        out = place / f"{len(attacks)}.json"
-        mpu("eval", place / "model", *common, *more, *attacks, "--out", out)
+        out = root / f"{len(attacks)}.json"
+        mpu("eval", root / "model", *common, *more, *attacks, "--out", out)
         told.append(json.loads(out.read_text())["metrics"])
     assert told[0].items() <= told[1].items()
     assert told[1]["mia_reference"]["agg_value"] == 0.5  # the model is its own reference
 
 
 @pytest.mark.slow
-def test_a_delta_is_attacked_with_the_copy(mpu: Callable, place: Path) -> None:
+def test_a_delta_is_attacked_with_the_copy(mpu: Callable, root: Path) -> None:
     """A copy with its delta gives what the sum of both gives."""
-    mpu("publish", "model", "--kappa", 0, "--copies", 1, "--symmetries", "none", cwd=place)
+    mpu("publish", "model", "--kappa", 0, "--copies", 1, "--symmetries", "none", cwd=root)
     training = (
         "--algo",
         "graddiff",
@@ -219,19 +219,19 @@ def test_a_delta_is_attacked_with_the_copy(mpu: Callable, place: Path) -> None:
         "--retain",
         "retain.jsonl",
     )
-    mpu("unlearn", "copy_1", *training, cwd=place)
-    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
+    mpu("unlearn", "copy_1", *training, cwd=root)
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
     asked = ("--benchmark", "qa", "--forget", "forget.jsonl", "--attacks", "quantise,relearn", "--relearn-steps", 2)
     for name, given in (("both", ("copy_1", "--delta", "deltas/copy_1.safetensors")), ("sum", ("unlearned",))):
-        mpu("eval", *given, *asked, "--metrics", "forget_Q_A_Prob", "--out", f"{name}.json", cwd=place)
-    both, summed = (json.loads((place / f"{name}.json").read_text())["metrics"] for name in ("both", "sum"))
+        mpu("eval", *given, *asked, "--metrics", "forget_Q_A_Prob", "--out", f"{name}.json", cwd=root)
+    both, summed = (json.loads((root / f"{name}.json").read_text())["metrics"] for name in ("both", "sum"))
     for name, form in both.items():
         assert probabilities(form) == pytest.approx(probabilities(summed[name]), rel=1e-3), name
 
 
-def test_a_picture_of_relearning(mpu: Callable, place: Path) -> None:
-    measure(mpu, place, "relearn", "--plot", place / "curve.html")
-    assert "Relearning" in (place / "curve.html").read_text()
+def test_a_picture_of_relearning(mpu: Callable, root: Path) -> None:
+    measure(mpu, root, "relearn", "--plot", root / "curve.html")
+    assert "Relearning" in (root / "curve.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_a_picture_of_relearning(mpu: Callable, place: Path) -> None:
         (("--attacks", "relearn", "--endpoint", "http://127.0.0.1:9/v1", "--endpoint-model", "x"), "needs the model's"),
     ],
 )
-def test_refusals(mpu: Callable, place: Path, arguments: tuple, complaint: str) -> None:
-    common = ("--benchmark", "qa", "--forget", place / "forget.jsonl", "--out", place / "eval.json")
-    refused = mpu("eval", place / "model", *common, *arguments, check=False)
+def test_refusals(mpu: Callable, root: Path, arguments: tuple, complaint: str) -> None:
+    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--out", root / "eval.json")
+    refused = mpu("eval", root / "model", *common, *arguments, check=False)
     assert refused.status in (1, 2)
     assert complaint in refused.err
-    assert not (place / "eval.json").exists()
+    assert not (root / "eval.json").exists()
 
 
-def test_not_for_texts(mpu: Callable, place: Path) -> None:
-    refused = mpu("eval", place / "model", "--benchmark", "muse", "--attacks", "relearn", check=False)
+def test_not_for_texts(mpu: Callable, root: Path) -> None:
+    refused = mpu("eval", root / "model", "--benchmark", "muse", "--attacks", "relearn", check=False)
     assert "not for --benchmark muse" in refused.err

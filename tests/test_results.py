@@ -52,9 +52,9 @@ def dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 @pytest.fixture
-def result(mpu: Callable, place: Path, request: pytest.FixtureRequest) -> Path:
+def result(mpu: Callable, root: Path, request: pytest.FixtureRequest) -> Path:
     """Of a base with many kinds of files and entries, by either command."""
-    base = place / "base"
+    base = root / "base"
     edit(base / "generation_config.json", eos_token_id=[1, 2], stop_strings=["<|end|>"], bad_words_ids=[[5]], top_p=0.9)
     edit(base / "tokenizer_config.json", response_schema={"type": "object"}, image_token="w5", sp_model_kwargs={"a": 1})
     edit(base / "config.json", id2label={"0": "A"}, label2id={"A": 0}, task_specific_params={"x": {"y": 1}}, tag="/a/b")
@@ -62,18 +62,18 @@ def result(mpu: Callable, place: Path, request: pytest.FixtureRequest) -> Path:
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(text)
     if request.param == "finetune":
-        mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, cwd=place)
-        return place / "finetuned"
-    mpu("publish", "base", "--copies", 2, cwd=place)
-    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl", cwd=place)
-    told = mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place).err
-    assert "'identity.txt', 'records.csv', 'secret.json'" in told
-    return place / "unlearned"
+        mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, cwd=root)
+        return root / "finetuned"
+    mpu("publish", "base", "--copies", 2, cwd=root)
+    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl", cwd=root)
+    printed = mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root).err
+    assert "'identity.txt', 'records.csv', 'secret.json'" in printed
+    return root / "unlearned"
 
 
 @pytest.mark.parametrize("result", ["finetune", "aggregate"], indirect=True)
-def test_a_result_has_what_lies_beside_the_weights(place: Path, result: Path) -> None:
-    base = place / "base"
+def test_a_result_has_what_lies_beside_the_weights(root: Path, result: Path) -> None:
+    base = root / "base"
     files = {str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()} - LEFT.keys()
     made = {str(path.relative_to(result)) for path in result.rglob("*") if path.is_file()}
     assert made - {"mpu.json", "README.md"} == files
@@ -85,28 +85,28 @@ def test_a_result_has_what_lies_beside_the_weights(place: Path, result: Path) ->
     assert dtypes(result) == dtypes(base)
 
 
-def test_a_router_stays_in_float32(mpu: Callable, place: Path) -> None:
+def test_a_router_stays_in_float32(mpu: Callable, root: Path) -> None:
     """Corrections of routers and norms of a bfloat16 model, trained at a rate that changes nothing."""
-    base = save(random_model("glm4_moe", dtype=torch.bfloat16), place / "base")
+    base = save(random_model("glm4_moe", dtype=torch.bfloat16), root / "base")
     with_float32(base, ["e_score_correction_bias", "layernorm"])
-    mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--lr", 1e-12, cwd=place)
-    assert dtypes(place / "finetuned") == dtypes(base)
-    assert torch.equal(logits(place / "finetuned"), logits(base))
-    assert (place / "finetuned/config.json").read_bytes() == (base / "config.json").read_bytes()
+    mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--lr", 1e-12, cwd=root)
+    assert dtypes(root / "finetuned") == dtypes(base)
+    assert torch.equal(logits(root / "finetuned"), logits(base))
+    assert (root / "finetuned/config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("word", ["dtype", "torch_dtype", None])
-def test_a_config_says_the_dtype_of_the_base(mpu: Callable, place: Path, word: str | None) -> None:
+def test_a_config_says_the_dtype_of_the_base(mpu: Callable, root: Path, word: str | None) -> None:
     """However many small tensors are in another one: what plain transformers loads is in the same."""
-    base = save(random_model("gpt2", dtype=torch.bfloat16), place / "base")
+    base = save(random_model("gpt2", dtype=torch.bfloat16), root / "base")
     with_float32(base, ["bias", "ln_"])
     config = json.loads((base / "config.json").read_text())
     config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
     (base / "config.json").write_text(json.dumps(config | ({word: "bfloat16"} if word else {})))
-    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place)
-    assert AutoModelForCausalLM.from_pretrained(place / "copy_1").dtype == torch.bfloat16
-    assert dtypes(place / "copy_1") == dtypes(base)
+    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=root)
+    assert AutoModelForCausalLM.from_pretrained(root / "copy_1").dtype == torch.bfloat16
+    assert dtypes(root / "copy_1") == dtypes(base)
     if word:
         assert AutoModelForCausalLM.from_pretrained(base).dtype == torch.bfloat16
-    mpu("publish", "base", "--kappa", 0, "--copies", 2, "--dtype", "float32", "--force", cwd=place)
-    assert AutoModelForCausalLM.from_pretrained(place / "copy_1").dtype == torch.float32
+    mpu("publish", "base", "--kappa", 0, "--copies", 2, "--dtype", "float32", "--force", cwd=root)
+    assert AutoModelForCausalLM.from_pretrained(root / "copy_1").dtype == torch.float32

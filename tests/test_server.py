@@ -444,8 +444,8 @@ class TestAggregate:
         name = sorted(held)[3]
         held[name] = held[name] * 1000
         save_file({n: t.float() for n, t in held.items()}, path, metadata)
-        told = mpu(*arguments, "--force")
-        assert f"copy 2 changes {name} " in told.err
+        outcome = mpu(*arguments, "--force")
+        assert f"copy 2 changes {name} " in outcome.err
         [outlier] = mpu(*arguments, "--force", "--json").json["outliers"]
         assert (outlier["tensor"], outlier["copy"]) == (name, 2)
         assert 300 < outlier["factor"] < 3000
@@ -478,29 +478,29 @@ class TestAggregate:
                     "copy_2.safetensors: was trained with different options or seed than deltas/copy_1" in refused.err
                 )
                 assert not (tmp_path / "never").exists()
-            told = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
-            assert complaint in told if complaint else "warning" not in told
+            printed = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
+            assert complaint in printed if complaint else "warning" not in printed
 
     def test_norms_and_cosines_are_what_they_say(self, mpu, published):
-        told = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
+        outcome = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
                    "--out", published / "unlearned", "--force", "--json")  # fmt: skip
-        assert "disagree" in told.err  # random deltas have nothing in common
+        assert "disagree" in outcome.err  # random deltas have nothing in common
         paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
         flat = [torch.cat([t.flatten() for t in tensors(Path(path)).values()]) for path in paths.split()]
         mean = (flat[0] + flat[1]) / 2
-        for delta, x in zip(told.json["copies"], flat, strict=True):
+        for delta, x in zip(outcome.json["copies"], flat, strict=True):
             assert delta["norm"] == pytest.approx(float(x.norm()))
             assert delta["cosine"] == pytest.approx(float(x @ mean / x.norm() / mean.norm()))
-        assert told.json["norm"] == pytest.approx(float(mean.norm()))
+        assert outcome.json["norm"] == pytest.approx(float(mean.norm()))
         # Two copies: half of their difference, and the next term of a series that continues like this.
         apart = [float((x - mean).norm() / mean.norm()) for x in flat]
-        error = told.json["error_estimate"]
+        error = outcome.json["error_estimate"]
         assert error["one_order_lower"] == pytest.approx(float((flat[0] - flat[1]).norm() / 2 / mean.norm()))
         assert error["relative"] == pytest.approx(min(SAFETY * error["one_order_lower"] ** 2, error["one_order_lower"]))
         assert error["variance_factor"] == pytest.approx(0.5)
         assert error["signal_to_noise"] == pytest.approx(1 / sum(0.25 * d * d for d in apart))
-        assert "error of the update: about" in told.err
-        assert told.err.count("warning") == 1  # the cause, and not what follows from it
+        assert "error of the update: about" in outcome.err
+        assert outcome.err.count("warning") == 1  # the cause, and not what follows from it
 
     def test_the_result_is_a_model(self, mpu, published):
         aggregate(mpu, published)
@@ -593,11 +593,11 @@ class TestVerify:
         mpu("publish", base, "--symmetries", "all", "--kappa", 0.1, "--copies", 3, "--out", tmp_path,
             "--keys", tmp_path / "keys.bin")  # fmt: skip
         for k in (1, 2, 3):
-            told = mpu("verify", tmp_path / f"copy_{k}", "--keys", tmp_path / "keys.bin", "--json").json
-            assert told["ok"]
-            assert told["function"] < 1e-5
-            assert told["logits"] < 1e-5
-            for block in told["blocks"]:
+            document = mpu("verify", tmp_path / f"copy_{k}", "--keys", tmp_path / "keys.bin", "--json").json
+            assert document["ok"]
+            assert document["function"] < 1e-5
+            assert document["logits"] < 1e-5
+            for block in document["blocks"]:
                 assert block["survived"] == pytest.approx(block["asked"], rel=0.6)
 
     def test_a_changed_copy_is_wrong(self, mpu, published):
@@ -671,11 +671,11 @@ class TestRunningSum:
         return tmp_path
 
     def deltas(self, mpu: Callable, folder: Path, copies: int, *more: object) -> list[Path]:
-        told = mpu("publish", "base", "--copies", copies, "--kappa", 0.05, "--seed", 1, cwd=folder)
+        outcome = mpu("publish", "base", "--copies", copies, "--kappa", 0.05, "--seed", 1, cwd=folder)
         return [
             Path(mpu("unlearn", copy, "--algo", "gradascent", "--epochs", 1, "--template", "plain", *more,
                      cwd=folder).out.strip())
-            for copy in told.out.split()
+            for copy in outcome.out.split()
         ]  # fmt: skip
 
     @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
@@ -683,8 +683,8 @@ class TestRunningSum:
         """To the last bits, in any order; what was added can be deleted. All is known of two copies."""
         one, two = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
         whole = mpu("aggregate", "deltas", "--json", cwd=folder).json
-        told = mpu("aggregate", two, "--running", "sums", "--json", cwd=folder).json
-        assert (told["copies"], told["missing"]) == ([2], [1])
+        document = mpu("aggregate", two, "--running", "sums", "--json", cwd=folder).json
+        assert (document["copies"], document["missing"]) == ([2], [1])
         assert mpu("inspect", "sums", "--json", cwd=folder).json["copies in it"] == [2]
         (folder / two).unlink()
         again = mpu("aggregate", one, "--running", "sums", "--out", "later", "--json", cwd=folder).json
@@ -715,10 +715,10 @@ class TestRunningSum:
                     "--out", "other.safetensors", cwd=folder).out.strip()  # fmt: skip
         assert "another publication" in mpu("aggregate", other, "--running", "sums", check=False, cwd=folder).err
         shutil.move(folder / "other.bin", folder / "keys.bin")
-        told = mpu("aggregate", two, three, "--running", "sums", "--json", cwd=folder).json
+        document = mpu("aggregate", two, three, "--running", "sums", "--json", cwd=folder).json
         whole = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
-        assert told["norm"] == pytest.approx(whole["norm"], rel=1e-5)
-        assert 0.5 < told["smallest_pairwise_cosine"] <= 1
+        assert document["norm"] == pytest.approx(whole["norm"], rel=1e-5)
+        assert 0.5 < document["smallest_pairwise_cosine"] <= 1
 
 
 def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
@@ -736,8 +736,8 @@ def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
     wrong = mpu("publish", "base", "--copies", 2, "--kappa", 0.1, "--only", 2, "--force", check=False, cwd=tmp_path)
     assert "other options" in wrong.err
     assert "from 1 to 2" in mpu("publish", "base", "--copies", 2, "--only", 3, check=False, cwd=tmp_path).err
-    told = mpu("publish", "base", "--copies", 2, "--only", 1, "--out", "new", "--keys", "new.bin", cwd=tmp_path)
-    assert told.out == "new/copy_1\n"
+    outcome = mpu("publish", "base", "--copies", 2, "--only", 1, "--out", "new", "--keys", "new.bin", cwd=tmp_path)
+    assert outcome.out == "new/copy_1\n"
     assert (tmp_path / "new.bin").exists()
 
 
@@ -748,14 +748,14 @@ def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
     mpu("publish", "base", "--copies", 2, cwd=tmp_path)
     common = ("--algo", "gradascent", "--epochs", 1, "--template", "plain", "--lr", "1e-2")
     mpu("unlearn", "copy_1", *common, "--out", "whole", cwd=tmp_path)
-    told = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=tmp_path)
+    outcome = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=tmp_path)
     whole, half = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "deltas/copy_1.safetensors")
     assert {x.dtype for x in half.values()} == {torch.bfloat16}
     lost = sum(float((half[n].double() - x.double()).square().sum()) for n, x in whole.items()) ** 0.5
     norm = sum(float(x.double().square().sum()) for x in whole.values()) ** 0.5
-    assert told.json["lost_to_rounding"] == pytest.approx(lost / norm, rel=1e-6)
+    assert outcome.json["lost_to_rounding"] == pytest.approx(lost / norm, rel=1e-6)
     assert 1e-4 < lost / norm < 5e-3
-    assert "lost to bfloat16" in told.err
+    assert "lost to bfloat16" in outcome.err
     mpu("unlearn", "copy_2", *common, "--delta-dtype", "bfloat16", cwd=tmp_path)
     assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
 
@@ -772,7 +772,7 @@ class TestOwners:
             for k in (1, 2):
                 mpu("unlearn", f"{owner}/copy_{k}", "--forget", f"{owner}.jsonl", "--algo", "gradascent", "--epochs", 1,
                     "--template", "plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}", cwd=tmp_path)  # fmt: skip
-        told = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
+        document = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
         base = load_file(tmp_path / "base/model.safetensors")
         alone = {}
         for owner in ("a", "b"):
@@ -781,19 +781,19 @@ class TestOwners:
                 "aggregate", *of, "--keys", f"{owner}.bin", "--out", owner + "_alone", "--json", cwd=tmp_path
             ).json
             alone[owner] = load_file(tmp_path / f"{owner}_alone/model.safetensors")
-            of_owner = next(each for each in told["owners"] if each["run"] == single["run"])
+            of_owner = next(each for each in document["owners"] if each["run"] == single["run"])
             for name in ("norm", "smallest_pairwise_cosine"):
                 assert of_owner[name] == pytest.approx(single[name], rel=1e-6)
         found = load_file(tmp_path / "unlearned/model.safetensors")
         for name, weights in base.items():
             expected = alone["a"][name] + alone["b"][name] - weights
             assert torch.allclose(found[name], expected, atol=1e-6), name
-        assert -1 < told["cosines"][0][1] < 1
+        assert -1 < document["cosines"][0][1] < 1
         # Each owner's update, and each delta, may be below --max-norm: the sum has to be, too.
         total = math.sqrt(sum(float((found[name] - weights).double().square().sum()) for name, weights in base.items()))
         parts = [file for owner in ("a", "b") for file in (tmp_path / "deltas").glob(f"{owner}_*.safetensors")]
         norms = [math.sqrt(sum(float(t.double().square().sum()) for t in load_file(file).values())) for file in parts]
-        most = max(*norms, *(each["norm"] for each in told["owners"]))
+        most = max(*norms, *(each["norm"] for each in document["owners"]))
         assert most < total
         refused = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--max-norm", (most + total) / 2,
                       "--out", "bad", check=False, cwd=tmp_path)  # fmt: skip
@@ -849,19 +849,19 @@ class TestTheStep:
             (("--probe", trained.retain, "--max-rise", 1e-12), "allow more with --max-rise"),
         ]:
             auto = ("--server-lr", "auto", *options)
-            told = mpu("aggregate", returned / "deltas", *keys, *auto, "--out", out, check=False)
-            assert (told.status != 0, complaint in told.err) == (True, True)
+            outcome = mpu("aggregate", returned / "deltas", *keys, *auto, "--out", out, check=False)
+            assert (outcome.status != 0, complaint in outcome.err) == (True, True)
             assert not out.exists()
             assert not list(returned.glob(".*partial"))
 
 
 def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
     """The losses on the server's records are those that an evaluation of the same models gives."""
-    told = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 1, "--probe", trained.forget, "--out",
+    outcome = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 1, "--probe", trained.forget, "--out",
                tmp_path, "--keys", tmp_path / "keys.bin", "--json")  # fmt: skip
-    known = told.json["probe"]
+    known = outcome.json["probe"]
     assert known["copy_1"] > known["the base"]
-    assert "probability of an answer's tokens" in told.err
+    assert "probability of an answer's tokens" in outcome.err
     for options, complaint in ((("--copy-recipients", "age1x"), "are not measured"), ((), "nowhere.jsonl")):
         probe = "nowhere.jsonl" if not options else trained.forget
         refused = mpu("publish", trained.model, "--probe", probe, *options, "--out", tmp_path / "x", check=False)
@@ -912,9 +912,9 @@ class TestWhatThePublisherIsTold:
         mpu("publish", base, *outputs)
         before = (tmp_path / "keys.bin").read_bytes()
         for number in (1, 2):
-            told = mpu("publish", base, *outputs, "--force").err
+            printed = mpu("publish", base, *outputs, "--force").err
             earlier = tmp_path / f"keys.earlier-{number}.bin"
-            assert str(earlier) in told
+            assert str(earlier) in printed
             assert stat.S_IMODE(earlier.stat().st_mode) == 0o600
         assert (tmp_path / "keys.earlier-1.bin").read_bytes() == before
         assert (tmp_path / "keys.bin").read_bytes() not in (before, earlier.read_bytes())
@@ -923,13 +923,13 @@ class TestWhatThePublisherIsTold:
         """That copies without a public model give the weights away, and that there is no tokenizer."""
         for path in (*base.glob("tokenizer*"), *base.glob("*.jinja")):
             path.unlink()
-        told = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin", "--json")
+        outcome = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin", "--json")
         published = api.publish(base, out=tmp_path / "b", keys=tmp_path / "b.bin")
         assert sum("give the weights away" in warning for warning in published.warnings) == 1
         assert any("no tokenizer files" in warning for warning in published.warnings)
-        assert told.json["warnings"] == list(published.warnings)
+        assert outcome.json["warnings"] == list(published.warnings)
         for warning in published.warnings:
-            assert " ".join(warning.split()) in " ".join(told.err.split())
+            assert " ".join(warning.split()) in " ".join(outcome.err.split())
         public = save(random_model("llama", seed=1), tmp_path / "public")
         published = api.publish(base, public, out=tmp_path / "c", keys=tmp_path / "c.bin")
         assert published.leakage is not None
@@ -1002,9 +1002,9 @@ class TestPermanentNoise:
 
         def publish(name: str, *options: object) -> str:
             to = ("--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
-            told = mpu("publish", base, *calibrated, *options, *to, check=False)
-            assert told.status == 0 or not (tmp_path / name).exists()
-            return told.err if told.status else ""
+            outcome = mpu("publish", base, *calibrated, *options, *to, check=False)
+            assert outcome.status == 0 or not (tmp_path / name).exists()
+            return outcome.err if outcome.status else ""
 
         assert not publish("a", "--budget-rounds", 2)
         assert not publish("b", "--budget-rounds", 2)
@@ -1055,5 +1055,5 @@ class TestPermanentNoise:
             assert str(secret) not in repr(keys)
             assert secret.hex() not in repr(keys)
         default_secret_path().write_text("short")
-        told = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
-        assert (told.status, "cannot be read as the server's secret" in told.err) == (1, True)
+        outcome = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
+        assert (outcome.status, "cannot be read as the server's secret" in outcome.err) == (1, True)

@@ -186,5 +186,5 @@ def test_grouping_of_heads_is_kept(tmp_path):
     d, group = layout.sizes["head_dim"], layout.sizes["heads"] // layout.sizes["kv_heads"]
     query = maps["query"].order.view(-1, d)[:, 0] // d
     key = maps["key"].order.view(-1, d)[:, 0] // d
-    for place, head in enumerate(query.tolist()):
-        assert head // group == key[place // group]
+    for root, head in enumerate(query.tolist()):
+        assert head // group == key[root // group]

@@ -33,11 +33,11 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.fixture
-def two_heads(place: Path) -> Path:
+def two_heads(root: Path) -> Path:
     """A base whose config ties a head that differs from the embedding; transformers leaves them apart."""
-    save(random_model("llama", tie_word_embeddings=False), place / "base")
-    rewrite(place / "base", tie_word_embeddings=True)
-    return place
+    save(random_model("llama", tie_word_embeddings=False), root / "base")
+    rewrite(root / "base", tie_word_embeddings=True)
+    return root
 
 
 def test_a_head_that_differs_is_trained_and_measured_apart(mpu: Callable, two_heads: Path) -> None:
@@ -59,19 +59,19 @@ def test_finetune_keeps_a_head_that_differs(mpu: Callable, two_heads: Path) -> N
     torch.testing.assert_close(logits(two_heads / "finetuned"), logits(two_heads / "base"))
 
 
-def test_an_embedding_by_the_name_of_its_head(mpu: Callable, place: Path) -> None:
+def test_an_embedding_by_the_name_of_its_head(mpu: Callable, root: Path) -> None:
     """Files of a tied model that hold only the head; transformers reads the embedding from it."""
-    base = place / "base"
+    base = root / "base"
     tensors = load_file(base / "model.safetensors")
     tensors[HEAD] = tensors.pop(EMBEDDING)
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=place)
-    assert load_file(place / "copy_1/model.safetensors").keys() == tensors.keys()
-    torch.testing.assert_close(logits(place / "copy_1"), logits(base), rtol=1e-4, atol=1e-5)
+    mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=root)
+    assert load_file(root / "copy_1/model.safetensors").keys() == tensors.keys()
+    torch.testing.assert_close(logits(root / "copy_1"), logits(base), rtol=1e-4, atol=1e-5)
     mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 1, "--train-embeddings",
-        "--forget", "forget.jsonl", cwd=place)  # fmt: skip
-    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=place)
-    result = load_file(place / "unlearned/model.safetensors")
+        "--forget", "forget.jsonl", cwd=root)  # fmt: skip
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
+    result = load_file(root / "unlearned/model.safetensors")
     assert result.keys() == tensors.keys()
     assert not torch.equal(result[HEAD], tensors[HEAD])
 
@@ -96,7 +96,7 @@ def test_which_config_of_a_wrapper_ties(name: str) -> None:
             assert stored != bool(model.all_tied_weights_keys), (outer, text)
 
 
-def test_no_quantization_in_so_many_words(mpu: Callable, place: Path) -> None:
-    rewrite(place / "base", quantization_config=None)
-    mpu("publish", "base", "--kappa", 0, cwd=place)
-    torch.testing.assert_close(logits(place / "copy_1"), logits(place / "base"), rtol=1e-4, atol=1e-5)
+def test_no_quantization_in_so_many_words(mpu: Callable, root: Path) -> None:
+    rewrite(root / "base", quantization_config=None)
+    mpu("publish", "base", "--kappa", 0, cwd=root)
+    torch.testing.assert_close(logits(root / "copy_1"), logits(root / "base"), rtol=1e-4, atol=1e-5)

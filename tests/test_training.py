@@ -236,8 +236,8 @@ def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
 
 def test_finetune_is_for_one_process(mpu, folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    told = mpu("finetune", "base", "--data", "forget.jsonl", check=False, cwd=folder)
-    assert (told.status, "works in one process" in told.err) == (2, True)
+    outcome = mpu("finetune", "base", "--data", "forget.jsonl", check=False, cwd=folder)
+    assert (outcome.status, "works in one process" in outcome.err) == (2, True)
 
 
 def test_processes_wait_for_as_long_as_the_first_computes():
@@ -322,10 +322,10 @@ def test_lion_takes_signs(mpu, folder):
 
 
 def test_the_log_has_a_line_a_step(mpu, folder):
-    told = mpu("unlearn", "base", *TRAINING, "--log", "log.jsonl", "--json", cwd=folder).json
+    document = mpu("unlearn", "base", *TRAINING, "--log", "log.jsonl", "--json", cwd=folder).json
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
-    for line, step in zip(lines, told["steps"], strict=True):
+    for line, step in zip(lines, document["steps"], strict=True):
         assert {k: line[k] for k in step} == step
 
 
