@@ -301,7 +301,7 @@ class TestKeys:
         """age decrypts to the JSON that docs/formats.md describes."""
         [identity] = read_identities(default_identity_path())
         document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
-        assert (document["format"], document["version"]) == ("mpu-keys", 6)
+        assert (document["format"], document["version"]) == ("mpu-keys", VERSION)
         assert len(bytes.fromhex(document["seed"])) == 32
         assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
         assert document["base"]["path"] == str(published / "base")
@@ -930,6 +930,9 @@ class TestWhatThePublisherIsTold:
         assert outcome.json["warnings"] == list(published.warnings)
         for warning in published.warnings:
             assert " ".join(warning.split()) in " ".join(outcome.err.split())
+        bounded = api.publish(base, out=tmp_path / "d", keys=tmp_path / "d.bin", kappa=1.0, max_noise=0.1)
+        [warning] = [each for each in bounded.warnings if "give the weights away" in each]
+        assert float(re.search(r"is off by ([\d.]+) of their size", warning)[1]) < 0.101
         public = save(random_model("llama", seed=1), tmp_path / "public")
         published = api.publish(base, public, out=tmp_path / "c", keys=tmp_path / "c.bin")
         assert published.leakage is not None
@@ -954,7 +957,7 @@ class TestPermanentNoise:
         other = save(random_model("llama", seed=1), tmp_path / "other")
         others.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
         default_secret_path().unlink()
-        others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1))
+        others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--publish-again"))
         for noise in others:
             assert abs(float(torch.corrcoef(torch.stack([one, noise]))[0, 1])) < 5 / math.sqrt(len(one))
 
@@ -972,14 +975,17 @@ class TestPermanentNoise:
             tensors_of_base = {name.removeprefix("model."): x for name, x in tensors_of_base.items()}
         other = shutil.copytree(base, tmp_path / "other")
         save_file(tensors_of_base, other / "model.safetensors", {"format": "pt"})
-        made = []
+        made, noise = [], []
         for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
             options = ("--pretrained", public, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
-            mpu("publish", model, *options, "--out", tmp_path / name)
+            mpu("publish", model, *options, "--out", tmp_path / name, "--symmetries", "none", "--dtype", "float64")
             made.append(keys_of(tmp_path / name))
             mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")
+            copy, clean = tensors(tmp_path / name / "copy_1"), tensors(model)
+            noise.append(sorted(float((copy[n] - clean[n]).sum()) for n in copy if "inv_freq" not in n))
         assert len({keys.publication.permanent_seed for keys in made}) == 1
         assert len({tuple(keys.shared_sigma.values()) for keys in made}) == 1
+        assert noise[0] == pytest.approx(noise[1], abs=1e-6)
 
     def test_another_scale_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """Also of the base in another precision, and nothing is left behind."""
@@ -995,6 +1001,19 @@ class TestPermanentNoise:
             assert not (tmp_path / "b").exists()
         assert stat.S_IMODE(default_register_path().stat().st_mode) == 0o600
         mpu("publish", base, "--permanent-noise", 2, *options, "--publish-again")
+        back = ("--permanent-noise", 1, "--copies", 1, "--keys", tmp_path / "c.bin", "--out", tmp_path / "c")
+        assert "another scale" in mpu("publish", base, *back, check=False).err  # those of scale 2 may be out
+        mpu("publish", base, "--permanent-noise", 2.01, *options, "--force")
+        shared = [unseal(tmp_path / f"b{end}.bin", read_identities(default_identity_path())).shared_sigma
+                  for end in ("", ".earlier-1")]  # fmt: skip
+        assert shared[0] == shared[1]
+
+    def test_a_publication_that_failed_is_not_counted(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--out", tmp_path / "e", "--keys")
+        outputs = (*calibrated, tmp_path / "e.bin", "--sensitivity")
+        assert "overflows" in mpu("publish", base, *outputs, 1e5, "--dtype", "float16", check=False).err
+        mpu("publish", base, *outputs, 0.01)
+        assert "would not hold" in mpu("publish", base, *outputs, 0.01, "--force", check=False).err
 
     def test_epsilon_counts_publications(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """Two publications of a base, to two owners who may pool their copies, are two mechanisms."""
@@ -1008,8 +1027,9 @@ class TestPermanentNoise:
 
         assert not publish("a", "--budget-rounds", 2)
         assert not publish("b", "--budget-rounds", 2)
-        assert "2 earlier publications of this base or run spent 2 of the 2" in publish("c", "--budget-rounds", 2)
-        assert "spent 1 of the 1" in publish("d")  # both had half the variance of this one
+        assert "with 2 earlier publications of this base or run" in publish("c", "--budget-rounds", 2)
+        assert "would not hold" in publish("c", "--epsilon", 8, "--budget-rounds", 9)  # nor that of the others
+        assert "would not hold" in publish("d")
         assert not publish("e", "--publish-again")
 
     def test_it_is_the_same_on_another_processor(self) -> None:

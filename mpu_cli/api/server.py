@@ -129,7 +129,7 @@ def carry_out_publication(plan: PublishPlan, *, observer: Observer = SILENT) -> 
         *remarks_on_plan(plan),
         *remarks_on_noise(published),
         *(remarks_on_leakage(plan, leakage) if leakage else ()),
-        *remarks_without_pretrained(plan),
+        *remarks_without_pretrained(plan, published),
         *remarks_on_publication(plan, secret_factors=True),
     ]
     return replace(published, leakage=leakage, warnings=tuple(each.text for each in remarks if each.is_warning))

@@ -145,7 +145,7 @@ def publish(
         published = carry_out_publication(plan, observer=observer)
     if published.leakage:
         _print(remarks_on_leakage(plan, published.leakage))
-    _print(remarks_without_pretrained(plan))
+    _print(remarks_without_pretrained(plan, published))
     probe_losses = _probe_losses(probe, probe_columns, plan, published) if probe else None
     if plan.pretrained is None and (plan.publication.kappa > 0 or plan.publication.shared_kappa > 0):
         note(UNSCALED)

@@ -17,7 +17,7 @@ from mpu_cli.records import chat, tokens
 from mpu_cli.records.dates import template_date
 from mpu_cli.records.encoding import Encoding, Example, encoding_of, template_variables
 from mpu_cli.records.record import Record
-from mpu_cli.records.tokens import special_ids
+from mpu_cli.records.tokens import decode, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,8 +71,9 @@ class TrainedEncoder:
 
         Raises MpuError if the template or the tokenizer rejects one or takes too much.
         """
-        special, tokenizer = special_ids(self.encoding.tokenizer), self.encoding.tokenizer
-        ends = {token for token in special if tokenizer.decode([token]).strip()}
+        special = sorted(special_ids(self.encoding.tokenizer))
+        texts = decode(self.encoding.tokenizer, [[token] for token in special], skip_special=False)
+        ends = {token for token, text in zip(special, texts, strict=True) if text.strip()}
         examples = self.encoding.encode(records)
         return [_trained_item(example, record, ends) for example, record in zip(examples, records, strict=True)]
 

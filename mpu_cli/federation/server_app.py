@@ -114,9 +114,10 @@ class Round:
 
     def ask_again(self) -> None:
         """Ask the owners that were left out once more; if deltas of all copies of one come, the model is made anew."""
-        left_out = self.left_out
-        failures = self._collect(list(left_out))
-        if came := left_out.keys() - failures.keys():
+        # Those whose deltas are here were refused.
+        missing = [o for o in self.left_out if not all(self.delta(o, copy).exists() for copy in self.copies(o))]
+        failures = self._collect(missing) if missing else {}
+        if came := set(missing) - failures.keys():
             say(f"round {self.number}: deltas of {', '.join(sorted(came))} came after all")
             participants = [owner for owner in self.settings.owners if owner not in failures]
             self._aggregate(participants, {owner: error.problem for owner, error in failures.items()})

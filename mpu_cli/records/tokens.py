@@ -75,15 +75,18 @@ def of_texts(
     return [failed[i] if i in failed else next(ids) for i in range(len(texts))]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Tokens], **options: Any) -> list[str]:
-    """The text of each sequence, without special tokens; ``options`` are those of the tokenizer's ``decode``.
+def decode(
+    tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Tokens], *, skip_special: bool = True, **options: Any
+) -> list[str]:
+    """The text of each sequence, by default without special tokens; ``options`` are those of the tokenizer's
+    ``decode``.
 
     Raises MpuError if its decoder takes or makes too much.
     """
     if sequences and (json := _backend_json(tokenizer)):
         problem = "the model's tokenizer cannot turn tokens into text"
         try:
-            outcomes = PROCESS.decode(json, sequences, True)
+            outcomes = PROCESS.decode(json, sequences, skip_special)
         except LimitError as error:
             raise MpuError(f"{problem}: {error}") from error
         for (worked, length), ids in zip(outcomes, sequences, strict=True):
@@ -91,7 +94,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Tokens], **op
                 raise MpuError(f"{problem}: {length}")
             if length > LONGEST_TEXT * len(ids) + MORE:
                 raise MpuError(f"{problem}: {len(ids)} tokens become {length:,} characters")
-    return [tokenizer.decode(ids, skip_special_tokens=True, **options) for ids in sequences]
+    return [tokenizer.decode(ids, skip_special_tokens=skip_special, **options) for ids in sequences]
 
 
 def with_offsets(

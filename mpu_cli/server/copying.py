@@ -18,6 +18,7 @@ from mpu_cli.observer import Observer
 from mpu_cli.server.base_scan import BaseScan, BlockScale
 from mpu_cli.server.noise import Noise
 from mpu_cli.server.publication import Publication
+from mpu_cli.server.register import SAME_SCALE
 from mpu_cli.symmetry.transform import Transform, as_matrix, measured_slices, row_slices
 
 # bytes of memory: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
@@ -67,6 +68,7 @@ class CopyWriter:
     observer: Observer
     full_names: Mapping[str, str]  # of tensors, in the base with all its layers
     permanent_sigma: Mapping[str, float] | None = None
+    permanent_names: Mapping[str, str] = field(default_factory=dict)  # of tensors, where permanent noise is drawn
     sigma: dict[str, float] = field(default_factory=dict)
     shared_sigma: dict[str, float] = field(default_factory=dict)
 
@@ -104,7 +106,13 @@ class CopyWriter:
         """Settle the noise of a block and start writing it."""
         sigma, permanent = self.publication.sigmas(scale.task, scale.weights)
         if self.permanent_sigma is not None:
-            permanent = self.permanent_sigma.get(block, 0.0)
+            settled = self.permanent_sigma.get(block, 0.0)
+            if not math.isclose(permanent, settled, rel_tol=SAME_SCALE):
+                raise MpuError(
+                    f"{block}: permanent noise of scale {permanent:.3g}, where the keys have {settled:.3g}",
+                    "use the options and the pretrained model of the publication's other copies",
+                )
+            permanent = settled
         self.sigma[block] = sigma
         if permanent:
             self.shared_sigma[block] = permanent
@@ -149,7 +157,8 @@ class CopyWriter:
         targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
         maps = [transform.of(tensor) for transform in self.transforms]
         shared = self.shared_sigma.get(tensor.block, 0.0)
-        subkeys = self.noise.subkeys(self.full_names[tensor.name], sigma, shared)
+        name = self.full_names[tensor.name]
+        subkeys = self.noise.subkeys(name, sigma, shared, self.permanent_names.get(name))
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
         if self.publication.calibration:

@@ -63,4 +63,5 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     omitted_layers: Layers = msgspec.field(default_factory=list)
     permanent_seed: Seed | None = None
     grouped: bool = False
+    names_in_memory: bool = False
     authenticator: Text | None = None

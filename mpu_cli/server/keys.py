@@ -33,8 +33,8 @@ from mpu_cli.server.key_entries import KeyEntries
 from mpu_cli.server.publication import Publication, default_secret_path, server_secret
 from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
-FORMAT, VERSION = "mpu-keys", 6
-SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",)}
+FORMAT, VERSION = "mpu-keys", 7
+SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",), 7: ("names_in_memory",)}
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -100,6 +100,7 @@ def _facts(keys: Keys) -> dict[str, object]:
         "omitted_layers": publication.omitted,
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
         "grouped": publication.grouped,
+        "names_in_memory": publication.names_in_memory,
     }
 
 
@@ -283,6 +284,7 @@ def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
         omitted=tuple(entries.omitted_layers),
         permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
         grouped=entries.grouped,
+        names_in_memory=entries.names_in_memory,
     )
     base = BaseIdentity(entries.base.path, entries.base.config, entries.base.fingerprint)
     return Keys(publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma)

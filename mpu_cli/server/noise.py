@@ -34,15 +34,20 @@ class Noise:
         self._weights = weights if only is None else weights[[k - 1 for k in only]]
         self._double = double
 
-    def subkeys(self, tensor: str, sigma: float, shared_sigma: float = 0.0) -> list[bytes]:
-        """The stream keys for one tensor's noise of these scales: one per draw, and one for shared noise."""
+    def subkeys(
+        self, tensor: str, sigma: float, shared_sigma: float = 0.0, permanent_name: str | None = None
+    ) -> list[bytes]:
+        """The stream keys for one tensor's noise of these scales: one per draw, and one for shared noise.
+
+        ``permanent_name``: what the tensor is called where permanent noise is drawn, if not ``tensor``.
+        """
         purposes: list[tuple[str | int, ...]] = []
         if sigma:
             purposes += [("noise", self._round, tensor, i) for i in range(self._weights.shape[1])]
         keys = [self._randomness.key(*purpose) for purpose in purposes]
         if shared_sigma and self._permanent:
             # Noise of another scale is another draw: from two multiples of one, anyone could compute it.
-            keys.append(self._permanent.key("permanent noise", tensor, shared_sigma.hex()))
+            keys.append(self._permanent.key("permanent noise", permanent_name or tensor, shared_sigma.hex()))
         elif shared_sigma:
             keys.append(self._randomness.key("shared noise", self._round, tensor))
         return keys

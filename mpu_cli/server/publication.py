@@ -41,7 +41,8 @@ class Publication:
     that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
     derive that from the server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2
     and delta nets; publications before version 5 of the keys left them in place. ``again``: publish although the
-    register says that publications of this base could be averaged, or that its ε is spent. The same publication of
+    register says that publications of this base could be averaged, or that its ε is spent. ``names_in_memory``: see
+    ``permanent_names``. The same publication of
     the same base has the same bytes. Raises UsageError for numbers out of range.
     """
 
@@ -61,6 +62,7 @@ class Publication:
     derive_permanent_seed: bool = False
     grouped: bool = False
     again: bool = False
+    names_in_memory: bool = False
 
     def __post_init__(self) -> None:
         Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa)  # raises for numbers that are out of range
@@ -123,11 +125,19 @@ class Publication:
             permanent=Randomness(self.permanent_seed) if self.permanent_seed else None,
         )
 
+    def permanent_names(self, layout: Layout) -> dict[str, str]:
+        """What the tensors of a base with this ``layout`` are called where permanent noise is drawn: as in memory,
+        which is the same for files with and without a prefix; before version 7 of the keys, as in the file ({})."""
+        if not self.names_in_memory:
+            return {}
+        return {tensor.name: layout.full_name(tensor.name) for tensor in layout.parameters}
+
     def with_secrets_of(self, other: Publication) -> Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
             round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, grouped=other.grouped,
+            names_in_memory=other.names_in_memory,
         )  # fmt: skip
 
     def for_layout(self, layout: Layout) -> Publication:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -36,7 +36,14 @@ from mpu_cli.server.copying import BlockReport, CopyWriter
 from mpu_cli.server.keys import BaseIdentity, Keys
 from mpu_cli.server.pretrained import matching
 from mpu_cli.server.publication import Publication, permanent_seed, server_secret
-from mpu_cli.server.register import RegisterEntry, default_register_path, enter_calibrated, enter_permanent, sample_of
+from mpu_cli.server.register import (
+    RegisterEntry,
+    default_register_path,
+    enter_calibrated,
+    enter_permanent,
+    sample_of,
+    withdraw,
+)
 
 if TYPE_CHECKING:
     from mpu_cli.server.leakage_estimate import Hidden
@@ -152,7 +159,8 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     target, written = plan.target, plan.manifests_to_write
     _check_tokens(plan)
     observer.stage("publish", plan.base.checkpoint.nbytes)
-    with Transaction(force=target.force) as transaction:
+    entries: list[RegisterEntry] = []
+    with _withdrawing(entries), Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
         keys_output = None if plan.existing_keys else transaction.add(target.keys)
         if keys_output and target.keys.exists():
@@ -165,7 +173,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
             folders = [plain / f"copy_{manifest.copy}" for manifest in written]
             for folder in folders:
                 folder.mkdir()
-        reports, keys = _write_copies(plan, folders, observer)
+        reports, keys = _write_copies(plan, folders, entries, observer)
         for folder, manifest in zip(folders, written, strict=True):
             write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
             write_json(folder / MANIFEST_NAME, copy_facts(manifest))
@@ -179,10 +187,14 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     return Published(paths, target.keys, keys, reports)
 
 
-def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer) -> tuple[list[BlockReport], Keys]:
-    """Write each copy's tensors into its folder; the keys that undo them."""
+def _write_copies(
+    plan: PublishPlan, folders: Sequence[Path], entries: list[RegisterEntry], observer: Observer
+) -> tuple[list[BlockReport], Keys]:
+    """Write each copy's tensors into its folder; the keys that undo them. ``entries`` gets the publication's line in
+    the register, if it has one."""
     existing_keys, publication = plan.existing_keys, plan.publication
     full_names = names_in_base(plan.full_base, publication.omitted)
+    full_layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
     with ExitStack() as stack:
         scan = BaseScan(
             plan.base.checkpoint,
@@ -194,7 +206,9 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
         )
         permanent_sigma = None
         if _is_registered(plan):
-            publication, permanent_sigma = _enter(plan, scan, full_names, observer)
+            publication, permanent_sigma = _enter(plan, scan, full_names, entries, observer)
+        elif existing_keys and publication.permanent_seed:
+            permanent_sigma = existing_keys.shared_sigma
         writers = [
             stack.enter_context(
                 CheckpointWriter(folder, plan.specs, as_metadata(copy_facts(manifest)), like=plan.base.checkpoint)
@@ -212,6 +226,7 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
             observer=observer,
             full_names=full_names,
             permanent_sigma=permanent_sigma,
+            permanent_names=publication.permanent_names(full_layout),
         )
         reports = writing.all_blocks(plan.layout.blocks)
         _check_differs(plan, reports)
@@ -225,6 +240,17 @@ def _write_copies(plan: PublishPlan, folders: Sequence[Path], observer: Observer
         writing.shared_sigma,
     )
     return reports, keys
+
+
+@contextmanager
+def _withdrawing(entries: Sequence[RegisterEntry]) -> Iterator[None]:
+    """Withdraw ``entries`` from the register if publishing fails: nobody has a copy then."""
+    try:
+        yield
+    except BaseException:
+        for entry in entries:
+            withdraw(default_register_path(), entry)
+        raise
 
 
 def _keep_keys(path: Path, transaction: Transaction, observer: Observer) -> None:
@@ -243,7 +269,7 @@ def _is_registered(plan: PublishPlan) -> bool:
 
 
 def _enter(
-    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], observer: Observer
+    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], entries: list[RegisterEntry], observer: Observer
 ) -> tuple[Publication, dict[str, float] | None]:
     """Enter the publication in the server's register; it with the seed of its permanent noise, and σ of that for each
     block. Raises MpuError if an earlier publication forbids it."""
@@ -255,15 +281,16 @@ def _enter(
     if publication.calibration:
         calibrated = publication.calibration
         sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
-        enter_calibrated(path, entry, sigma, calibrated.rounds, again=publication.again)
+        entries.append(enter_calibrated(path, entry, sigma, calibrated.rounds, again=publication.again))
         return publication, None
     server_secret(observer.note)  # before the entry: without it nothing is published
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
-    names = {block: full_names[tensors[0].name] for block, tensors in plan.layout.blocks.items()}
+    names = {block: layout.full_name(full_names[tensors[0].name]) for block, tensors in plan.layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
+    entries.append(entry)
     seed = permanent_seed(entry.noise_content, observer.note)
-    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False)
+    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False, names_in_memory=True)
     return publication, {block: entry.permanent_sigma.get(name, 0.0) for block, name in names.items()}
 
 

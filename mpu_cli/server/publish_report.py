@@ -85,13 +85,20 @@ def remarks_on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
         )
 
 
-def remarks_without_pretrained(plan: PublishPlan) -> Iterator[Remark]:
-    """That the copies give the weights away: noise in proportion to the weights is small beside them."""
+def remarks_without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Remark]:
+    """That the copies give the weights away, if the noise is small beside the weights."""
     publication = plan.publication
-    if plan.pretrained or publication.calibration:
+    blocks = [block for block in published.blocks if block.copies]
+    size = math.sqrt(math.fsum(block.weights * block.weights_rms**2 for block in blocks))
+    if plan.pretrained or publication.calibration or not size:
         return
-    per_copy = math.hypot(publication.kappa * min(publication.scheme.scales), publication.shared_kappa)
-    combined = publication.shared_kappa if publication.copies > 1 else per_copy
+    copies = range(len(published.copies))
+    noise = [math.fsum(block.weights * block.copies[copy].requested ** 2 for block in blocks) for copy in copies]
+    permanent = published.keys.shared_sigma
+    shared = math.fsum(block.weights * permanent.get(block.block, 0.0) ** 2 for block in blocks)
+    per_copy, combined = math.sqrt(min(noise)) / size, math.sqrt(shared) / size
+    if per_copy > HARDLY and (publication.copies == 1 or combined > HARDLY):
+        return
     by_copies = f", with all copies {combined:.2g}" if publication.copies > 1 else ""
     yield Remark(
         f"these copies give the weights away: whoever aligns one with a public model of the family is off by "

@@ -10,6 +10,7 @@ publication, so this file remembers them: a line is written before the first byt
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from mpu_cli.architectures.layout import Layout
-from mpu_cli.boundary.documents import Above0, Finite, parse_document
+from mpu_cli.boundary.documents import Above0, Document, Finite, parse_document
 from mpu_cli.checkpoint.dtypes import TORCH
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError
@@ -51,7 +52,8 @@ class RegisterEntry:
 
     ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
     content of the base's first publication in any precision; ``permanent_sigma``: σ of permanent noise by the name of a
-    block's first tensor in the base; ``calibrated_sigma``: σ that hides the base under ``--epsilon``.
+    block's first tensor in memory; ``calibrated_sigma``: σ that hides the base under ``--epsilon``, in
+    ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody has copies of those before it.
     """
 
     run: str
@@ -61,6 +63,9 @@ class RegisterEntry:
     noise_content: str = ""
     permanent_sigma: dict[str, Above0] = field(default_factory=dict)
     calibrated_sigma: Above0 | None = None
+    calibrated_rounds: int = 1
+    replaces_earlier: bool = False
+    entry_id: str = ""
 
 
 def default_register_path() -> Path:
@@ -76,15 +81,26 @@ def sample_of(checkpoint: Checkpoint, layout: Layout) -> Sample:
         weights = checkpoint.tensor(tensor.name).view(-1)
         for i in range(each):
             dtypes.append(checkpoint.tensors[tensor.name].dtype)
-            values.append(float(weights[(2 * i + 1) * len(weights) // (2 * each)]))
+            value = float(weights[(2 * i + 1) * len(weights) // (2 * each)])
+            values.append(value if math.isfinite(value) else 0.0)  # of layers that no copy has
     return Sample(tuple(dtypes), tuple(values))
 
 
+class _Withdrawal(Document):
+    """A later line: the publication that was entered as this one failed, and nobody has a copy of it."""
+
+    withdraws: str
+
+
 def read_register(path: Path) -> list[RegisterEntry]:
-    """The publications so far. Raises MpuError if the file is damaged."""
+    """The publications so far, without those that failed. Raises MpuError if the file is damaged."""
     hint = "put a backup in its place: what it lost cannot be checked"
-    entries = []
+    entries: list[RegisterEntry] = []
     for line in read_lines(path, hint):
+        if "withdraws" in line:
+            withdrawn = parse_document(_Withdrawal, line, f"{path}: damaged", hint).withdraws
+            entries = [each for each in entries if each.entry_id != withdrawn]
+            continue
         entry = parse_document(RegisterEntry, line, f"{path}: damaged", hint)
         if not set(entry.sample.dtypes) <= set(TORCH):
             raise MpuError(f"{path}: damaged (a dtype is not known)", hint)
@@ -92,61 +108,86 @@ def read_register(path: Path) -> list[RegisterEntry]:
     return entries
 
 
+def withdraw(path: Path, entry: RegisterEntry) -> None:
+    """Note that the publication of ``entry`` failed before anybody could get a copy."""
+    with alone_with_private(path):
+        append_line(path, {"time": _now(), "withdraws": entry.entry_id})
+
+
 def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, float], *, again: bool) -> RegisterEntry:
     """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
 
-    Scales within rounding of those of an earlier publication of the same base become the same, as another scale would
-    be another draw. Raises MpuError if they differ by more, unless ``again``.
+    Scales within rounding of those of earlier publications of the same base become the same, as another scale would be
+    another draw. Raises MpuError if one differs by more, unless ``again``, which makes the earlier ones void: nobody
+    has their copies.
     """
     with alone_with_private(path):
-        earlier = [each for each in read_register(path) if each.permanent_sigma]
-        base = next((each for each in earlier if _same_base(each, entry)), None)
+        entries = [each for each in read_register(path) if each.permanent_sigma]
+        base = next((each for each in entries if _same_base(each, entry)), None)
         noise_content = base.noise_content if base else entry.content
-        same = [each.permanent_sigma for each in earlier if each.noise_content == noise_content]
-        alike = [scales for scales in same if _alike(scales, requested)]
-        if base and not alike and not again:
+        same = _since_replaced([each for each in entries if each.noise_content == noise_content])
+        earlier = {block: sigma for each in same for block, sigma in each.permanent_sigma.items()}
+        common = earlier.keys() & requested.keys()
+        alike = all(math.isclose(earlier[block], requested[block], rel_tol=SAME_SCALE) for block in common)
+        if same and not alike and not again:
             raise MpuError(
-                f"permanent noise of another scale than in round {base.round} of run {base.run}, which published the "
-                "same base: whoever gets both averages the noise away",
+                f"permanent noise of another scale than in round {same[-1].round} of run {same[-1].run}, which "
+                "published the same base: whoever gets both averages the noise away",
                 f"use the same --permanent-noise, --max-noise and --pretrained; or {OVERRIDE}",
             )
-        earlier_scales = max(alike, key=lambda scales: len(scales.keys() & requested.keys()), default={})
-        scales = {block: earlier_scales.get(block, sigma) for block, sigma in requested.items()}
-        return _append(path, entry, noise_content=noise_content, permanent_sigma=scales)
+        scales = {block: earlier.get(block, sigma) if alike else sigma for block, sigma in requested.items()}
+        return _append(
+            path, entry, noise_content=noise_content, permanent_sigma=scales, replaces_earlier=bool(same) and not alike
+        )
 
 
-def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> None:
-    """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications.
+def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> RegisterEntry:
+    """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications; the entry.
 
-    Gaussian mechanisms compose: Σ 1/σᵢ² over all publications of the base and of the run is what is spent. Raises
-    UsageError if that is more than ``rounds``/σ², unless ``again``.
+    Gaussian mechanisms compose: all publications of a base and of a run together spend Σ 1/σᵢ², and each promised that
+    this is at most its own rounds/σ². Raises MpuError if a promise would not hold, unless ``again``, which makes the
+    earlier publications void: nobody has their copies.
     """
     with alone_with_private(path):
-        same = [
-            other.calibrated_sigma
-            for other in read_register(path)
-            if other.calibrated_sigma and (other.run == entry.run or _same_base(other, entry))
-        ]
-        spent = math.fsum((sigma / other) ** 2 for other in same)
-        if spent + 1 > rounds * (1 + 1e-9) and not again:
+        earlier = _since_replaced(
+            [
+                other
+                for other in read_register(path)
+                if other.calibrated_sigma and (other.run == entry.run or _same_base(other, entry))
+            ]
+        )
+        sigmas = [other.calibrated_sigma or math.inf for other in earlier] + [sigma]
+        promises = [other.calibrated_rounds for other in earlier] + [rounds]
+        holds = all(
+            math.fsum((promised_sigma / other) ** 2 for other in sigmas) <= promised * (1 + 1e-9)
+            for promised_sigma, promised in zip(sigmas, promises, strict=True)
+        )
+        if not holds and not again:
             raise MpuError(
-                f"--epsilon: {len(same)} earlier publication{'s' * (len(same) > 1)} of this base or run spent "
-                f"{spent:.2g} of the {rounds} that ε and δ cover",
+                f"--epsilon: with {len(earlier)} earlier publication{'s' * (len(earlier) > 1)} of this base or run, "
+                "ε and δ of one of them would not hold any more",
                 "give out the copies of the earlier one: a budget for several publications, --budget-rounds, has to be "
                 f"planned from the first on; or {OVERRIDE}",
             )
-        _append(path, entry, calibrated_sigma=sigma)
+        return _append(
+            path, entry, calibrated_sigma=sigma, calibrated_rounds=rounds, replaces_earlier=bool(earlier) and not holds
+        )
 
 
-def _alike(scales: Mapping[str, float], requested: Mapping[str, float]) -> bool:
-    common = scales.keys() & requested.keys()
-    return all(math.isclose(scales[block], requested[block], rel_tol=SAME_SCALE) for block in common)
+def _since_replaced(entries: list[RegisterEntry]) -> list[RegisterEntry]:
+    """The entries from the last one on that made those before it void."""
+    replacing = [number for number, entry in enumerate(entries) if entry.replaces_earlier]
+    return entries[replacing[-1] :] if replacing else entries
 
 
 def _append(path: Path, entry: RegisterEntry, **values: object) -> RegisterEntry:
-    updated = RegisterEntry(**{**vars(entry), **values})  # type: ignore[arg-type]
-    append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(updated)})
+    updated = RegisterEntry(**{**vars(entry), **values, "entry_id": secrets.token_hex(8)})  # type: ignore[arg-type]
+    append_line(path, {"time": _now(), **asdict(updated)})
     return updated
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _same_base(entry: RegisterEntry, other: RegisterEntry) -> bool:

@@ -82,7 +82,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         raise MpuError(
             f"{base.source}: is not the model that was published ({error})", "specify it with --base"
         ) from error
-    base = shallow(base, keys.publication.omitted)
+    full_base, base = base, shallow(base, keys.publication.omitted)
     layout = layout_of(base.checkpoint.tensors, base.config, base.source)
     if [t.name for t in layout.parameters] != [
         t.name for t in layout_of(copy.checkpoint.tensors, copy.config, copy.source).parameters
@@ -96,6 +96,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         keys.publication.transform(manifest.copy, layout),
         manifest.copy,
         names,
+        keys.publication.permanent_names(layout_of(full_base.checkpoint.tensors, full_base.config, full_base.source)),
     )
     observer.stage("verify", base.checkpoint.nbytes)
     blocks = []
@@ -132,7 +133,8 @@ class _Again:
     noise: Noise
     transform: Transform
     number: int
-    whole_names: Mapping[str, str]  # of tensors, in the base with all its layers
+    full_names: Mapping[str, str]  # of tensors, in the base with all its layers
+    permanent_names: Mapping[str, str]  # of those, where permanent noise is drawn
 
     def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
         name = self.transform.name(tensor)
@@ -147,7 +149,8 @@ class _Again:
         )
         sigma = self.keys.sigma.get(tensor.block, 0.0)
         shared = self.keys.shared_sigma.get(tensor.block, 0.0)
-        subkeys = self.noise.subkeys(self.whole_names[tensor.name], sigma, shared)
+        name_in_base = self.full_names[tensor.name]
+        subkeys = self.noise.subkeys(name_in_base, sigma, shared, self.permanent_names.get(name_in_base))
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
