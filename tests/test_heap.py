@@ -56,7 +56,7 @@ def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None
     script = """
 from mpu_cli.client.reference_model import Reference
 from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.schedule import ExampleSet, Step
+from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.evaluation.membership import gradient_norms
 from mpu_cli.evaluation.encoding import Item
@@ -72,7 +72,7 @@ model, algorithm = random_model("llama"), ALGORITHMS["gradascent"]
 def train_once():
     sets = {"forget": ExampleSet(examples, Reference())}
     objective = Objective(algorithm, algorithm.constants, "nll")
-    train(model, [Step([0, 1], [])], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
+    train(model, [TrainingStep([0, 1], [])], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
 
 def score():
     Scorer(model).score(items, batch_size=2)
