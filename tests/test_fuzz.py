@@ -50,7 +50,10 @@ def test_every_module_that_parses_is_played() -> None:
 def test_what_is_not_mutated_is_read(target: str, seeds: Path, tmp_path: Path) -> None:
     """Or the test below would find that everything is refused."""
     source, _, read = TARGETS[target]
-    read(shutil.copytree(seeds / source, tmp_path / "input"))
+    folder = shutil.copytree(seeds / source, tmp_path / "input")
+    report = Report()
+    judge(target, lambda: read(folder), report)
+    assert (report.ran, report.refused, report.problems) == (1, 0, [])
 
 
 @pytest.mark.parametrize("target", [name for name, (_, mutate, _) in TARGETS.items() if hasattr(mutate, "document")])

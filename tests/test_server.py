@@ -927,7 +927,7 @@ class TestWhatThePublisherIsTold:
         published = api.publish(base, out=tmp_path / "b", keys=tmp_path / "b.bin")
         assert sum("give the weights away" in warning for warning in published.warnings) == 1
         assert any("no tokenizer files" in warning for warning in published.warnings)
-        assert outcome.json["warnings"] == list(published.warnings)
+        assert outcome.json["warnings"] == published.warnings
         for warning in published.warnings:
             assert " ".join(warning.split()) in " ".join(outcome.err.split())
         bounded = api.publish(base, out=tmp_path / "d", keys=tmp_path / "d.bin", kappa=1.0, max_noise=0.1)

@@ -32,14 +32,7 @@ from mpu_cli.server.publication import default_secret_path, publication_of, serv
 from mpu_cli.server.publish import Published, PublishPlan, Target
 from mpu_cli.server.publish import plan_publish as _plan_publish
 from mpu_cli.server.publish import publish as _publish
-from mpu_cli.server.publish_report import (
-    leakage_of,
-    remarks_on_leakage,
-    remarks_on_noise,
-    remarks_on_plan,
-    remarks_on_publication,
-    remarks_without_pretrained,
-)
+from mpu_cli.server.publish_report import Remark, leakage_of, remarks_on_plan, remarks_on_result
 from mpu_cli.server.round import AggregatePlan, owners_of
 from mpu_cli.server.round import plan_aggregate as _plan_aggregate
 
@@ -121,18 +114,23 @@ def publish(
     return published
 
 
-def carry_out_publication(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
-    """Publish what ``plan`` says; the result has an estimate of what leaks, and warnings."""
+def carry_out_publication(
+    plan: PublishPlan,
+    *,
+    plan_remarks: Sequence[Remark] | None = None,
+    secret_factors: bool = True,
+    observer: Observer = SILENT,
+) -> Published:
+    """Publish what ``plan`` says; the result has an estimate of what leaks, and remarks.
+
+    ``plan_remarks``: those on the plan, if they are known; ``secret_factors``: whether no remark names the noise's
+    factors.
+    """
     published = _publish(plan, observer=observer)
     leakage = leakage_of(plan, published)
-    remarks = [
-        *remarks_on_plan(plan),
-        *remarks_on_noise(published),
-        *(remarks_on_leakage(plan, leakage) if leakage else ()),
-        *remarks_without_pretrained(plan, published),
-        *remarks_on_publication(plan, secret_factors=True),
-    ]
-    return replace(published, leakage=leakage, warnings=tuple(each.text for each in remarks if each.is_warning))
+    on_result = remarks_on_result(plan, published, leakage, secret_factors=secret_factors)
+    on_plan = remarks_on_plan(plan) if plan_remarks is None else plan_remarks
+    return replace(published, leakage=leakage, remarks=(*on_plan, *on_result))
 
 
 def invert(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -90,12 +89,6 @@ def as_entries(document: Document) -> dict[str, object]:
 
 def is_ascending(numbers: list[int]) -> bool:
     return numbers == sorted(set(numbers))
-
-
-def table_of(document: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """The table under ``name``, an empty one for anything else that a file may have there: for descriptions only."""
-    value = document.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _in_words(error: Exception) -> str:

@@ -110,13 +110,7 @@ def publish(
     from mpu_cli.models.source import open_model
     from mpu_cli.records.forms import parse_columns
     from mpu_cli.records.reading import read_records
-    from mpu_cli.server.publish_report import (
-        UNSCALED,
-        remarks_on_leakage,
-        remarks_on_plan,
-        remarks_on_publication,
-        remarks_without_pretrained,
-    )
+    from mpu_cli.server.publish_report import UNSCALED, remarks_on_plan
 
     clients = [part.strip() for part in copy_recipients.split(",")] if copy_recipients is not None else []
     if not all(clients):
@@ -137,23 +131,23 @@ def publish(
             existing_keys=existing_keys, copy_recipients=clients, recipients=recipient or [], identity=identity,
             passphrase=secret, run=run, round=round_, seed=seed, force=force, observer=observer, **explicit_options,
         )  # fmt: skip
-    _print(remarks_on_plan(plan))
+    plan_remarks = list(remarks_on_plan(plan))
+    _print(plan_remarks)
     if dry_run:
         _preview(plan, as_json)
         return
+    secret_factors = publishing.disguise.alphas == RANDOM
     with terminal() as observer:
-        published = carry_out_publication(plan, observer=observer)
-    if published.leakage:
-        _print(remarks_on_leakage(plan, published.leakage))
-    _print(remarks_without_pretrained(plan, published))
+        published = carry_out_publication(
+            plan, plan_remarks=plan_remarks, secret_factors=secret_factors, observer=observer
+        )
     probe_losses = _probe_losses(probe, probe_columns, plan, published) if probe else None
     if plan.pretrained is None and (plan.publication.kappa > 0 or plan.publication.shared_kappa > 0):
         note(UNSCALED)
     if seed is not None:
         warn("--seed is for repeatable experiments: whoever knows or guesses it can undo these copies")
     report(published, plan.publication.max_noise)
-    secret_factors = publishing.disguise.alphas == RANDOM
-    _print(remarks_on_publication(plan, secret_factors=secret_factors))
+    _print(published.remarks[len(plan_remarks) :])
     note(_next_step(published))
     emit(published.copies, _document(published, probe_losses, secret_factors=secret_factors), as_json)
 
@@ -200,7 +194,7 @@ def _document(
         "calibration": asdict(calibration) if calibration else None,
         "hidden": asdict(published.leakage) if published.leakage else None,
         "probe": probe_losses,
-        "warnings": list(published.warnings),
+        "warnings": published.warnings,
         "blocks": [
             asdict(block) | {"copies": [under_old_name(asdict(copy)) for copy in block.copies]}
             for block in published.blocks
@@ -257,8 +251,6 @@ def _is_explicit(context: typer.Context, name: str) -> bool:
 
 def report(published: Published, max_noise: float | None = None) -> None:
     """Report on standard error how much of the noise survives."""
-    from mpu_cli.server.publish_report import remarks_on_noise
-
     blocks = [block for block in published.blocks if block.copies]
     publication = published.keys.publication
     kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
@@ -289,7 +281,6 @@ def report(published: Published, max_noise: float | None = None) -> None:
             "RMS(v): of what fine-tuning changed, or of the weights without --pretrained; σ: noise as asked for; "
             "survived: what storage left of it (RMS); unchanged: share of weights that it left alone"
         )
-        _print(remarks_on_noise(published))
     note(
         f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
         "keep this file, and keep it secret"

@@ -185,9 +185,7 @@ def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) 
     """The examples of each step, and the training's options with a learning rate."""
     counts = [len(records.sets[name].examples) if name in records.sets else 0 for name in ("forget", "retain")]
     training = job.options.training
-    steps = schedule(
-        *counts, epochs=epochs_of(job.options), batch_size=training.batch_size, seed=training.seed
-    )  # fmt: skip
+    steps = schedule(*counts, epochs=epochs_of(job.options), batch_size=training.batch_size, seed=training.seed)
     trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
     # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
     count = loaded.private.mechanism.steps if loaded.private else len(steps)

@@ -47,6 +47,7 @@ from mpu_cli.server.register import (
 
 if TYPE_CHECKING:
     from mpu_cli.server.leakage_estimate import Hidden
+    from mpu_cli.server.publish_report import Remark
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Published:
     """The result of ``publish``: the folders or sealed files of the copies, the keys and where they are, and what
     storage left of each block's noise.
 
-    ``leakage``: how far off the best known attack is, if there is a pretrained model; ``warnings``: what is probably
-    wrong (``publish_report``).
+    ``leakage``: how far off the best known attack is, if there is a pretrained model; ``remarks``: what the server
+    should know of the publication (``publish_report``).
     """
 
     copies: list[Path]
@@ -114,7 +115,12 @@ class Published:
     keys: Keys
     blocks: list[BlockReport]
     leakage: Hidden | None = None
-    warnings: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong."""
+        return [remark.text for remark in self.remarks if remark.is_warning]
 
 
 def plan_publish(
@@ -206,7 +212,7 @@ def _write_copies(
         )
         permanent_sigma = None
         if _is_registered(plan):
-            publication, permanent_sigma = _enter(plan, scan, full_names, entries, observer)
+            publication, permanent_sigma = _enter(plan, scan, full_layout, full_names, entries, observer)
         elif existing_keys and publication.permanent_seed:
             permanent_sigma = existing_keys.shared_sigma
         writers = [
@@ -269,15 +275,16 @@ def _is_registered(plan: PublishPlan) -> bool:
 
 
 def _enter(
-    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], entries: list[RegisterEntry], observer: Observer
-) -> tuple[Publication, dict[str, float] | None]:
+    plan: PublishPlan, scan: BaseScan, full_layout: Layout, full_names: Mapping[str, str],
+    entries: list[RegisterEntry], observer: Observer,
+) -> tuple[Publication, dict[str, float] | None]:  # fmt: skip
     """Enter the publication in the server's register; it with the seed of its permanent noise, and σ of that for each
     block. Raises MpuError if an earlier publication forbids it."""
     publication, path = plan.publication, default_register_path()
-    layout = layout_of(plan.full_base.checkpoint.tensors, plan.full_base.config, plan.full_base.source)
     scales = scan.scales()
-    content = scan.content(plan.full_base, layout, full_names)
-    entry = RegisterEntry(publication.run, publication.round, content, sample_of(plan.full_base.checkpoint, layout))
+    content = scan.content(plan.full_base, full_layout, full_names)
+    sample = sample_of(plan.full_base.checkpoint, full_layout)
+    entry = RegisterEntry(publication.run, publication.round, content, sample)
     if publication.calibration:
         calibrated = publication.calibration
         sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
@@ -285,7 +292,7 @@ def _enter(
         return publication, None
     server_secret(observer.note)  # before the entry: without it nothing is published
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
-    names = {block: layout.full_name(full_names[tensors[0].name]) for block, tensors in plan.layout.blocks.items()}
+    names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in plan.layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)

@@ -62,7 +62,18 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
         yield Remark(f"the copies do not get {few(beside)}")
 
 
-def remarks_on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
+def remarks_on_result(
+    plan: PublishPlan, published: Published, leakage: Hidden | None, *, secret_factors: bool
+) -> Iterator[Remark]:
+    """What the copies hide from whom, and what stays in place; with the noise's factors unless they are secret."""
+    if leakage:
+        yield from _on_leakage(plan, leakage)
+    yield from _without_pretrained(plan, published)
+    yield from _on_noise(published)
+    yield from _on_publication(plan, secret_factors=secret_factors)
+
+
+def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
     """What a client would be off by that takes the noise off, in percent of what fine-tuning changed."""
     publication = plan.publication
     several = publication.copies > 1
@@ -85,7 +96,7 @@ def remarks_on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
         )
 
 
-def remarks_without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Remark]:
+def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Remark]:
     """That the copies give the weights away, if the noise is small beside the weights."""
     publication = plan.publication
     blocks = [block for block in published.blocks if block.copies]
@@ -108,7 +119,7 @@ def remarks_without_pretrained(plan: PublishPlan, published: Published) -> Itera
     )
 
 
-def remarks_on_noise(published: Published) -> Iterator[Remark]:
+def _on_noise(published: Published) -> Iterator[Remark]:
     """Where storage or equal models leave no noise."""
     publication = published.keys.publication
     if not (publication.kappa or publication.shared_kappa or publication.calibration):
@@ -131,7 +142,7 @@ def remarks_on_noise(published: Published) -> Iterator[Remark]:
         )
 
 
-def remarks_on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
+def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
     """Its noise, its symmetries and what they leave in place; the noise's factors unless they are secret."""
     publication = plan.publication
     scheme = publication.scheme
