@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# How lines begin that say why mpu failed, what to do, and what it warns of.
-ERROR, HINT, WARNING = "mpu: error: ", "mpu: hint: ", "warning: "
+# How lines begin that say why mpu failed, and what to do.
+ERROR, HINT = "mpu: error: ", "mpu: hint: "
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,6 @@ class Ended:
     status: int
     stdout: str
     stderr: str
-
-    @property
-    def warnings(self) -> list[str]:
-        """What it warned of."""
-        return [line.removeprefix(WARNING) for line in self.stderr.splitlines() if line.startswith(WARNING)]
 
     @property
     def reason(self) -> str:

@@ -17,6 +17,7 @@ from mpu_cli.cli.main import app
 from mpu_cli.cli.reference import _roff, families_page, manual, metrics_page, reference
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.benchmarks import known_metrics
+from mpu_cli.options.generate import TARGET, module
 from tests.models import Trained, random_model, save
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,10 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 def test_the_command_reference_is_current() -> None:
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
     assert page == reference(), "run: python -m mpu_cli.cli.reference > docs/commands.md"
+
+
+def test_the_types_of_the_functions_are_current() -> None:
+    assert TARGET.read_text(encoding="utf-8") == module(), "run: python -m mpu_cli.options.generate"
 
 
 def test_the_list_of_families_is_current() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpu_cli.api.paths import PathLike
 from mpu_cli.checkpoint.reader import INDEX, open_checkpoint
@@ -24,11 +24,16 @@ from mpu_cli.evaluation.answers import Shown, answers_before_and_after
 from mpu_cli.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import declared_options, from_flat
+from mpu_cli.options.declare import declared_options, with_keywords
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 from mpu_cli.records.files import RECORD_SUFFIXES
 from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mpu_cli.options.keywords import UnlearnKeywords
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,26 @@ class UnlearnPlan:
     identity: Path | None
     force: bool
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the records."""
+        return self.data.warnings()
+
 
 @dataclass(frozen=True)
 class Unlearned:
-    """What came of one task. ``result``: None if its delta was there already."""
+    """What came of one task. ``result``: None if its delta was there already; ``record_warnings``: what is probably
+    wrong with the records that it was trained on."""
 
     task: UnlearningTask
     result: UnlearningResult | None
     answers: Sequence[Shown] = ()
+    record_warnings: Sequence[str] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the records, and with the training on them."""
+        return [*self.record_warnings, *(self.result.warnings() if self.result else ())]
 
 
 def plan_unlearn(
@@ -70,20 +87,28 @@ def plan_unlearn(
     reference_file: PathLike | None = None,
     identity: PathLike | None = None,
     force: bool = False,
+    options: Unlearning | None = None,
+    checks: Checks | None = None,
+    logging: Logging | None = None,
     observer: Observer = SILENT,
-    **options: Any,
+    **keywords: Unpack[UnlearnKeywords],
 ) -> UnlearnPlan:
     """What ``mpu unlearn`` with the same arguments will do: the records are read, and no model is.
+
+    ``options``, ``checks`` and ``logging`` are groups of options; ``keywords`` are single ones, which win over the
+    groups. The plan's ``warnings`` say what is probably wrong with the records.
 
     Raises UsageError for options that do not go together, and if one file would be that of several copies; MpuError for
     records that cannot be used.
     """
-    for_logging = {name: options.pop(name) for name in declared_options(Logging) if name in options}
-    for_checks = {name: options.pop(name) for name in declared_options(Checks) if name in options}
-    how, logging = from_flat(Unlearning, options), from_flat(Logging, for_logging)
+    single = dict(keywords)
+    for_logging, for_checks = (
+        {name: single.pop(name) for name in declared_options(group) if name in single} for group in (Logging, Checks)
+    )
+    logging = with_keywords(Logging, logging, for_logging)
+    checks = with_keywords(Checks, checks, for_checks)
+    how = with_keywords(Unlearning, options, single)
     data = read_dataset(how, observer)
-    for warning in data.warnings():
-        observer.warn(warning)
     named = [str(copies)] if isinstance(copies, str | Path) else [str(copy) for copy in copies]
     tasks = _tasks(named, None if out is None else str(out), Path(reference_file) if reference_file else None)
     check_options(how)
@@ -92,7 +117,6 @@ def plan_unlearn(
         from mpu_cli.client.private import check_opacus  # imports torch
 
         check_opacus()
-    checks = from_flat(Checks, for_checks)
     return UnlearnPlan(tasks, data, how, checks, logging, Path(identity) if identity else None, force)
 
 
@@ -102,16 +126,31 @@ def unlearn(
     out: PathLike | None = None,
     reference_file: PathLike | None = None,
     force: bool = False,
+    options: Unlearning | None = None,
+    checks: Checks | None = None,
+    logging: Logging | None = None,
     observer: Observer = SILENT,
-    **options: Any,
+    **keywords: Unpack[UnlearnKeywords],
 ) -> UnlearningResult:
-    """``mpu unlearn``: train ``copy`` to forget, and write the change of its weights to ``out`` (default:
-    deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
+    """``mpu unlearn``: train a copy to forget records, and write the change of its weights.
 
-    ``options`` are those of ``Unlearning``, ``Checks`` and ``Logging``: algo, forget, retain, lr, batch_size, like,
-    lora_rank, resume, …. Warnings about the records go to ``observer``.
+    Args:
+        copy: a copy from ``publish``, any model directory, or a Hub id.
+        out: the delta to write (default: deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
+        reference_file: the reference model's probabilities, written in round 1 and read in later rounds.
+        force: replace a delta that exists.
+        options, checks, logging: groups of options, with names and ranges as on the command line.
+        observer: hears of progress and of warnings about the records.
+        keywords: single options, such as ``algo="npo"`` or ``forget="forget.jsonl"``, which win over the groups.
+
+    Raises MpuError for a copy or records that cannot be used, UsageError for options that do not go together.
     """
-    plan = plan_unlearn(copy, out=out, reference_file=reference_file, force=force, observer=observer, **options)
+    plan = plan_unlearn(
+        copy, out=out, reference_file=reference_file, force=force, options=options, checks=checks, logging=logging,
+        observer=observer, **keywords,
+    )  # fmt: skip
+    for warning in plan.warnings:
+        observer.warn(warning)
     [task] = plan.tasks
     return _train(str(copy), task, plan, observer)
 
@@ -126,7 +165,7 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
         with _open_copy(task, plan.identity, observer) as source:
             if plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
                 observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
-                yield Unlearned(task, None)
+                yield Unlearned(task, None, record_warnings=plan.warnings)
                 continue
             result = _train(source, task, plan, observer)
             answers: Sequence[Shown] = ()
@@ -135,7 +174,7 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
                     open_model(source, links=False), task.target, plan.data.forget[:show], plan.options.prompts,
                     plan.options.prompts.template, plan.options.training.device,
                 )  # fmt: skip
-        yield Unlearned(task, result, answers)
+        yield Unlearned(task, result, answers, plan.warnings)
 
 
 def _train(source: str, task: UnlearningTask, plan: UnlearnPlan, observer: Observer) -> UnlearningResult:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpu_cli.api.paths import PathLike
 from mpu_cli.auditing.assumptions import Attempt, audit_as_believed
@@ -24,10 +24,31 @@ from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.adapters import adapter_base, is_adapter
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import from_flat
+from mpu_cli.options.declare import with_keywords
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.server.deltas import check_base
 from mpu_cli.server.keys import Keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mpu_cli.options.keywords import MeasureKeywords
+
+    class MeasureArguments(MeasureKeywords, total=False):
+        """Those of ``measure``."""
+
+        out: PathLike
+        base: PathLike | None
+        delta: PathLike | None
+        show: int
+        lm_eval: Sequence[str]
+        endpoint: str | None
+        endpoint_model: str | None
+        plot: PathLike | None
+        before: PathLike | None
+        force: bool
+        options: Measuring | None
+        observer: Observer
 
 
 @dataclass(frozen=True)
@@ -39,11 +60,11 @@ class Measurement:
     log: RetainLog | None
 
 
-def evaluate(model: PathLike, records: PathLike | None = None, **arguments: Any) -> Evaluation:
+def evaluate(model: PathLike, records: PathLike | None = None, **arguments: Unpack[MeasureArguments]) -> Evaluation:
     """``mpu eval``: forgetting, utility and privacy of ``model``, or of the peft adapter in that folder on ``base``.
 
-    ``arguments`` are those of ``measure``: out, base, delta, lm_eval, show, …, and options such as benchmark, metrics,
-    retain_log, batch_size.
+    ``arguments`` are those of ``measure``, which describes them: out, base, delta, lm_eval, show, …, and options such
+    as benchmark, metrics, retain_log, batch_size.
     """
     return measure(model, records, **arguments).result
 
@@ -62,14 +83,26 @@ def measure(
     plot: PathLike | None = None,
     before: PathLike | None = None,
     force: bool = False,
+    options: Measuring | None = None,
     observer: Observer = SILENT,
-    **options: Any,
+    **keywords: Unpack[MeasureKeywords],
 ) -> Measurement:
-    """The same with what it was measured on.
+    """``evaluate`` with what the model was measured on.
 
-    ``records`` is one file for ``benchmark="qa"``; ``endpoint`` is the address of a served model, which is measured
-    with the tokenizer of ``model``; ``plot`` is a picture to draw, beside the result ``before`` unlearning. ``options``
-    are those of ``Measuring``.
+    Args:
+        model: a model, or a peft adapter, on ``base`` if it is given, else on the model that its configuration names.
+        records: one file of records, for ``benchmark="qa"``.
+        out: the result file.
+        delta: a delta that is added to ``model``, a copy, before it is measured.
+        show: how many answers to print.
+        lm_eval: tasks of lm-evaluation-harness to run as well.
+        endpoint: the address of a served model, which is measured with the tokenizer of ``model``; ``endpoint_model``
+            is its name there.
+        plot: a figure to draw, beside the result ``before`` unlearning.
+        force: replace files that exist.
+        options: how to measure; ``keywords`` are single options, which win over it.
+
+    Raises UsageError for options that do not go together, MpuError for a model or records that cannot be read.
     """
     if plot and Path(plot).resolve() == Path(out).resolve():
         raise UsageError(f"--out and --plot: both are {out}", "choose different names")
@@ -77,7 +110,7 @@ def measure(
         raise UsageError("--before requires --plot")
     if endpoint_model and not endpoint:
         raise UsageError("--endpoint-model requires --endpoint")
-    how = from_flat(Measuring, options)
+    how = with_keywords(Measuring, options, keywords)
     log = read_retain_log(how.retain_log) if how.retain_log else None
     benchmark = benchmark_of(how, log, Path(records) if records else None, observer)
     if plot:

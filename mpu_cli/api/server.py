@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from mpu_cli.api.paths import PathLike
 from mpu_cli.checkpoint.transaction import Transaction
@@ -14,7 +14,7 @@ from mpu_cli.manifest import read_model_manifest
 from mpu_cli.models.hub import check_repository, upload
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import by_present_names, from_flat
+from mpu_cli.options.declare import by_present_names, changed_options, with_keywords
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.outputs import keys_path, model_folder, next_round, round_folder
 from mpu_cli.sealing import default_identity_path, parse_recipients, read_identities
@@ -36,6 +36,41 @@ from mpu_cli.server.publish_report import Remark, leakage_of, remarks_on_plan, r
 from mpu_cli.server.round import AggregatePlan, owners_of
 from mpu_cli.server.round import plan_aggregate as _plan_aggregate
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mpu_cli.options.keywords import AggregateKeywords, PublishKeywords
+
+    class PublishArguments(PublishKeywords, total=False):
+        """Those of ``plan_publish``."""
+
+        config: PathLike | None
+        out: PathLike | None
+        keys: PathLike | None
+        only: Sequence[int] | None
+        existing_keys: Keys | None
+        copy_recipients: Sequence[str]
+        recipients: Sequence[str]
+        passphrase: str | None
+        identity: PathLike | None
+        run: str | None
+        round: int | None
+        seed: int | None
+        force: bool
+        options: Publishing | None
+
+    class AggregateArguments(AggregateKeywords, total=False):
+        """Those of ``plan_aggregate``."""
+
+        base: PathLike | None
+        config: PathLike | None
+        out: PathLike | None
+        as_adapter: bool
+        identity: PathLike | None
+        passphrase: str | None
+        force: bool
+        options: Aggregating | None
+
 
 def plan_publish(
     base: PathLike,
@@ -54,18 +89,34 @@ def plan_publish(
     round: int | None = None,
     seed: int | None = None,
     force: bool = False,
+    options: Publishing | None = None,
     observer: Observer = SILENT,
-    **options: Any,
+    **keywords: Unpack[PublishKeywords],
 ) -> PublishPlan:
     """What ``publish`` with the same arguments will read and write, after every check that needs no weights.
 
-    ``existing_keys``: the keys, if they exist already and ``only`` makes further copies; else those in the file
-    ``keys``.
+    Args:
+        base: the model to hide: a file, a directory, a sharded index or a Hub id.
+        pretrained: the public model that ``base`` was fine-tuned from, which the noise is scaled to.
+        config: the model's config.json, if it does not lie beside the weights.
+        out: directory for the copies (default: this one; after round 1, round_R).
+        keys: where to write the sealed keys (default: keys.bin; after round 1, round_R/keys.bin).
+        only: the copies to write, counted from 1.
+        existing_keys: the keys, if they exist already and ``only`` makes further copies (default: those in ``keys``).
+        copy_recipients: age public keys, one a copy, that the copies are sealed for.
+        recipients: age public keys that the keys are sealed for; else ``passphrase``, else ``identity``.
+        run, round: name and number (default: those that follow ``base``).
+        seed: for repeatable experiments only: whoever knows it can undo the copies.
+        force: replace copies that exist.
+        options: how to publish. Those that differ from their defaults count as chosen.
+        keywords: single options, such as ``kappa=0.01``, which win over ``options``.
+
+    Raises UsageError for options that do not go together, MpuError for models that are not supported.
     """
-    how = from_flat(Publishing, options)
+    how = with_keywords(Publishing, options, keywords)
     if len(copy_recipients) > 1 and only is None and how.disguise.count is None:
         how = replace(how, disguise=replace(how.disguise, copies=len(copy_recipients)))
-    explicit_options = by_present_names(Publishing, options)
+    explicit_options = {**(changed_options(options) if options else {}), **by_present_names(Publishing, keywords)}
     how = how.with_hiding_noise(explicit_options, with_pretrained=pretrained is not None)
     model = open_model(str(base), Path(config) if config else None)
     manifest = read_model_manifest(model.folder)
@@ -101,12 +152,18 @@ def plan_publish(
 
 
 def publish(
-    base: PathLike, pretrained: PathLike | None = None, *, observer: Observer = SILENT, **arguments: Any
+    base: PathLike,
+    pretrained: PathLike | None = None,
+    *,
+    observer: Observer = SILENT,
+    **arguments: Unpack[PublishArguments],
 ) -> Published:
     """``mpu publish``: disguised copies of ``base``, and the sealed keys that undo them.
 
     A model that `mpu aggregate` made continues its run in the next round, in the folder ``round_R``. ``arguments`` are
-    those of ``plan_publish``: out, keys, recipients, seed, …, and the options kappa, copies, symmetries, noise, ….
+    those of ``plan_publish``, which describes them: out, keys, recipients, seed, …, and options such as kappa, copies,
+    symmetries, noise. The result's ``warnings`` are what the command warns of, and go to ``observer``, too; its
+    ``leakage`` is an estimate of what the copies hide.
     """
     published = carry_out_publication(plan_publish(base, pretrained, observer=observer, **arguments), observer=observer)
     for warning in published.warnings:
@@ -168,15 +225,29 @@ def plan_aggregate(
     identity: PathLike | None = None,
     passphrase: str | None = None,
     force: bool = False,
-    **options: Any,
+    options: Aggregating | None = None,
+    **keywords: Unpack[AggregateKeywords],
 ) -> AggregatePlan:
-    """What ``aggregate`` with the same arguments will read and write, after every check that needs no numbers."""
+    """What ``aggregate`` with the same arguments will read and write, after every check that needs no numbers.
+
+    Args:
+        deltas: files, or directories of them.
+        keys: the key file of the publication, or one for each data owner, whose updates are added.
+        base: the published model (default: where the keys say that it was); ``config``: its config.json.
+        out: directory for the model (default: unlearned; after round 1, unlearned_R).
+        as_adapter: write LoRA deltas as one peft adapter instead.
+        identity, passphrase: what opens the keys.
+        force: replace what exists, and write an update that is nothing but noise.
+        options: how to aggregate; ``keywords`` are single options, which win over it.
+
+    Raises MpuError for deltas that were not trained on these copies, are incomplete, or do not fit.
+    """
     files = [keys] if isinstance(keys, str | Path | Keys) else list(keys)
     publications = [open_keys(file, identity=identity, passphrase=passphrase) for file in files]
     return _plan_aggregate(
         _base_of(publications[0], base, config),
         owners_of(_paths(deltas), publications),
-        from_flat(Aggregating, options),
+        with_keywords(Aggregating, options, keywords),
         out=Path(out) if out else model_folder(publications[0].round),
         as_adapter=as_adapter,
         force=force,
@@ -189,13 +260,13 @@ def aggregate(
     keys: PathLike | Keys = "keys.bin",
     push: str | None = None,
     observer: Observer = SILENT,
-    **arguments: Any,
+    **arguments: Unpack[AggregateArguments],
 ) -> Aggregation:
     """``mpu aggregate``: the model with the deltas' combined update, or one peft adapter.
 
     ``push`` names a private repository on the Hub to upload the result to. ``arguments`` are those of
-    ``plan_aggregate``: base, out (default: unlearned; after round 1, unlearned_R), as_adapter, force, …, and the
-    options server_lr, dtype, max_norm, …. Warnings go to ``observer``.
+    ``plan_aggregate``, which describes them: base, out, as_adapter, force, …, and the options server_lr, dtype,
+    max_norm, …. The result's ``warnings()`` go to ``observer``, too.
     """
     plan = plan_aggregate(deltas, keys=keys, **arguments)
     return cast(Aggregation, carry_out(plan, push=push, observer=observer))
@@ -231,14 +302,15 @@ def add(
     passphrase: str | None = None,
     push: str | None = None,
     force: bool = False,
+    options: Aggregating | None = None,
     observer: Observer = SILENT,
-    **options: Any,
+    **keywords: Unpack[AggregateKeywords],
 ) -> Running | Aggregation:
     """``mpu aggregate --running``: add the deltas to the sum in the folder ``running``, after which they can be
     deleted; once every copy's is in it, write the model."""
     if push:
         check_repository(push)
-    how = from_flat(Aggregating, options)
+    how = with_keywords(Aggregating, options, keywords)
     opened = open_keys(keys, identity=identity, passphrase=passphrase)
     model, folder = _base_of(opened, base, config), Path(running)
     for delta in open_deltas(_paths(deltas), opened):

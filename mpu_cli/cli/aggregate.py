@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,6 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, paths_from, table, terminal
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import Aggregating
 
 if TYPE_CHECKING:
@@ -88,12 +87,11 @@ def aggregate(
     if len(files) > 1 and running:
         raise UsageError("several --keys do not work with --running", "add up each owner's deltas alone")
     opened = [open_keys(file, identity, passphrase_file, trust_keys) for file in files]
-    options: dict[str, Any] = flat(aggregating)
     if running:
         with terminal() as observer:
             added = add(
                 paths, running, keys=opened[0], base=base, config=config, out=out, push=push, force=force,
-                observer=observer, **options,
+                options=aggregating, observer=observer,
             )  # fmt: skip
         if isinstance(added, Running):
             note(f"in the sum: copy {_comma_separated(added.copies)}; missing: copy {_comma_separated(added.missing)}")
@@ -109,7 +107,7 @@ def aggregate(
         out=out,
         as_adapter=as_adapter,
         force=force,
-        **options,
+        options=aggregating,
     )
     if dry_run:
         _preview(plan, as_json)
@@ -143,6 +141,7 @@ def _tell(
             "round": keys.round,
             "copies": _copies(result, paths),
             "smallest_pairwise_cosine": result.pairwise,
+            "warnings": result.warnings(),
             "norm": result.norm,
             "error_estimate": asdict(result.error),
             "trained_differently": result.trained_differently,
@@ -173,7 +172,7 @@ def _tell_owners(result: Combined, plan: AggregatePlan, files: Sequence[Path], a
     _tell_step(result.step, plan.options)
     note("to leave an owner out, leave out its keys and deltas")
     emit([result.path], {"model": result.path, "owners": summaries, "cosines": result.cosines.tolist(),
-                         "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
+                         "warnings": result.warnings(), "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
          as_json)  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import typer
 from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, names_in, note, show_answers, table, terminal, warn
-from mpu_cli.options.declare import flat
 from mpu_cli.options.evaluation import Measuring, Scoring
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ def eval_(
     with terminal() as observer:
         measured = measure(
             model, records, out=out, base=base, delta=delta, show=show, lm_eval=names_in(lm_eval), endpoint=endpoint,
-            endpoint_model=endpoint_model, plot=plot, before=before, force=force, observer=observer, **flat(measuring),
+            endpoint_model=endpoint_model, plot=plot, before=before, force=force, options=measuring,
+            observer=observer,
         )  # fmt: skip
     result = measured.result
     _tell(f"{endpoint or model} on {measured.benchmark}", result.forms, measured.log)

@@ -6,7 +6,7 @@ import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -22,6 +22,7 @@ from mpu_cli.wording import few
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from mpu_cli.options.keywords import PublishKeywords
     from mpu_cli.server.publish import Published, PublishPlan
     from mpu_cli.server.publish_report import Remark
 
@@ -119,7 +120,9 @@ def publish(
         if clients:
             raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
         read_records(probe, columns=parse_columns(probe_columns))  # before the work
-    explicit_options = {name: value for name, value in flat(publishing).items() if _is_explicit(context, name)}
+    explicit_options = cast(
+        "PublishKeywords", {name: value for name, value in flat(publishing).items() if _is_explicit(context, name)}
+    )
     path = keys or keys_path(open_model(base, config).folder, round_)
     existing_keys = (
         open_keys(path, identity, passphrase_file, trust_keys) if only is not None and path.exists() else None

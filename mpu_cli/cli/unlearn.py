@@ -14,7 +14,6 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, in_bytes, in_time, note, paths_from, show_answers, terminal, warn
 from mpu_cli.errors import MpuError
-from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Records, Unlearning
 from mpu_cli.outputs import name_of_copy
 
@@ -74,8 +73,10 @@ def unlearn(
 
         plan = plan_unlearn(
             [str(path) for path in paths_from(copies)], out=out, reference_file=reference_file, identity=identity,
-            force=force, observer=observer, **flat(unlearning), **flat(checks), **flat(logging),
+            force=force, options=unlearning, checks=checks, logging=logging, observer=observer,
         )  # fmt: skip
+        for warning in plan.warnings:
+            warn(warning)
         if dry_run:
             _preview(plan, as_json)
             return
@@ -89,7 +90,7 @@ def unlearn(
         return  # the first of several processes tells
     documents = [
         {"copy": each.task.copy, "delta": each.task.target,
-         **(document_of(unlearning, each.result, each.answers) if each.result else {})}
+         **(document_of(unlearning, each.result, each.answers) if each.result else {}), "warnings": each.warnings}
         for each in outcomes
     ]  # fmt: skip
     targets = [each.task.target for each in outcomes]

@@ -51,12 +51,13 @@ def say(text: str) -> None:
     print(f"mpu: {text}", flush=True)
 
 
-def mpu(*arguments: object) -> list[str]:
-    """Run an ``mpu`` command; what it warned of. Raises MpuError with its own message if it fails."""
-    ended = run_mpu([str(argument) for argument in arguments])
+def mpu(*arguments: object) -> dict[str, Any]:
+    """Run an ``mpu`` command with --json; its document. Raises MpuError with its own message if it fails."""
+    ended = run_mpu([*(str(argument) for argument in arguments), "--json"])
     if ended.status:
         raise MpuError(f"mpu {arguments[0]}: {ended.reason}")
-    return ended.warnings
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,10 @@ class Round:
         deltas = [self.folder / owner / "deltas" for owner in owners]
         keys = [part for owner in owners for part in ("--keys", self.keys(owner))]
         shutil.rmtree(out, ignore_errors=True)
-        return mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", out,
-                   *self.settings.aggregate)  # fmt: skip
+        document = mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", out,
+                       *self.settings.aggregate)  # fmt: skip
+        warnings: list[str] = document["warnings"]
+        return warnings
 
     def _refused_alone(self, owners: Sequence[str]) -> dict[str, str]:
         """The owners whose deltas cannot be aggregated even without the others', and why."""

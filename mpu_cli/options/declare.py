@@ -203,6 +203,19 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
     return _build(group_class, values, where)
 
 
+def with_keywords(
+    group_class: type[Group], group: Group | None, keywords: Mapping[str, object], where: str = ""
+) -> Group:
+    """``group`` (None: every default) with the options in ``keywords``, by name, in place of its own.
+
+    Raises UsageError as ``from_flat`` does.
+    """
+    if group is not None and not keywords:
+        return group
+    values = {} if group is None else flat(group)
+    return from_flat(group_class, values | by_present_names(group_class, keywords), where)
+
+
 def by_present_names(group_class: type[Group], values: Mapping[str, object]) -> dict[str, object]:
     """``values`` with options that had another name before by the one that they have now. Raises UsageError
     for both names of one."""
@@ -232,6 +245,12 @@ def flat(group: object) -> dict[str, object]:
         value = getattr(group, group_field.name)
         values |= flat(value) if is_dataclass(kind) else {group_field.name: value}
     return values
+
+
+def changed_options(group: object) -> dict[str, object]:
+    """The options of ``group`` that differ from their defaults, by name."""
+    declarations = declared_options(cast(AnyClass, type(group)))
+    return {name: value for name, value in flat(group).items() if value != declarations[name].default}
 
 
 def _own_fields(group_class: AnyClass) -> Iterator[tuple[Field, type]]:
