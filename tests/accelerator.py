@@ -41,7 +41,7 @@ NOT_DETERMINISTIC = (
     "aten::_ctc_loss_backward", "aten::reflection_pad1d_backward", "aten::replication_pad1d_backward",
     "aten::adaptive_avg_pool2d_backward", "aten::_embedding_bag_dense_backward", "aten::upsample_linear1d_backward",
 )  # fmt: skip
-_held: dict[int, torch.Tensor] = {}  # storage on the device → its numbers on the CPU
+_cpu_tensors: dict[int, torch.Tensor] = {}  # storage on the device → its numbers on the CPU
 _views: Counter[int] = Counter()  # storage on the CPU → on how many of the device its numbers are
 
 
@@ -50,7 +50,7 @@ class Meter:
     """Bytes on the device, now and at most, and how often the CPU waited for a result. ``strict``: whether what is not
     deterministic is refused, as in training."""
 
-    held: int = 0
+    allocated: int = 0
     peak: int = 0
     waits: int = 0
     strict: bool = False
@@ -59,24 +59,24 @@ class Meter:
 METER = Meter()
 
 
-def keep(made: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Make ``numbers`` those of ``made``, for as long as it or another tensor uses its storage."""
-    storage, behind = made.untyped_storage(), numbers.untyped_storage()
+def keep(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Make ``numbers`` those of ``tensor``, for as long as it or another tensor uses its storage."""
+    storage, behind = tensor.untyped_storage(), numbers.untyped_storage()
     key, nbytes = behind._cdata, behind.nbytes()
-    _held[storage._cdata] = numbers.detach()
+    _cpu_tensors[storage._cdata] = numbers.detach()
     _views[key] += 1
     if _views[key] == 1:
-        METER.held += nbytes
-        METER.peak = max(METER.peak, METER.held)
+        METER.allocated += nbytes
+        METER.peak = max(METER.peak, METER.allocated)
     # It holds ``numbers``, so that no others get their place.
     weakref.finalize(storage, let_go, storage._cdata, key, nbytes, numbers).atexit = False
 
 
 def let_go(root: int, key: int, nbytes: int, _: torch.Tensor) -> None:
-    _held.pop(root, None)
+    _cpu_tensors.pop(root, None)
     _views[key] -= 1
     if not _views[key]:
-        METER.held -= nbytes
+        METER.allocated -= nbytes
         del _views[key]
 
 
@@ -133,15 +133,17 @@ class Module:
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor on the device, as a view."""
-    held = _held[tensor.untyped_storage()._cdata]
-    return held if held.shape == tensor.shape else held.reshape(tensor.shape)  # torch makes some views by itself
+    cpu_tensor = _cpu_tensors[tensor.untyped_storage()._cdata]
+    return (
+        cpu_tensor if cpu_tensor.shape == tensor.shape else cpu_tensor.reshape(tensor.shape)
+    )  # torch makes some views by itself
 
 
 def from_cpu(numbers: torch.Tensor) -> torch.Tensor:
     """A tensor on the device with these numbers. A view of others' numbers stays one; its strides are not told."""
-    made = torch._C._acc.create_empty_tensor(list(numbers.shape), numbers.dtype)
-    keep(made, numbers)
-    return made
+    tensor = torch._C._acc.create_empty_tensor(list(numbers.shape), numbers.dtype)
+    keep(tensor, numbers)
+    return tensor
 
 
 def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +175,8 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
             return on_cpu(x)
         return torch.device("cpu") if isinstance(x, torch.device) and x.type == NAME else x
 
-    wanted = kwargs.get("device")
-    stays = (wanted is not None and torch.device(wanted).type != NAME) or name in (
+    requested_device = kwargs.get("device")
+    result_on_cpu = (requested_device is not None and torch.device(requested_device).type != NAME) or name in (
         "aten::_local_scalar_dense",
         "aten::equal",
     )
@@ -190,7 +192,7 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     by_id = {id(on): x for on, x in zip(computed, inputs, strict=True)}
 
     def back(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or stays:
+        if not isinstance(x, torch.Tensor) or result_on_cpu:
             return x
         if id(x) in by_id:
             assert by_id[id(x)].shape == x.shape, f"{op.name()} changed the shape of its output"
@@ -207,18 +209,18 @@ def register() -> None:
     """
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     torch.inference_mode = torch.no_grad  # its tensors cannot be made from Python
-    _kept.append(torch.library.Library("_", "IMPL"))
-    _kept[0].fallback(compute, "PrivateUse1")
-    _kept.append(torch.library.Library("aten", "IMPL"))
+    _libraries.append(torch.library.Library("_", "IMPL"))
+    _libraries[0].fallback(compute, "PrivateUse1")
+    _libraries.append(torch.library.Library("aten", "IMPL"))
     for name in torch._C._dispatch_get_all_op_names():
         has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
         if name.startswith("aten::") and name not in ALIASES and any(map(has, COMPOSED)):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            _kept[1].impl(name.removeprefix("aten::"), partial(compute, op), "PrivateUse1")
+            _libraries[1].impl(name.removeprefix("aten::"), partial(compute, op), "PrivateUse1")
 
 
-_kept: list[torch.library.Library] = []
+_libraries: list[torch.library.Library] = []
 
 
 def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
@@ -231,7 +233,7 @@ def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
     ran = []
     for arguments in commands:
         said = io.StringIO()
-        METER.peak = before = METER.held
+        METER.peak = before = METER.allocated
         METER.waits, METER.strict = 0, arguments[0] in ("unlearn", "finetune")
         with redirect_stderr(said), redirect_stdout(said):
             try:
@@ -239,10 +241,12 @@ def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
                 status: Any = 0
             except SystemExit as ended:
                 status = ended.code
-        left = METER.held - before
+        remaining_bytes = METER.allocated - before
         gc.collect()  # or what one command leaves would be freed during another, whose figures it would spoil
-        ran.append({"command": " ".join(arguments), "failed": said.getvalue() if status else "", "left": left,
-                    "peak": METER.peak - before, "waits": METER.waits})  # fmt: skip
+        ran.append({
+            "command": " ".join(arguments), "failed": said.getvalue() if status else "", "left": remaining_bytes,
+            "peak": METER.peak - before, "waits": METER.waits,
+        })  # fmt: skip
     return ran
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mpu_cli.cli.main import main
-from tests.models import Trained, make_trained, random_model, save, write_records
+from tests.models import DemoModel, make_demo_model, random_model, save, write_records
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ LATER = ("slow", "exhaustive")  # tiers that run only if -m asks for them, or if
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`pytest` alone runs the fast tier; further variants of what other tests show are run only if -m asks."""
-    whole = [Path(path).name for path in config.args] in (["tests"], [ROOT.name])
-    asked = config.option.markexpr
-    later = LATER if whole and not asked else () if "exhaustive" in asked else ("exhaustive",)
+    full_suite = [Path(path).name for path in config.args] in (["tests"], [ROOT.name])
+    markexpr = config.option.markexpr
+    later = LATER if full_suite and not markexpr else () if "exhaustive" in markexpr else ("exhaustive",)
     left_out = [item for item in items if any(item.get_closest_marker(tier) for tier in later)]
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
@@ -102,10 +102,10 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
     """The demo's model, made once for all processes of pytest."""
-    own = tmp_path_factory.getbasetemp()
-    return make_trained((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained")
+    basetemp = tmp_path_factory.getbasetemp()
+    return make_demo_model((basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp) / "trained")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,25 +15,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def completion(model, tokenizer, prompt: list[int], asked: dict, echoes: bool) -> dict:
+def completion(model, tokenizer, prompt: list[int], request: dict, echoes: bool) -> dict:
     """One choice: the greedy continuation and, with echo, the log-probabilities of the prompt's tokens."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         new = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked["max_tokens"], do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request["max_tokens"], do_sample=False,
             temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id,
         )[0, len(prompt):]  # fmt: skip
         text = tokenizer.decode(new, skip_special_tokens=True)
-        for stop in asked.get("stop", []):
+        for stop in request.get("stop", []):
             text = text.split(stop)[0]
         choice = {"text": text}
-        if asked.get("echo") and echoes:
-            whole = torch.cat([ids[0], new])
-            log_p = model(whole[None]).logits[0].double().log_softmax(-1)
-            values = log_p[:-1].gather(1, whole[1:, None])[:, 0].tolist()
+        if request.get("echo") and echoes:
+            sequence = torch.cat([ids[0], new])
+            log_p = model(sequence[None]).logits[0].double().log_softmax(-1)
+            values = log_p[:-1].gather(1, sequence[1:, None])[:, 0].tolist()
             tops = [{tokenizer.decode([int(row.argmax())]): float(row.max())} for row in log_p[:-1]]
             choice["logprobs"] = {"token_logprobs": [None, *values], "top_logprobs": [None, *tops]}
-            choice["text"] = tokenizer.decode(whole)
+            choice["text"] = tokenizer.decode(sequence)
     return choice
 
 
@@ -52,8 +52,8 @@ def serve(folder: Path, port: int, echoes: bool) -> None:
             self.reply({"data": [{"id": "small"}]})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            choices = [completion(model, tokenizer, prompt, asked, echoes) for prompt in asked["prompt"]]
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            choices = [completion(model, tokenizer, prompt, request, echoes) for prompt in request["prompt"]]
             self.reply({"choices": [{"index": i, **choice} for i, choice in enumerate(choices)]})
 
         def log_message(self, *_: object) -> None:

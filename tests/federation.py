@@ -28,11 +28,11 @@ PATIENCE = 240  # seconds that anything may take here
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for each in held:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
         each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
         each.close()
     return ports
 
@@ -141,9 +141,9 @@ class Network:
     def submit(self, bundle: Path, **config: str | int | float) -> str:
         """Start a run; its id."""
         pairs = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
-        told = json.loads(self.flwr("run", bundle, "here", "--format", "json", "--run-config", pairs))
-        assert told.get("success", True), told
-        return str(told["run-id"])
+        report = json.loads(self.flwr("run", bundle, "here", "--format", "json", "--run-config", pairs))
+        assert report.get("success", True), report
+        return str(report["run-id"])
 
     def status(self, run: str) -> str:
         return json.loads(self.flwr("ls", "here", "--run-id", run, "--format", "json"))["runs"][0]["status"]
@@ -155,13 +155,13 @@ class Network:
 
     def peaks(self) -> dict[str, float]:
         """Peak resident memory of each process that runs, in MB."""
-        found = {}
+        peak_memory = {}
         for name, process in self.processes.items():
             if process.poll() is not None:
                 continue
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            found[name] = next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-        return found
+            peak_memory[name] = next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+        return peak_memory
 
     def end(self) -> None:
         for name in list(self.processes):
@@ -171,10 +171,10 @@ class Network:
 @contextlib.contextmanager
 def network(folder: Path, *owners: str, extra_path: Path | None = None) -> Iterator[Network]:
     folder.mkdir(parents=True, exist_ok=True)
-    made = Network(folder, extra_path)
+    net = Network(folder, extra_path)
     try:
-        made.begin(*owners)
-        yield made
+        net.begin(*owners)
+        yield net
     finally:
-        made.end()
+        net.end()
         shutil.rmtree(folder / "homes", ignore_errors=True)

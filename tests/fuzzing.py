@@ -71,34 +71,34 @@ class Report:
 
 def mutated_bytes(content: bytes, draw: random.Random) -> bytes:
     """A few changes: bits, bytes, truncation, repeats, numbers of a header."""
-    made = bytearray(content)
+    mutated = bytearray(content)
     for _ in range(draw.randint(1, 4)):
-        at = draw.randrange(len(made) + 1) if draw.random() < 0.5 else draw.randrange(min(len(made), 600) + 1)
+        at = draw.randrange(len(mutated) + 1) if draw.random() < 0.5 else draw.randrange(min(len(mutated), 600) + 1)
         kind = draw.randrange(6)
-        if kind == 0 and at < len(made):
-            made[at] ^= 1 << draw.randrange(8)
+        if kind == 0 and at < len(mutated):
+            mutated[at] ^= 1 << draw.randrange(8)
         elif kind == 1:
-            made[at : at + draw.randint(0, 40)] = draw.randbytes(draw.randint(0, 40))
+            mutated[at : at + draw.randint(0, 40)] = draw.randbytes(draw.randint(0, 40))
         elif kind == 2:
-            del made[at:]
+            del mutated[at:]
         elif kind == 3:
-            made[at:at] = made[at : at + draw.randint(1, 2000)]
+            mutated[at:at] = mutated[at : at + draw.randint(1, 2000)]
         elif kind == 4:
-            made[:8] = draw.choice((0, 1, 2**24, 2**24 + 1, 2**63, len(made), max(0, len(made) - 8))).to_bytes(
+            mutated[:8] = draw.choice((0, 1, 2**24, 2**24 + 1, 2**63, len(mutated), max(0, len(mutated) - 8))).to_bytes(
                 8, "little"
             )
         else:
             text = draw.choice((b"{", b"[", b"9" * 400, b'"', b"null", b"-", b"1e999", b"\\u0000", b"]" * 50))
-            made[at : at + draw.randint(0, 3)] = text * draw.choice((1, 1, 1, 3000))
-    return bytes(made)
+            mutated[at : at + draw.randint(0, 3)] = text * draw.choice((1, 1, 1, 3000))
+    return bytes(mutated)
 
 
 def mutated_json(document: Any, draw: random.Random) -> Any:
     """The document with one to three of its values or names replaced by junk, doubled or removed."""
-    made = json.loads(json.dumps(document))
+    mutated = json.loads(json.dumps(document))
     for _ in range(draw.randint(1, 3)):
         places: list[tuple[Any, Any]] = []
-        waiting = [made]
+        waiting = [mutated]
         while waiting and len(places) < 5000:
             each = waiting.pop()
             keys = list(each) if isinstance(each, dict) else range(len(each))
@@ -117,7 +117,7 @@ def mutated_json(document: Any, draw: random.Random) -> Any:
         elif isinstance(holder, dict):
             names = ("transformers_weights", "auto_map", "_name_or_path", "tokenizer_file", "chat_template")
             holder[draw.choice(names)] = deepcopy(draw.choice(JUNK))
-    return made
+    return mutated
 
 
 def _json_file(name: str) -> Callable[[Path, random.Random], None]:
@@ -126,8 +126,8 @@ def _json_file(name: str) -> Callable[[Path, random.Random], None]:
     def mutate(folder: Path, draw: random.Random) -> None:
         path = folder / name
         if draw.random() < 0.7:
-            made = mutated_json(json.loads(path.read_text()), draw)
-            path.write_bytes(json.dumps(made).encode("utf-8", "surrogatepass"))
+            mutated = mutated_json(json.loads(path.read_text()), draw)
+            path.write_bytes(json.dumps(mutated).encode("utf-8", "surrogatepass"))
         else:
             path.write_bytes(mutated_bytes(path.read_bytes(), draw))
 
@@ -161,10 +161,10 @@ def _tokenizer(folder: Path) -> None:
 
 
 def _delta(folder: Path) -> None:
-    held = open_checkpoint(folder / "delta.safetensors", links=False)
-    delta_manifest(held.metadata, held.path)
-    for name in held.tensors:
-        held.tensor(name)
+    checkpoint = open_checkpoint(folder / "delta.safetensors", links=False)
+    delta_manifest(checkpoint.metadata, checkpoint.path)
+    for name in checkpoint.tensors:
+        checkpoint.tensor(name)
 
 
 def _archive(folder: Path) -> None:
@@ -184,7 +184,7 @@ def _inspect(path: Path) -> None:
     assert before == {each: each.stat().st_mtime_ns for each in path.parent.rglob("*")}, "inspect changed something"
 
 
-def _inspected(name: str, *readers: Callable[[Path], object]) -> Callable[[Path], None]:
+def _describe_and_read(name: str, *readers: Callable[[Path], object]) -> Callable[[Path], None]:
     """Describes the file ``name`` of a folder ("" for the folder), and then reads it with ``readers``."""
 
     def read(folder: Path) -> None:
@@ -213,11 +213,11 @@ def _reseal(folder: Path, draw: random.Random) -> None:
     """Mutates what is inside the keys, and seals it again."""
     identity = pyrage.x25519.Identity.from_str((folder / "identity.txt").read_text().strip())
     document = pyrage.decrypt((folder / "keys.bin").read_bytes(), [identity])
-    made = mutated_json(json.loads(document), draw)
+    mutated = mutated_json(json.loads(document), draw)
     if draw.random() < 0.2:
         content = mutated_bytes(document, draw)
     else:
-        content = json.dumps(made).encode("utf-8", "surrogatepass")
+        content = json.dumps(mutated).encode("utf-8", "surrogatepass")
     (folder / "keys.bin").write_bytes(pyrage.encrypt(content, [identity.to_public()]))
 
 
@@ -237,7 +237,7 @@ def _line_of(name: str) -> Callable[[Path, random.Random], None]:
     return mutate
 
 
-def _answered(folder: Path) -> None:
+def _read_answers(folder: Path) -> None:
     read_answers(folder / "answered.jsonl")
 
 
@@ -246,7 +246,7 @@ def _adapter(folder: Path) -> None:
         pass
 
 
-def _opened(folder: Path) -> None:
+def _open_sealed_copy(folder: Path) -> None:
     identity = pyrage.x25519.Identity.from_str((folder / "identity.txt").read_text().strip())
     (folder / "into").mkdir()
     open_folder(folder / "copy_1.age", [identity], folder / "into")
@@ -266,9 +266,9 @@ def _reply(folder: Path) -> None:
     """A completion as a server of the other party could send it."""
     reply = endpoint.document_of((folder / "reply.json").read_bytes(), "endpoint")
     item = Item((1, 2, 3, 4), 2, (1, 2), "place")
-    asked = endpoint.Endpoint("http://localhost/v1", "m")
-    for choice in endpoint.choices_of(reply, 1, asked.url):
-        asked.scores_of(item, choice)
+    remote = endpoint.Endpoint("http://localhost/v1", "m")
+    for choice in endpoint.choices_of(reply, 1, remote.url):
+        remote.scores_of(item, choice)
 
 
 def make_seeds(folder: Path) -> Path:
@@ -378,26 +378,26 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "names": ("names", _bytes_of("names"), _names),
     "reply": ("reply", _json_file("reply.json"), _reply),
     "keys": ("keys", _reseal, _keys),
-    "keys, sealed": ("keys", _bytes_of("keys.bin"), _inspected("keys.bin")),
-    "sum": ("keys", _json_file("sums/mpu.json"), _inspected("sums", lambda path: _keys(path.parent))),
-    "ledger": ("documents", _line_of("ledger.jsonl"), _inspected("ledger.jsonl", read_ledger)),
-    "register": ("documents", _line_of("published.jsonl"), _inspected("published.jsonl", read_register)),
-    "answered": ("documents", _line_of("answered.jsonl"), _answered),
-    "result": ("documents", _json_file("eval.json"), _inspected("eval.json", read_retain_log)),
-    "run": ("run", _json_file("run.json"), _inspected("run.json")),
-    "log": ("run", _line_of("log.jsonl"), _inspected("")),
-    "adapter config": ("adapter", _json_file("adapter_config.json"), _inspected("", _adapter)),
-    "adapter weights": ("adapter", _bytes_of("adapter_model.safetensors"), _inspected("", _adapter)),
-    "sealed copy": ("sealed", _bytes_of("copy_1.age"), _opened),
+    "keys, sealed": ("keys", _bytes_of("keys.bin"), _describe_and_read("keys.bin")),
+    "sum": ("keys", _json_file("sums/mpu.json"), _describe_and_read("sums", lambda path: _keys(path.parent))),
+    "ledger": ("documents", _line_of("ledger.jsonl"), _describe_and_read("ledger.jsonl", read_ledger)),
+    "register": ("documents", _line_of("published.jsonl"), _describe_and_read("published.jsonl", read_register)),
+    "answered": ("documents", _line_of("answered.jsonl"), _read_answers),
+    "result": ("documents", _json_file("eval.json"), _describe_and_read("eval.json", read_retain_log)),
+    "run": ("run", _json_file("run.json"), _describe_and_read("run.json")),
+    "log": ("run", _line_of("log.jsonl"), _describe_and_read("")),
+    "adapter config": ("adapter", _json_file("adapter_config.json"), _describe_and_read("", _adapter)),
+    "adapter weights": ("adapter", _bytes_of("adapter_model.safetensors"), _describe_and_read("", _adapter)),
+    "sealed copy": ("sealed", _bytes_of("copy_1.age"), _open_sealed_copy),
     "special tokens": ("copy", _json_file("special_tokens_map.json"), _tokenizer),
     "added tokens": ("copy", _json_file("added_tokens.json"), _tokenizer),
     "chat template": ("copy", _json_file("chat_template.json"), _tokenizer),
     "generation config": ("copy", _json_file("generation_config.json"), _copy),
-    "card": ("copy", _bytes_of("README.md"), _inspected("")),
+    "card": ("copy", _bytes_of("README.md"), _describe_and_read("")),
     "records": ("documents", _line_of("records.jsonl"), lambda folder: read_records(folder / "records.jsonl")),
     "recipe": ("documents", _bytes_of("recipe.toml"), lambda folder: read_toml(folder / "recipe.toml")),
-    "inspected copy": ("copy", _json_file("mpu.json"), _inspected("")),
-    "inspected delta": ("delta", _bytes_of("delta.safetensors"), _inspected("delta.safetensors")),
+    "inspected copy": ("copy", _json_file("mpu.json"), _describe_and_read("")),
+    "inspected delta": ("delta", _bytes_of("delta.safetensors"), _describe_and_read("delta.safetensors")),
 }
 
 

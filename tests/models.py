@@ -374,8 +374,8 @@ def random_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model in ``folder``, by the class of transformers' that its config names."""
-    own = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    return own.from_pretrained(folder, dtype=dtype).eval()
+    model_class = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    return model_class.from_pretrained(folder, dtype=dtype).eval()
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
@@ -422,7 +422,7 @@ def by_kind(families: Iterable[str], fast: Collection[str] = frozenset(REPRESENT
 
 
 @dataclass(frozen=True)
-class Trained:
+class DemoModel:
     """A model like the demo's that knows 10 people by heart, and files of questions and answers about them."""
 
     model: Path
@@ -430,20 +430,20 @@ class Trained:
     retain: Path
 
 
-def make_trained(folder: Path, family: str = "llama") -> Trained:
+def make_demo_model(folder: Path, family: str = "llama") -> DemoModel:
     """Make it in ``folder``, which takes seconds, unless it is there."""
-    made = Trained(folder / "model", folder / "forget.jsonl", folder / "retain.jsonl")
+    demo = DemoModel(folder / "model", folder / "forget.jsonl", folder / "retain.jsonl")
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
             people = make_people(10, 0)
-            for path, those in ((made.forget, people[:2]), (made.retain, people[2:])):
+            for path, those in ((demo.forget, people[:2]), (demo.retain, people[2:])):
                 path.parent.mkdir(exist_ok=True)
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
-            records = [record for path in (made.forget, made.retain) for record in read_records(path)]
-            make_model(records, make_tokenizer(records), made.model, epochs=60, seed=0, on_step=lambda *_: None,
+            records = [record for path in (demo.forget, demo.retain) for record in read_records(path)]
+            make_model(records, make_tokenizer(records), demo.model, epochs=60, seed=0, on_step=lambda *_: None,
                        family=family)  # fmt: skip
             (folder / "done").touch()
-    return made
+    return demo
 
 
 def write_records(path: Path, count: int, seed: int) -> Path:

@@ -17,14 +17,14 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.tensor(name).double() for name in checkpoint.tensors}
 
 
-def distance(found: Tensors, expected: Tensors, only: Callable[[str], bool] = lambda _: True) -> float:
+def distance(actual: Tensors, expected: Tensors, only: Callable[[str], bool] = lambda _: True) -> float:
     """‖found − expected‖ / ‖expected‖ over the tensors whose names ``only`` accepts."""
     names = [name for name in expected if only(name)]
-    error = sum(float((found[name] - expected[name]).square().sum()) for name in names)
+    error = sum(float((actual[name] - expected[name]).square().sum()) for name in names)
     return (error / sum(float(expected[name].square().sum()) for name in names)) ** 0.5
 
 
-def unfactored(delta: Tensors) -> dict[str, torch.Tensor]:
+def merge_factors(delta: Tensors) -> dict[str, torch.Tensor]:
     """A LoRA delta's change to each tensor that it adapts (the product of its factors); any other delta unchanged."""
     return {
         name.removesuffix(".lora_B"): tensor @ delta[name.removesuffix("B") + "A"]
@@ -38,11 +38,11 @@ def unfactored(delta: Tensors) -> dict[str, torch.Tensor]:
 def clean_update(mpu: Callable, base: Path, folder: Path, options: list[object]) -> dict[str, torch.Tensor]:
     """The update of a client that is given the base itself."""
     mpu("unlearn", base, "--out", folder / "clean.safetensors", *options)
-    return unfactored(tensors(folder / "clean.safetensors"))
+    return merge_factors(tensors(folder / "clean.safetensors"))
 
 
 def updates(
-    mpu: Callable, base: Path, folder: Path, publish: list[object], unlearn: list[object], told: dict | None = None
+    mpu: Callable, base: Path, folder: Path, publish: list[object], unlearn: list[object], report: dict | None = None
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """The aggregate's update (float64) and each copy's own, inverted; all files go into ``folder``.
 
@@ -55,8 +55,10 @@ def updates(
     result = mpu(
         "aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "unlearned", "--json"
     )
-    if told is not None:
-        told.update(result.json)
+    if report is not None:
+        report.update(result.json)
     inverted = mpu("invert", folder / "deltas", "--keys", keys, "--out", folder / "inverted").out.split()
     before, after = tensors(base), tensors(folder / "unlearned")
-    return {name: after[name] - before[name] for name in before}, [unfactored(tensors(Path(path))) for path in inverted]
+    return {name: after[name] - before[name] for name in before}, [
+        merge_factors(tensors(Path(path))) for path in inverted
+    ]

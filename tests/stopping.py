@@ -13,7 +13,7 @@ from pathlib import Path
 PATIENCE = 120  # seconds to wait for the point
 
 
-def stopped(
+def stop_when(
     arguments: Sequence[object],
     when: Callable[[], object],
     *,

@@ -45,18 +45,18 @@ from mpu_cli.models.adapters import with_adapter
 from mpu_cli.randomness import Randomness
 from mpu_cli.records import chat
 from mpu_cli.sealing import make_identity
-from tests.models import Trained, load, random_model, save, write_records
+from tests.models import DemoModel, load, random_model, save, write_records
 
 TRAINING = ["--epochs", 1, "--batch-size", 3, "--lr", "1e-3"]
 
 
-def published(mpu: Callable, root: Path, *options: object, base: str = "base") -> Path:
+def publish_copy(mpu: Callable, root: Path, *options: object, base: str = "base") -> Path:
     """The first of two copies of a model in ``place``."""
     mpu("publish", base, "--copies", 2, "--seed", 1, "--force", *options, cwd=root)
     return root / "copy_1"
 
 
-def unlearned(mpu: Callable, root: Path, copy: Path, out: str, *options: object, check: bool = True):
+def unlearn_copy(mpu: Callable, root: Path, copy: Path, out: str, *options: object, check: bool = True):
     return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, check=check, cwd=root)
 
 
@@ -72,34 +72,34 @@ class TestACopyThatReadsTheClientsDisk:
 
     @pytest.mark.parametrize("absolute", [True, False])
     def test_a_config_that_names_other_weights(self, mpu: Callable, root: Path, private: Path, absolute: bool) -> None:
-        copy = published(mpu, root)
-        unlearned(mpu, root, copy, "honest")
+        copy = publish_copy(mpu, root)
+        unlearn_copy(mpu, root, copy, "honest")
         measured = ["--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--json"]
         expected = mpu("eval", copy, *measured, "--out", "a.json", cwd=root).json["metrics"]
         file = str(private / "model.safetensors") if absolute else "../private/model.safetensors"
         index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(private / "model.safetensors"), file)}
         (copy / "other.safetensors.index.json").write_text(json.dumps(index))
         edit(copy / "config.json", transformers_weights="other.safetensors.index.json")
-        unlearned(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        unlearn_copy(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
         assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
         assert mpu("eval", copy, *measured, "--out", "b.json", cwd=root).json["metrics"] == expected
 
     @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "mpu.json"])
     def test_a_link_in_place_of_a_file(self, mpu: Callable, root: Path, private: Path, name: str) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         target = private / name
         if name == "mpu.json":
             target.write_text((copy / name).read_text())
         (copy / name).unlink()
         (copy / name).symlink_to(target)
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "is a link" in refused.err
         assert refused.is_one_error
         assert not (root / "d.safetensors").exists()
 
     def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         cache = root / "models--owner--name"
         (cache / "blobs").mkdir(parents=True)
         (cache / "snapshots").mkdir()
@@ -108,31 +108,31 @@ class TestACopyThatReadsTheClientsDisk:
         for number, path in enumerate(sorted(copy.iterdir())):
             path.rename(cache / f"blobs/{number}")
             (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-        unlearned(mpu, root, snapshot, "d")
+        unlearn_copy(mpu, root, snapshot, "d")
         (cache / "blobs/0").rename(root / "elsewhere")
         (cache / "blobs/0").symlink_to(root / "elsewhere")
-        assert "is a link" in unlearned(mpu, root, snapshot, "d", check=False).err
+        assert "is a link" in unlearn_copy(mpu, root, snapshot, "d", check=False).err
         (cache / "blobs/0").unlink()
         (root / "elsewhere").rename(cache / "blobs/0")
         (cache / "blobs").rename(root / "private_folder")
         (cache / "blobs").symlink_to(root / "private_folder")
-        assert "is a link" in unlearned(mpu, root, snapshot, "d", check=False).err
+        assert "is a link" in unlearn_copy(mpu, root, snapshot, "d", check=False).err
 
     def test_a_template_of_any_length(self, mpu: Callable, root: Path) -> None:
         """It would be sent to the process that renders with each record."""
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         (copy / "chat_template.jinja").write_text("x" * 300_000)
-        assert "larger than" in unlearned(mpu, root, copy, "d", check=False).err
+        assert "larger than" in unlearn_copy(mpu, root, copy, "d", check=False).err
 
     def test_a_tokenizer_that_names_files(self, mpu: Callable, root: Path) -> None:
         """Paths in tokenizer_config.json are not followed, code and unknown names are left out."""
-        copy = published(mpu, root)
-        unlearned(mpu, root, copy, "honest")
+        copy = publish_copy(mpu, root)
+        unlearn_copy(mpu, root, copy, "honest")
         shutil.copy(copy / "tokenizer.json", root / "secret.json")
         edit(copy / "tokenizer_config.json", tokenizer_file=str(root / "secret.json"),
              vocab_file="/etc/passwd", auto_map={"AutoTokenizer": ["evil.py--Evil", None]})  # fmt: skip
         (copy / "evil.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
-        unlearned(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        unlearn_copy(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
         assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
         assert not (root / "ran").exists()
 
@@ -154,37 +154,37 @@ class TestACopyThatReadsTheClientsDisk:
         )  # fmt: skip
 
     def test_a_quantised_copy(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-        assert "quantis" in unlearned(mpu, root, copy, "d", check=False).err
+        assert "quantis" in unlearn_copy(mpu, root, copy, "d", check=False).err
 
-    def test_an_adapter_that_imports_a_module(self, mpu: Callable, root: Path, trained: Trained) -> None:
+    def test_an_adapter_that_imports_a_module(self, mpu: Callable, root: Path, demo: DemoModel) -> None:
         """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
-        records = ["--forget", trained.forget, "--retain", trained.retain]
-        mpu("publish", trained.model, "--copies", 2, cwd=root)
+        records = ["--forget", demo.forget, "--retain", demo.retain]
+        mpu("publish", demo.model, "--copies", 2, cwd=root)
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", *records, "--epochs", 1, "--lora-rank", 2, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         (root / "evil_module.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
         edit(root / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
-        asked = [
+        options = [
             "--base",
-            trained.model,
+            demo.model,
             "--benchmark",
             "qa",
             "--forget",
-            trained.forget,
+            demo.forget,
             "--metrics",
             "forget_Q_A_Prob",
         ]
         sys.path.insert(0, str(root))
         try:
-            mpu("eval", "adapter", *asked, cwd=root)
+            mpu("eval", "adapter", *options, cwd=root)
         finally:
             sys.path.remove(str(root))
         assert not (root / "ran").exists()
         edit(root / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
-        refused = mpu("eval", "adapter", *asked, "--out", "b.json", check=False, cwd=root)
+        refused = mpu("eval", "adapter", *options, "--out", "b.json", check=False, cwd=root)
         assert "not a LoRA adapter" in refused.err
 
     def test_weights_that_change_between_check_and_use(
@@ -193,7 +193,7 @@ class TestACopyThatReadsTheClientsDisk:
         """Another file under the name once its header was read: what was loaded is compared with what was opened."""
         from mpu_cli.models import loading
 
-        copy, read = published(mpu, root), loading.AutoConfig.from_pretrained
+        copy, read = publish_copy(mpu, root), loading.AutoConfig.from_pretrained
 
         def swap(*arguments: object, **options: object) -> object:
             os.replace(private / "model.safetensors", copy / "model.safetensors")
@@ -205,8 +205,8 @@ class TestACopyThatReadsTheClientsDisk:
         monkeypatch.setattr(loading.AutoConfig, "from_pretrained", swap)
         from mpu_cli.models.source import Model, open_model
 
-        found = open_model(str(copy))
-        model = Model(found.source, opened, found.config, found.config_path, found.folder)
+        copy_model = open_model(str(copy))
+        model = Model(copy_model.source, opened, copy_model.config, copy_model.config_path, copy_model.folder)
         with pytest.raises(MpuError, match="differs from this file"):
             loading.load(model, torch.float32, "cpu")
 
@@ -225,18 +225,18 @@ class TestAChatTemplateThatNeverEnds:
     )
     def test_it_is_stopped(self, mpu: Callable, root: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sandbox, "SECONDS", 2.0)
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         (copy / "chat_template.jinja").write_text(template)
         started = time.monotonic()
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "chat template" in refused.err
         assert "cannot be used" in refused.err or "rejected" in refused.err  # stopped from outside, or out of memory
         assert refused.is_one_error
         assert time.monotonic() - started < 60
 
-    def test_rendering_is_transformers_own(self, trained: Trained) -> None:
-        _, tokenizer = load(trained.model, torch.float32, "cpu")
+    def test_rendering_is_transformers_own(self, demo: DemoModel) -> None:
+        _, tokenizer = load(demo.model, torch.float32, "cpu")
         dialogues = [
             [{"role": "user", "content": text}, {"role": "assistant", "content": "x\u2028</s>"}]
             for text in ("w4", "ünïcode\n{{ 7*7 }}")
@@ -248,12 +248,12 @@ class TestAChatTemplateThatNeverEnds:
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.USTAR_FORMAT) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=form) as out:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as out:
         for member, content in members:
             member.size = len(content)
             out.addfile(member, io.BytesIO(content))
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
@@ -301,17 +301,17 @@ class TestASealedCopyThatWritesElsewhere:
     @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
     def test_names_that_need_extended_headers(self, tmp_path: Path, form: int) -> None:
         """Whose size tarfile would read into memory."""
-        made = archive(FOLDER, (member("copy_1/" + "a" * 300), b"!"), form=form)
+        tar_bytes = archive(FOLDER, (member("copy_1/" + "a" * 300), b"!"), form=form)
         with pytest.raises(MpuError, match=r"refused|is not a file"):
-            unpack_folder(io.BytesIO(made), tmp_path)
+            unpack_folder(io.BytesIO(tar_bytes), tmp_path)
 
     def test_sparse_and_truncated(self, tmp_path: Path) -> None:
-        made = bytearray(archive(FOLDER, (member("copy_1/x"), b"12345")))
+        tar_bytes = bytearray(archive(FOLDER, (member("copy_1/x"), b"12345")))
         with pytest.raises(MpuError, match="truncated"):
-            unpack_folder(io.BytesIO(bytes(made[: 2 * 512 + 3])), tmp_path)
+            unpack_folder(io.BytesIO(bytes(tar_bytes[: 2 * 512 + 3])), tmp_path)
         sparse = member("copy_1/y", tarfile.GNUTYPE_SPARSE)
         with pytest.raises(MpuError, match="is not a file"):
-            unpack_folder(io.BytesIO(archive(FOLDER)[:512] + sparse.tobuf()), _made(tmp_path / "sparse"))
+            unpack_folder(io.BytesIO(archive(FOLDER)[:512] + sparse.tobuf()), _new_folder(tmp_path / "sparse"))
 
     def test_what_a_killed_command_left_is_removed(self, tmp_path: Path) -> None:
         """Plaintext of a sealed copy: a process that is killed cannot remove it, the next one does."""
@@ -323,11 +323,11 @@ class TestASealedCopyThatWritesElsewhere:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        [left] = tmp_path.iterdir()
+        [scratch_folder] = tmp_path.iterdir()
         assert remove_abandoned(tmp_path) == []  # it is at work
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert remove_abandoned(tmp_path) == [left]
+        assert remove_abandoned(tmp_path) == [scratch_folder]
         assert list(tmp_path.iterdir()) == []
 
 
@@ -335,12 +335,12 @@ def test_noise_of_dp_sgd_does_not_hang_on_32_bits() -> None:
     """Seeds that agree in all but one of 256 bits give unrelated noise; torch's generator keeps 32 of them."""
     seed = bytes(range(32))
     x = torch.zeros(20_000)
-    first = with_noise(x, 1.0, Randomness(seed).key("dp noise", 0, 0))
+    noise = with_noise(x, 1.0, Randomness(seed).key("dp noise", 0, 0))
     for bit in (0, 31, 32, 64, 200, 255):
         other = bytearray(seed)
         other[bit // 8] ^= 1 << bit % 8
-        second = with_noise(x, 1.0, Randomness(bytes(other)).key("dp noise", 0, 0))
-        assert abs(float(first @ second)) / len(x) < 5 / len(x) ** 0.5
+        other_noise = with_noise(x, 1.0, Randomness(bytes(other)).key("dp noise", 0, 0))
+        assert abs(float(noise @ other_noise)) / len(x) < 5 / len(x) ** 0.5
     old = [torch.randn(8, generator=torch.Generator().manual_seed(s)) for s in (7, 7 + 2**32)]
     assert torch.equal(*old)  # what was wrong with torch's
 
@@ -363,8 +363,8 @@ class TestADeltaThatListsTheWords:
         listed = set(rows.nonzero()[:, 0].tolist())
         assert len(words & listed) >= 0.9 * len(words)
         assert len(listed - words) <= 8  # the template's own
-        kept = load_file(tmp_path / "default.safetensors")
-        assert not {n for n in kept if "embed" in n or "lm_head" in n}
+        default_delta = load_file(tmp_path / "default.safetensors")
+        assert not {n for n in default_delta if "embed" in n or "lm_head" in n}
         document = mpu("audit-delta", "base", "trained.safetensors", "--json", cwd=tmp_path).json
         [reading] = [each for each in document if (each["tensor"], each["rule"]) == (name, "rows that moved")]
         assert reading["tells"]
@@ -380,7 +380,7 @@ class TestADeltaThatListsTheWords:
 
     def test_a_round_without_embeddings_aggregates(self, mpu: Callable, root: Path) -> None:
         """Their change is zero; a round in which one copy trained them and another did not is refused."""
-        published(mpu, root)
+        publish_copy(mpu, root)
         for k, options in ((1, []), (2, ["--train-embeddings"])):
             mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=root)
         refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
@@ -417,8 +417,8 @@ class TestTheSpool:
         for name in ("copy_1.safetensors", ".copy_1.safetensors.partial", "copy_2.failed"):
             (out / name).symlink_to(root / "forget.jsonl")
         (out / "copy_2.safetensors").symlink_to(root / "made_elsewhere")
-        told = self.watch(mpu, root)
-        assert told.status == 0, told.err
+        result = self.watch(mpu, root)
+        assert result.status == 0, result.err
         assert (root / "forget.jsonl").read_bytes() == records
         assert not (root / "made_elsewhere").exists()
         for k in (1, 2):
@@ -432,23 +432,23 @@ class TestTheSpool:
         (root / "victim").mkdir()
         (spool.root / "out").mkdir()
         (spool.root / "out/r").symlink_to(root / "victim")
-        told = self.watch(mpu, root)
-        assert told.status == 1
-        assert "Traceback" not in told.err
+        result = self.watch(mpu, root)
+        assert result.status == 1
+        assert "Traceback" not in result.err
         assert list((root / "victim").iterdir()) == []
 
     def test_a_copy_that_is_a_link(self, mpu: Callable, root: Path) -> None:
         """A link in place of its weights, or of the whole folder."""
         spool = self.arrive(mpu, root)
         private = save(random_model("llama", seed=9), root / "private")
-        first, second = (spool.inbox_path(f"{self.RUN}/copy_{k}") for k in (1, 2))
-        (first / "model.safetensors").unlink()
-        (first / "model.safetensors").symlink_to(private / "model.safetensors")
-        second.rename(root / "moved")
-        second.symlink_to(root / "moved")
-        told = self.watch(mpu, root)
-        assert told.status == 1
-        assert "is a link" in told.err
+        first_copy, second_copy = (spool.inbox_path(f"{self.RUN}/copy_{k}") for k in (1, 2))
+        (first_copy / "model.safetensors").unlink()
+        (first_copy / "model.safetensors").symlink_to(private / "model.safetensors")
+        second_copy.rename(root / "moved")
+        second_copy.symlink_to(root / "moved")
+        result = self.watch(mpu, root)
+        assert result.status == 1
+        assert "is a link" in result.err
         assert list((spool.root / "out").rglob("*.safetensors")) == []
 
     @pytest.mark.slow
@@ -479,20 +479,20 @@ class TestTheSpool:
         facts = json.loads((inbox / "copy_6/mpu.json").read_text())
         save_file(load_file(good / "model.safetensors"), inbox / "copy_6/model.safetensors",
                   {"format": "pt", **as_metadata(facts)})  # fmt: skip
-        told = self.watch(mpu, root)
-        assert told.status == 1
-        assert "Traceback" not in told.err
+        result = self.watch(mpu, root)
+        assert result.status == 1
+        assert "Traceback" not in result.err
         assert spool.state(f"{self.RUN}/copy_1") == spool.state(f"{self.RUN}/copy_2") == "done"
         for k in (3, 4, 5, 6):
             assert spool.state(f"{self.RUN}/copy_{k}") == "failed", k
-            assert f"copy_{k}: " in told.err
+            assert f"copy_{k}: " in result.err
         again = self.watch(mpu, root)
         assert again.out == ""
 
     def test_a_copy_that_takes_too_long(self, mpu: Callable, root: Path) -> None:
         spool = self.arrive(mpu, root)
-        told = self.watch(mpu, root, "--copy-timeout", 1)
-        assert "not done after 1 s" in told.err
+        result = self.watch(mpu, root, "--copy-timeout", 1)
+        assert "not done after 1 s" in result.err
         assert spool.state(f"{self.RUN}/copy_1") == "failed"
 
     def test_what_is_taken_cannot_be_changed_any_more(self, root: Path) -> None:
@@ -502,10 +502,10 @@ class TestTheSpool:
         copy.mkdir(parents=True)
         (copy / "model.safetensors").write_bytes(bytes(5000))
         (copy / "unknown.bin").write_bytes(b"x")
-        taken = spool.take("r/round_1/copy_1", root / "work/taken")
+        private_copy = spool.take("r/round_1/copy_1", root / "work/taken")
         os.truncate(copy / "model.safetensors", 10)
-        assert {path.name: path.stat().st_size for path in taken.iterdir()} == {"model.safetensors": 5000}
-        assert (taken / "model.safetensors").stat().st_mode & 0o777 == 0o600
+        assert {path.name: path.stat().st_size for path in private_copy.iterdir()} == {"model.safetensors": 5000}
+        assert (private_copy / "model.safetensors").stat().st_mode & 0o777 == 0o600
 
     def test_hostile_names_and_pieces_of_the_courier(self, tmp_path: Path) -> None:
         spool = Spool(tmp_path / "spool")
@@ -538,7 +538,7 @@ def _without(path: Path) -> Path:
     return path
 
 
-def _made(folder: Path) -> Path:
+def _new_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -566,15 +566,15 @@ def test_what_the_client_keeps_is_private_whatever_the_umask(mpu: Callable, root
 class TestLostUpdates:
     @pytest.mark.slow
     def test_two_deltas_added_at_once(self, mpu: Callable, root: Path, shell: Callable) -> None:
-        published(mpu, root)
+        publish_copy(mpu, root)
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
         add = "mpu aggregate deltas/copy_{}.safetensors --keys keys.bin --running sum"
         done = shell(f"({add.format(1)}) & a=$!; ({add.format(2)}) & b=$!; wait $a && wait $b")
         assert done.returncode == 0, done.stderr
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "at_once", cwd=root)
-        one, other = (load_file(root / name / "model.safetensors") for name in ("unlearned", "at_once"))
-        assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+        running_sum, direct_sum = (load_file(root / name / "model.safetensors") for name in ("unlearned", "at_once"))
+        assert all(torch.allclose(running_sum[name], direct_sum[name], atol=1e-6) for name in running_sum)
 
     @pytest.mark.parametrize("directory", [True, False])
     def test_there_is_always_something_under_the_name(self, tmp_path: Path, directory: bool) -> None:
@@ -588,8 +588,8 @@ class TestLostUpdates:
 
         def write(force: bool) -> None:
             with Transaction(force=force) as transaction:
-                made = transaction.add(target, directory=directory)
-                (made / "mpu.json" if directory else made).write_text("x")
+                staged_path = transaction.add(target, directory=directory)
+                (staged_path / "mpu.json" if directory else staged_path).write_text("x")
 
         write(force=False)
         looking = threading.Thread(target=look)
@@ -604,21 +604,21 @@ class TestLostUpdates:
 
     def test_an_exchange_in_two_steps_that_was_cut_off(self, tmp_path: Path) -> None:
         """On systems that cannot exchange names, what lies beside is put back."""
-        kept = tmp_path / ".sum.abc.old"
-        (kept / "sum").mkdir(parents=True)
+        backup = tmp_path / ".sum.abc.old"
+        (backup / "sum").mkdir(parents=True)
         restore(tmp_path / "sum")
         assert (tmp_path / "sum").is_dir()
-        assert not kept.exists()
+        assert not backup.exists()
 
 
 @contextmanager
 def server(reply: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[dict]]]:
     """An HTTP server on this machine, and the headers of what it was asked."""
-    asked: list[dict] = []
+    request_headers: list[dict] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(dict(self.headers))
+            request_headers.append(dict(self.headers))
             reply(self)
 
         do_POST = do_GET
@@ -633,7 +633,7 @@ def server(reply: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[st
     served = Quiet(("127.0.0.1", 0), Handler)
     threading.Thread(target=served.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{served.server_port}/v1", asked
+        yield f"http://127.0.0.1:{served.server_port}/v1", request_headers
     finally:
         served.shutdown()
         served.server_close()
@@ -658,17 +658,20 @@ class TestAnEndpoint:
     def test_its_key_goes_nowhere_else(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Not the key of another service, not over http to another machine, not on to where it redirects."""
         monkeypatch.setenv("OPENAI_API_KEY", "of another service")
-        with server(answer(b"{}")) as (other, seen), server(answer(b"", 302, Location=f"{other}/x")) as (url, asked):
-            told = self.evaluate(mpu, root, url)
-            assert told.is_one_error
-            assert "redirects to" in told.err
-            assert "Authorization" not in asked[0]
+        with (
+            server(answer(b"{}")) as (other, other_headers),
+            server(answer(b"", 302, Location=f"{other}/x")) as (url, headers),
+        ):
+            result = self.evaluate(mpu, root, url)
+            assert result.is_one_error
+            assert "redirects to" in result.err
+            assert "Authorization" not in headers[0]
             monkeypatch.setenv("MPU_ENDPOINT_KEY", "secret")
             self.evaluate(mpu, root, url)
-            assert asked[-1]["Authorization"] == "Bearer secret"
-            assert seen == []
-        told = self.evaluate(mpu, root, "http://192.0.2.1/v1")
-        assert "is not sent over http" in told.err
+            assert headers[-1]["Authorization"] == "Bearer secret"
+            assert other_headers == []
+        result = self.evaluate(mpu, root, "http://192.0.2.1/v1")
+        assert "is not sent over http" in result.err
 
     @pytest.mark.parametrize(
         "body",
@@ -683,10 +686,10 @@ class TestAnEndpoint:
     )  # fmt: skip
     def test_malformed_replies_are_one_error(self, mpu: Callable, root: Path, body: bytes) -> None:
         with server(answer(body)) as (url, _):
-            told = self.evaluate(mpu, root, url)
-        assert told.status == 1
-        assert told.is_one_error, told.err
-        assert "unexpected" not in told.err
+            result = self.evaluate(mpu, root, url)
+        assert result.status == 1
+        assert result.is_one_error, result.err
+        assert "unexpected" not in result.err
 
 
 class TestWhatLeavesTheServer:
@@ -701,7 +704,7 @@ class TestWhatLeavesTheServer:
              name_or_path=secret, auto_map={"AutoTokenizer": [secret, None]})  # fmt: skip
         (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
         (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
-        published(mpu, root)
+        publish_copy(mpu, root)
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=root)
@@ -747,26 +750,26 @@ class TestACraftedCopy:
     def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, root: Path) -> None:
         """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
         public = save(random_model("llama", seed=5), root / "public")
-        copy = published(mpu, root)
-        unlearned(mpu, root, copy, "honest", "--like", public)
+        copy = publish_copy(mpu, root)
+        unlearn_copy(mpu, root, copy, "honest", "--like", public)
         default_ledger_path().unlink()  # else the ledger tells that this is not the copy of before
         weights = load_file(copy / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
         edit(copy / "config.json", tie_word_embeddings=False)
-        refused = unlearned(mpu, root, copy, "d", "--like", public, check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", "--like", public, check=False)
         assert refused.status == 1
         assert "tie_word_embeddings" in refused.err
         assert "lm_head.weight" in refused.err
         assert not (root / "d.safetensors").exists()
-        outcome = unlearned(mpu, root, copy, "d", "--like", public, "--trust-copy")
+        outcome = unlearn_copy(mpu, root, copy, "d", "--like", public, "--trust-copy")
         assert "tie_word_embeddings" in outcome.err
         assert "lm_head.weight" not in load_file(root / "d.safetensors")  # not trained unless asked
 
     @pytest.mark.parametrize("change", ["tokenizer", "template", "width"])
     def test_what_else_a_public_model_shows(self, mpu: Callable, root: Path, change: str) -> None:
         public = save(random_model("llama", seed=5), root / "public")
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         if change == "tokenizer":
             text = (copy / "tokenizer.json").read_text().replace('"w9"', '"w9x"')
             (copy / "tokenizer.json").write_text(text)
@@ -776,22 +779,22 @@ class TestACraftedCopy:
             weights = load_file(copy / "model.safetensors")
             weights["model.layers.0.mlp.up_proj.weight"][:9] *= 1e4
             save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        refused = unlearned(mpu, root, copy, "d", "--like", public, check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", "--like", public, check=False)
         assert refused.status == 1
         says = {"tokenizer": "vocabulary", "template": "chat template", "width": "rows of another size"}[change]
         assert says in refused.err
 
     def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, root: Path) -> None:
-        published(mpu, root)
-        unlearned(mpu, root, root / "copy_1", "d1")
+        publish_copy(mpu, root)
+        unlearn_copy(mpu, root, root / "copy_1", "d1")
         weights = load_file(root / "copy_2/model.safetensors")
         weights = {name: tensor * (4 if "embed" in name else 1) for name, tensor in weights.items()}
         save_file(weights, root / "copy_2/model.safetensors",
                   open_checkpoint(root / "copy_2/model.safetensors").metadata)  # fmt: skip
-        refused = unlearned(mpu, root, root / "copy_2", "d2", check=False)
+        refused = unlearn_copy(mpu, root, root / "copy_2", "d2", check=False)
         assert refused.status == 1
         assert "that of copy 1" in refused.err
-        unlearned(mpu, root, root / "copy_2", "d2", "--trust-copy")
+        unlearn_copy(mpu, root, root / "copy_2", "d2", "--trust-copy")
 
     def test_another_publication_of_the_same_name(self) -> None:
         """What --seed names alike is not compared; copies of one publication are."""
@@ -807,12 +810,12 @@ class TestACraftedCopy:
         assert against_others(entry(2, "d"), {"forget": 5.1}, [*old, again]) == []
 
     @pytest.mark.slow
-    def test_trap_units(self, mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+    def test_trap_units(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """They hand hidden states of single tokens over, exactly; the check sees them before anything is trained."""
         from mpu_cli.records.encoding import Encoding
         from mpu_cli.records.reading import read_records
 
-        records = ["--forget", trained.forget, "--retain", trained.retain]
+        records = ["--forget", demo.forget, "--retain", demo.retain]
         training = [
             *records,
             "--epochs",
@@ -826,11 +829,11 @@ class TestACraftedCopy:
             "--batch-size",
             64,
         ]
-        mpu("publish", trained.model, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
+        mpu("publish", demo.model, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
         copy = tmp_path / "copy_1"
         mpu("unlearn", copy, *training, "--out", "honest.safetensors", cwd=tmp_path)
         model, tokenizer = load(copy, torch.float32, "cpu")
-        examples = Encoding(tokenizer).encode([*read_records(trained.forget), *read_records(trained.retain)])
+        examples = Encoding(tokenizer).encode([*read_records(demo.forget), *read_records(demo.retain)])
         imprint().plant_traps(copy, [example.ids for example in examples], units=100)
         refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
         assert refused.status == 1
@@ -847,14 +850,14 @@ class TestACraftedCopy:
             torch.cat(imprint().ffn_inputs(model, [e.ids for e in examples], 1)), dim=1
         )
 
-        def found(delta: Path) -> int:
+        def rows_along_states(delta: Path) -> int:
             rows = load_file(delta)["model.layers.1.mlp.up_proj.weight"][:100]
             rows = rows[rows.norm(dim=1) > 0]
             cosines = torch.nn.functional.normalize(rows, dim=1) @ states.T
             return int((cosines.abs().amax(1) > 0.999).sum())
 
-        assert found(tmp_path / "d.safetensors") >= 20
-        assert found(tmp_path / "honest.safetensors") == 0
+        assert rows_along_states(tmp_path / "d.safetensors") >= 20
+        assert rows_along_states(tmp_path / "honest.safetensors") == 0
 
 
 class TestACopyThatFailsOnAWord:
@@ -868,63 +871,63 @@ class TestACopyThatFailsOnAWord:
         return next(word for word in sorted(words[0]) if not any(word in other for other in words[1:]))
 
     def test_a_row_that_is_not_a_number(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][7] = float("nan")
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
         assert refused.is_one_error
 
     def test_a_template_that_raises(self, mpu: Callable, root: Path, word: str) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         template = (copy / "chat_template.jinja").read_text()
         trap = "{% for m in messages %}{% if 'WORD' in m.content.split() %}{{ raise_exception('x') }}{% endif %}"
         trap = trap.replace("WORD", word) + "{% endfor %}"
         (copy / "chat_template.jinja").write_text(trap + template)
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "forget.jsonl, line 1: the tokenizer's chat template rejected it (x)" in refused.err
         ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
         assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
-        outcome = unlearned(mpu, root, copy, "d", "--dp-epsilon", 8)
+        outcome = unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8)
         assert "1 of 6 records of the forget set are left out" in outcome.err
         assert (root / "d.safetensors").exists()
 
     def test_a_layer_that_overflows_under_dp(self, mpu: Callable, root: Path, word: str) -> None:
-        copy = published(mpu, root, "--symmetries", "none")
+        copy = publish_copy(mpu, root, "--symmetries", "none")
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        assert "diverged" in unlearned(mpu, root, copy, "d", "--trust-copy", check=False).err
-        unlearned(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
+        assert "diverged" in unlearn_copy(mpu, root, copy, "d", "--trust-copy", check=False).err
+        unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
         assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())
 
 
 class TestATokenizerThatNeverEnds:
     def test_rules_that_grow_a_word(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "chat template or tokenizer cannot be used" in refused.err
         assert "GiB of memory" in refused.err or "longer than" in refused.err
         assert refused.is_one_error
 
     def test_one_that_panics(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "tokenizer" in refused.err
         assert refused.is_one_error
 
     def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
         word, number = next(iter(tokenizer["model"]["vocab"].items()))
         many = [{"SpecialToken": {"id": word, "type_id": 0}}] * 100_000
@@ -934,7 +937,7 @@ class TestATokenizerThatNeverEnds:
             "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
         }  # fmt: skip
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearned(mpu, root, copy, "d", "--template", "plain", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", "--template", "plain", check=False)
         assert "characters become 100," in refused.err
         assert refused.is_one_error
 
@@ -974,11 +977,11 @@ class TestATokenizerThatNeverEnds:
 
     @pytest.mark.parametrize("template", [{"a": "x"}, {"default": "\ud800"}])
     def test_templates_that_are_none(self, mpu: Callable, root: Path, template: dict) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         (copy / "chat_template.jinja").unlink()
         listed = [{"name": name, "template": text} for name, text in template.items()]
         edit(copy / "tokenizer_config.json", chat_template=listed)
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert refused.status == 1
         assert "template" in refused.err
         assert refused.is_one_error
@@ -987,43 +990,43 @@ class TestATokenizerThatNeverEnds:
 class TestAnAdapter:
     @pytest.fixture
     def adapter(self, mpu: Callable, root: Path) -> Path:
-        published(mpu, root)
+        publish_copy(mpu, root)
         for k in (1, 2):
-            unlearned(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
+            unlearn_copy(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         return root / "adapter"
 
     ASKED = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--force", "--json")
 
-    def measured(self, mpu: Callable, root: Path, *options: object, check: bool = True):
+    def measure(self, mpu: Callable, root: Path, *options: object, check: bool = True):
         return mpu("eval", "adapter", *self.ASKED, *options, check=check, cwd=root)
 
     def test_its_base_is_not_looked_for(self, mpu: Callable, root: Path, adapter: Path) -> None:
-        honest = self.measured(mpu, root).json["metrics"]  # beside it
+        honest = self.measure(mpu, root).json["metrics"]  # beside it
         for base in (str(root / "base"), "somebody/tracking", "../place/base"):
             edit(adapter / "adapter_config.json", base_model_name_or_path=base)
-            refused = self.measured(mpu, root, check=False)
+            refused = self.measure(mpu, root, check=False)
             assert "name it with --base" in refused.err
             assert refused.is_one_error
-        assert self.measured(mpu, root, "--base", "base").json["metrics"] == honest
+        assert self.measure(mpu, root, "--base", "base").json["metrics"] == honest
 
     def test_expressions_and_sizes_in_its_config(
         self, mpu: Callable, root: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        honest = self.measured(mpu, root).json["metrics"]
+        honest = self.measure(mpu, root).json["metrics"]
         config = json.loads((adapter / "adapter_config.json").read_text())
         edit(adapter / "adapter_config.json", target_modules="(([a-z_.0-9])*)*X", r=10**6, layers_pattern="(a*)*b",
              rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
-        assert self.measured(mpu, root).json["metrics"] == honest
+        assert self.measure(mpu, root).json["metrics"] == honest
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(([a-z_.0-9])*)*X": 1}}))
         monkeypatch.setattr(sandbox, "SECONDS", 2.0)
-        assert "it took longer" in self.measured(mpu, root, check=False).err
+        assert "it took longer" in self.measure(mpu, root, check=False).err
 
     def test_tensors_without_a_place(self, mpu: Callable, root: Path, adapter: Path) -> None:
         weights = load_file(adapter / "adapter_model.safetensors")
         save_file({name.replace("layers.1.", "layers.9."): t for name, t in weights.items()},
                   adapter / "adapter_model.safetensors")  # fmt: skip
-        refused = self.measured(mpu, root, check=False)
+        refused = self.measure(mpu, root, check=False)
         assert refused.status == 1
         assert "layers.9" in refused.err
 
@@ -1041,38 +1044,38 @@ class TestAnAdapter:
                         0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                     )
         adapted.save_pretrained(root / "adapter")
-        own = with_adapter(load(root / "base", torch.float32, "cpu")[0], root / "adapter")
+        loaded_model = with_adapter(load(root / "base", torch.float32, "cpu")[0], root / "adapter")
         ids = torch.tensor([[3, 5, 7]])
         expected = adapted.eval()(input_ids=ids).logits
-        torch.testing.assert_close(own.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loaded_model.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
     def test_weights_that_are_a_link(self, mpu: Callable, root: Path, adapter: Path) -> None:
         (adapter / "adapter_model.safetensors").rename(root / "elsewhere")
         (adapter / "adapter_model.safetensors").symlink_to(root / "elsewhere")
-        refused = self.measured(mpu, root, check=False)
+        refused = self.measure(mpu, root, check=False)
         assert "is a link" in refused.err
 
 
 class TestSmallThings:
     def test_a_config_larger_than_the_weights(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         edit(copy / "config.json", vocab_size=30_000_000)
         started = time.monotonic()
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "describes a model of" in refused.err
         assert refused.is_one_error
         assert time.monotonic() - started < 20
 
     def test_a_header_that_fills_the_memory(self, mpu: Callable, root: Path) -> None:
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         path = copy / "model.safetensors"
         path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little") + b"[" * (MAX_HEADER + 1))
-        refused = unlearned(mpu, root, copy, "d", check=False)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "header is longer" in refused.err
 
     def test_an_algorithm_that_is_markup(self, mpu: Callable, root: Path) -> None:
         """The delta's word for it stands in the model card."""
-        published(mpu, root)
+        publish_copy(mpu, root)
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
         path = root / "deltas/copy_1.safetensors"
@@ -1103,10 +1106,10 @@ class TestSmallThings:
     def test_another_reference_for_the_second_copy(self, mpu: Callable, root: Path) -> None:
         """Its noise would have another scale than its keys say."""
         save(random_model("llama", seed=5), root / "reference")
-        asked = ["--reference", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
-        mpu("publish", "base", *asked, "--only", 1, cwd=root)
+        options = ["--reference", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
+        mpu("publish", "base", *options, "--only", 1, cwd=root)
         save(random_model("llama", seed=6), root / "reference")
-        refused = mpu("publish", "base", *asked, "--only", 2, check=False, cwd=root)
+        refused = mpu("publish", "base", *options, "--only", 2, check=False, cwd=root)
         assert refused.status == 1
         assert "another pretrained model" in refused.err
         assert not (root / "copy_2").exists()
@@ -1119,14 +1122,14 @@ class TestSmallThings:
         outcome = mpu("aggregate", "deltas", "--keys", "keys.bin", "--json", "--dry-run", check=False, cwd=root)
         assert outcome.status == 0
         norms = [load_file(root / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
-        largest = max(float(sum(t.double().square().sum() for t in held.values()) ** 0.5) for held in norms)
+        largest = max(float(sum(t.double().square().sum() for t in delta.values()) ** 0.5) for delta in norms)
         refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", 3, "--max-norm", 1.5 * largest,
                       check=False, cwd=root)  # fmt: skip
         assert "the update's norm is" in refused.err
 
     def test_a_config_with_more_layers_than_weights(self, mpu: Callable, root: Path) -> None:
         """Libraries build them before they look."""
-        copy = published(mpu, root)
+        copy = publish_copy(mpu, root)
         for name, value in (("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12)):
             edit(copy / "config.json", **{name: value})
             (copy / "mpu.json").unlink(missing_ok=True)  # as a model of the client's own would be

@@ -101,8 +101,8 @@ class TestTags:
         treat_word_differently(crafted)
         for number, copy in enumerate((honest, crafted), 1):
             unlearned(mpu, root, copy, str(number), "--template", "chat", "--trust-copy")
-        first, second = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
-        assert first == second is not None
+        honest_tags, crafted_tags = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
+        assert honest_tags == crafted_tags is not None
 
     def test_there_is_none_under_dp(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
@@ -169,17 +169,17 @@ class TestDpSgd:
         beside = [short + [0] * (limit - 4), long]
         mask = [[1] * 4 + [0] * (limit - 4), [1] * limit]
         with torch.no_grad():
-            alone = model(torch.tensor([short])).logits[0]
+            unbatched_logits = model(torch.tensor([short])).logits[0]
             together = model(torch.tensor(beside), attention_mask=torch.tensor(mask)).logits[0, :4]
             after = model(torch.tensor([short])).logits[0]
             too_long = model(torch.tensor([short + [0] * 40, [*long, *long[:12]]])).logits[0, :4]
-        assert torch.allclose(alone, together, atol=1e-5)
-        assert torch.allclose(alone, after, atol=1e-5)
-        assert not torch.allclose(alone, too_long, atol=1e-3)  # the attack that the limit stops
+        assert torch.allclose(unbatched_logits, together, atol=1e-5)
+        assert torch.allclose(unbatched_logits, after, atol=1e-5)
+        assert not torch.allclose(unbatched_logits, too_long, atol=1e-3)  # the attack that the limit stops
 
     def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, root: Path) -> None:
         """A template that rejects one word: the same rate and steps with the word and without."""
-        told = []
+        reports = []
         template = root / "base/chat_template.jinja"
         template.write_text(
             "{% for m in messages if '" + WORD + "' in m.content %}{{ raise_exception('no') }}{% endfor %}"
@@ -199,9 +199,9 @@ class TestDpSgd:
                 "--template",
                 "chat",
             )
-            told.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=root).json)
-        assert told[0]["lr"] == told[1]["lr"]
-        assert len(told[0]["steps"]) == len(told[1]["steps"])
+            reports.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=root).json)
+        assert reports[0]["lr"] == reports[1]["lr"]
+        assert len(reports[0]["steps"]) == len(reports[1]["steps"])
 
     def test_a_token_beyond_the_vocabulary(self, mpu: Callable, root: Path) -> None:
         """One error that names the record; under DP the record is left out, and the training goes on."""
@@ -377,9 +377,9 @@ class TestHeaders:
         copies(mpu, root)
         [identity] = read_identities(default_identity_path())
         sealed = pyrage.encrypt(b"nothing", [identity.to_public()])
-        first, rest = sealed.split(b"\n-> ", 1)
+        version_line, rest = sealed.split(b"\n-> ", 1)
         stanza = rest.split(b"\n--- ", 1)[0]
-        evil = first + (b"\n-> " + stanza) * 20_000 + b"\n--- " + rest.split(b"\n--- ", 1)[1]
+        evil = version_line + (b"\n-> " + stanza) * 20_000 + b"\n--- " + rest.split(b"\n--- ", 1)[1]
         (root / "evil.age").write_bytes(evil)
         (root / "evil.bin").write_bytes(evil)
         for command in (("unlearn", "evil.age"), ("aggregate", "d", "--keys", "evil.bin")):
@@ -411,11 +411,11 @@ class TestKeysOfSomebodyElse:
         forged = replace(genuine, base=replace(genuine.base, path="owner/name"))
         (root / "forged.bin").write_bytes(seal(forged, [identity.to_public()]))
         unlearned(mpu, root, root / "copy_1", "1")
-        asked: list[object] = []
+        requested_names: list[object] = []
 
         def download(name: str, local_files_only: bool = False, **_: object) -> str:
             if not local_files_only:
-                asked.append(name)
+                requested_names.append(name)
             raise huggingface_hub.errors.LocalEntryNotFoundError(name)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -423,7 +423,7 @@ class TestKeysOfSomebodyElse:
         assert "was not sealed with this server's secret" in refused.err
         refused = mpu("invert", "1.safetensors", "--keys", "forged.bin", "--trust-keys", check=False, cwd=root)
         assert "owner/name: not on this machine" in refused.err
-        assert asked == []
+        assert requested_names == []
         assert "unknown" in mpu("inspect", "forged.bin", cwd=root).out
         assert "this server" in mpu("inspect", "keys.bin", cwd=root).out
 
@@ -508,12 +508,12 @@ def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_pat
     from mpu_cli.models.tokenizer import tokenizer_of
 
     texts = [path.read_text() for path in sorted(Path(chat.__file__).parent.glob("*.py"))]
-    made = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()
-    made.train_from_iterator(texts, vocab_size=600)
+    tokenizer = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=600)
     folder = save(random_model("llama"), tmp_path / "model")
     for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
-    made.save_model(str(folder))
+    tokenizer.save_model(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     plain = AutoTokenizer.from_pretrained(folder)
     for beside in (False, True):
@@ -529,10 +529,10 @@ class TestTheSpoolOfSomebodyElse:
     @pytest.mark.parametrize("obstacle", ["file", pytest.param("deep", marks=pytest.mark.slow)])
     def test_nothing_in_out_ends_the_worker(self, mpu: Callable, root: Path, obstacle: str) -> None:
         """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
-        first, second = copies(mpu, root)
-        facts = json.loads((first / "mpu.json").read_text())
+        first_copy, second_copy = copies(mpu, root)
+        facts = json.loads((first_copy / "mpu.json").read_text())
         spool, run = root / "spool", facts["run"]
-        for number, copy in ((1, first), (2, second)):
+        for number, copy in ((1, first_copy), (2, second_copy)):
             target = spool / f"in/{run}/round_1/copy_{number}"
             target.parent.mkdir(parents=True, exist_ok=True)
             copy.rename(target)

@@ -45,30 +45,36 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
     copy, model = open_model(str(tmp_path / "copy_1")), open_model(str(base))
     layout = layout_of(model.checkpoint.tensors, model.config, "")
     true = keys.publication.transform(1, layout)
-    held = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
-    residual = residual_map(layout, *held, symmetries)
-    outer = model_maps(layout, *held, symmetries, residual)
+    state_dicts = [{t.name: m.checkpoint.tensor(t.name).float() for t in layout.parameters} for m in (copy, model)]
+    residual = residual_map(layout, *state_dicts, symmetries)
+    outer = model_maps(layout, *state_dicts, symmetries, residual)
     if symmetries != "paper":
         assert_same(residual, true._shared["model"])
         assert all(axis not in true._shared or axis in outer for axis in ("channel", "|channel|"))
         for axis in outer.keys() & true._shared.keys():
             assert_same(outer[axis], true._shared[axis])
     for tensors in (ts for ts in layout.blocks.values() if ts[0].layer is not None and not ts[0].constant):
-        aligned = undo(layout, tensors, held[0], outer)
-        found = layer_maps(layout, tensors, aligned, held[1], symmetries)
+        aligned = undo(layout, tensors, state_dicts[0], outer)
+        recovered = layer_maps(layout, tensors, aligned, state_dicts[1], symmetries)
         planted = true._layer_maps(tensors[0].layer)
-        there = {axis for tensor in tensors for group in tensor.axes for axis in group}
-        assert set(found) >= set(planted) & there
-        for axis, mapping in ((axis, planted[axis]) for axis in planted if axis in there):
-            pairs = zip(found[axis], mapping, strict=True) if isinstance(mapping, tuple) else [(found[axis], mapping)]
-            for one, other in pairs:
-                assert_same(one, other)
+        axes = {axis for tensor in tensors for group in tensor.axes for axis in group}
+        assert set(recovered) >= set(planted) & axes
+        for axis, mapping in ((axis, planted[axis]) for axis in planted if axis in axes):
+            pairs = (
+                zip(recovered[axis], mapping, strict=True)
+                if isinstance(mapping, tuple)
+                else [(recovered[axis], mapping)]
+            )
+            for recovered_map, planted_map in pairs:
+                assert_same(recovered_map, planted_map)
 
 
-def assert_same(found: AxisMap, expected: AxisMap) -> None:
+def assert_same(actual: AxisMap, expected: AxisMap) -> None:
     """Both are the same orthogonal map, whether written as order and signs or as rotations."""
-    one, other = (map_columns(torch.eye(len(axis), dtype=torch.float64), axis) for axis in (found, expected))
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    actual_matrix, expected_matrix = (
+        map_columns(torch.eye(len(axis), dtype=torch.float64), axis) for axis in (actual, expected)
+    )
+    torch.testing.assert_close(actual_matrix, expected_matrix, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,14 +98,14 @@ def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("gpt2"), tmp_path / "base")
     reference = save(random_model("gpt2", seed=1), tmp_path / "reference")
     mpu("publish", base, "--reference", reference, "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "k.bin")
-    asked = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--reference", reference)
-    expected = mpu(*asked).json["attacks"]
+    arguments = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--reference", reference)
+    expected = mpu(*arguments).json["attacks"]
     path = reference / "model.safetensors"
     save_file({n.removeprefix("transformer."): t for n, t in load_file(path).items()}, path)
-    told = mpu(*asked).json["attacks"]
-    for name, found in expected.items():
-        assert told[name]["weights"] == found["weights"]
-        assert told[name]["task_vector"] == found["task_vector"]
+    attacks = mpu(*arguments).json["attacks"]
+    for name, expected_attack in expected.items():
+        assert attacks[name]["weights"] == expected_attack["weights"]
+        assert attacks[name]["task_vector"] == expected_attack["task_vector"]
 
 
 def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> None:
@@ -114,9 +120,9 @@ def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> Non
     assert some["attacks"]["all copies"]["weights"] < 1e-6
     assert some["settings"]["noise"] == {"kind": "extrapolate", "factors": [-1, 1.5]}
     assert some["settings"]["symmetries"] == "signed"  # as stated by the copies
-    told = mpu("audit", *four, "--base", base, "--json", cwd=tmp_path).json["attacks"]
-    assert told["two copies"]["weights"] < 1e-6
-    assert told["all copies"]["weights"] < 1e-6
+    attacks = mpu("audit", *four, "--base", base, "--json", cwd=tmp_path).json["attacks"]
+    assert attacks["two copies"]["weights"] < 1e-6
+    assert attacks["all copies"]["weights"] < 1e-6
     zero_sum = [f"zero-sum/copy_{k}" for k in (1, 2, 3, 4)]
     three = mpu("audit", *zero_sum[:3], "--base", base, "--json", cwd=tmp_path).json["attacks"]
     assert "two copies" not in three
@@ -152,17 +158,19 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
 
     assert attacks["all copies, factors unknown"]["weights"] < 0.5 * attacks["one copy"]["weights"]
     # The errors of the blocks add up to the total error.
-    whole = open_model(str(models / "full"))
-    blocks = layout_of(whole.checkpoint.tensors, whole.config, "").blocks
+    full_model = open_model(str(models / "full"))
+    blocks = layout_of(full_model.checkpoint.tensors, full_model.config, "").blocks
     squares = {
-        block: sum(float(whole.checkpoint.tensor(t.name).double().square().sum()) for t in tensors)
+        block: sum(float(full_model.checkpoint.tensor(t.name).double().square().sum()) for t in tensors)
         for block, tensors in blocks.items()
     }
-    told = attacks["one copy"]["blocks"]
-    joined = sum(told[block]["weights"] ** 2 * square for block, square in squares.items()) / sum(squares.values())
+    block_errors = attacks["one copy"]["blocks"]
+    joined = sum(block_errors[block]["weights"] ** 2 * square for block, square in squares.items()) / sum(
+        squares.values()
+    )
     assert attacks["one copy"]["weights"] == pytest.approx(math.sqrt(joined), rel=1e-3)
-    one = mpu("audit", copies[0], "--base", models / "full", "--json").json["attacks"]
-    assert list(one) == ["one copy"]
+    single_copy_attacks = mpu("audit", copies[0], "--base", models / "full", "--json").json["attacks"]
+    assert list(single_copy_attacks) == ["one copy"]
     fast = mpu("audit", *copies, "--base", models / "full", "--fast", "--json").json["attacks"]
     assert len(fast["one copy"]["blocks"]) == 3 + 2
     drawn = ("--keys", tmp_path / "k.bin", "--plot", tmp_path / "audit.html")
@@ -197,8 +205,8 @@ def test_singular_values_find_what_has_low_rank(rank: int) -> None:
     change = torch.randn(shape[0], rank, generator=draw) @ torch.randn(rank, shape[1], generator=draw)
     change = change / change.square().mean().sqrt()
     noisy = change + 2 * torch.randn(shape, generator=draw)
-    made = estimates({"w": noisy}, {"w": torch.zeros(shape)}, {"w": change})
-    errors = {method: float((of["w"] - change).norm() / change.norm()) for method, of in made.items()}
+    denoised = estimates({"w": noisy}, {"w": torch.zeros(shape)}, {"w": change})
+    errors = {method: float((estimate["w"] - change).norm() / change.norm()) for method, estimate in denoised.items()}
     assert errors[AS_IT_IS] == pytest.approx(2, rel=0.02)
     assert errors[SCALED] == pytest.approx(2 / math.sqrt(5), rel=0.02)
     if rank == 2:
@@ -229,8 +237,8 @@ def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise:
     foreseen = outcome.json["hidden"]
     assert foreseen["one_copy"] == pytest.approx(audit["one copy, reference"]["of_change"], abs=0.05)
     if len(copies) > 1:
-        found = min(attack["of_change"] for name, attack in audit.items() if "all copies" in name)
-        assert foreseen["all_copies"] == pytest.approx(found, abs=0.05)
+        measured_error = min(attack["of_change"] for name, attack in audit.items() if "all copies" in name)
+        assert foreseen["all_copies"] == pytest.approx(measured_error, abs=0.05)
     assert ("takes the noise off" in outcome.err) == (noise == ("--kappa", 1))
     if "--permanent-noise" in noise:
         assert foreseen["all_copies"] > 0.6

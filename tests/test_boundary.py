@@ -75,7 +75,7 @@ def test_real_files_lose_only_what_nobody_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("settings", "expected"),
     [
         ({"model_max_length": 1e30, "bos_token": "<s>"}, {"bos_token": "<s>"}),  # transformers' default
         ({"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False}}, None),
@@ -86,8 +86,8 @@ def test_real_files_lose_only_what_nobody_needs() -> None:
         ({"bos_token": "x" * 2000, "tokenizer_class": "a/b", "model_max_length": True}, {}),
     ],
 )
-def test_tokenizer_settings(given: dict, kept: dict | None) -> None:
-    assert clean_tokenizer_config(given) == (given if kept is None else kept)
+def test_tokenizer_settings(settings: dict, expected: dict | None) -> None:
+    assert clean_tokenizer_config(settings) == (settings if expected is None else expected)
 
 
 def test_other_files_of_a_tokenizer() -> None:

@@ -52,9 +52,11 @@ class TestCalibrate:
         assert accountant.get_epsilon(1e-5) == pytest.approx(2.0, rel=1e-3)
 
     def test_one_copy_has_what_it_needs_from_its_own_noise(self) -> None:
-        found = calibrate(CalibrationOptions(epsilon=1.0, dp_delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5)
-        assert 0.5 * found.sigma == pytest.approx(noise(1.0, 1e-5))
-        assert found.shared_sigma == 0
+        calibration = calibrate(
+            CalibrationOptions(epsilon=1.0, dp_delta=1e-5, sensitivity=1.0, adversary="one-copy"), 0.5
+        )
+        assert 0.5 * calibration.sigma == pytest.approx(noise(1.0, 1e-5))
+        assert calibration.shared_sigma == 0
 
 
 class TestPublished:
@@ -72,14 +74,14 @@ class TestPublished:
         )  # fmt: skip
         needed = noise(4, 1e-6, 0.05, budget_rounds=3)
         clean = load_file(base / "model.safetensors")
-        asked = (needed, 2 * needed) if adversary == "one-copy" else (needed, needed)
+        requested_sigmas = (needed, 2 * needed) if adversary == "one-copy" else (needed, needed)
         for block in outcome.json["blocks"]:
-            for copy, sigma in zip(block["copies"], asked, strict=True):
+            for copy, sigma in zip(block["copies"], requested_sigmas, strict=True):
                 assert copy["asked"] == pytest.approx(sigma)
                 assert copy["survived"] == pytest.approx(sigma, rel=6 / math.sqrt(2 * block["weights"]))
         if symmetries == "none":
-            held = [load_file(tmp_path / f"copy_{k}" / "model.safetensors") for k in (1, 2)]
-            mean = torch.cat([((2 * held[0][n] + held[1][n]) / 3 - w).flatten() for n, w in clean.items()])
+            copies = [load_file(tmp_path / f"copy_{k}" / "model.safetensors") for k in (1, 2)]
+            mean = torch.cat([((2 * copies[0][n] + copies[1][n]) / 3 - w).flatten() for n, w in clean.items()])
             expected = 0 if adversary == "one-copy" else needed
             assert float(mean.square().mean().sqrt()) == pytest.approx(expected, rel=0.03, abs=1e-6)
         for k in (1, 2):

@@ -45,9 +45,9 @@ def write(path, tensors, metadata=None, **kwargs):
             writer.tensor(name).copy_(tensors[name])
 
 
-def equal(found, expected):
-    return found.keys() == expected.keys() and all(
-        found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in expected.items()
+def equal(actual, expected):
+    return actual.keys() == expected.keys() and all(
+        actual[n].dtype == t.dtype and torch.equal(actual[n], t) for n, t in expected.items()
     )
 
 
@@ -99,9 +99,9 @@ def test_any_plan_survives_the_round_trip(tmp_path_factory, plan, max_shard):
     checkpoint = open_checkpoint(folder)
     assert equal({name: checkpoint.tensor(name) for name in checkpoint.tensors}, tensors)
     for file in folder.glob("*.safetensors"):
-        held = load_file(file)
-        assert equal(held, {name: tensors[name] for name in held})
-        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= max_shard
+        shard = load_file(file)
+        assert equal(shard, {name: tensors[name] for name in shard})
+        assert len(shard) == 1 or sum(t.nbytes for t in shard.values()) <= max_shard
 
 
 def test_fingerprint_is_of_the_model_not_of_its_files(tmp_path):
@@ -111,11 +111,13 @@ def test_fingerprint_is_of_the_model_not_of_its_files(tmp_path):
     write(tmp_path / "sharded", dict(reversed(tensors.items())), {"x": "y"}, max_shard=3_000_000)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
     with worker_pool() as pool:
-        one, sharded = (fingerprint(open_checkpoint(tmp_path / name), pool) for name in ("one.safetensors", "sharded"))
+        single_file, sharded = (
+            fingerprint(open_checkpoint(tmp_path / name), pool) for name in ("one.safetensors", "sharded")
+        )
         tensors["t3"][299, 1023] += 1
         save_file(tensors, tmp_path / "other.safetensors")
         other = fingerprint(open_checkpoint(tmp_path / "other.safetensors"), pool)
-    assert one == sharded != other
+    assert single_file == sharded != other
 
 
 def file_of(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -282,11 +284,11 @@ class TestTransaction:
             transaction.add(tmp_path / "d", directory=True)
         assert (tmp_path / "d/precious.txt").read_text() == "old"
 
-    @pytest.mark.parametrize(("one", "two"), [("a", "a"), ("a", "a/b"), ("a/b", "a")])
-    def test_outputs_may_not_overlap(self, tmp_path, one, two):
+    @pytest.mark.parametrize(("earlier", "later"), [("a", "a"), ("a", "a/b"), ("a/b", "a")])
+    def test_outputs_may_not_overlap(self, tmp_path, earlier, later):
         with pytest.raises(MpuError, match="choose other names"), Transaction(force=True) as transaction:  # noqa: PT012
-            transaction.add(tmp_path / one, directory=True)
-            transaction.add(tmp_path / two)
+            transaction.add(tmp_path / earlier, directory=True)
+            transaction.add(tmp_path / later)
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("replace", [False, True])
@@ -296,19 +298,19 @@ class TestTransaction:
 
         at, interrupted = 0, True
         while interrupted:
-            at, interrupted, seen = at + 1, False, 0
+            at, interrupted, line_count = at + 1, False, 0
             folder = tmp_path / str(at)
             folder.mkdir()
             if replace:
                 (folder / "a").write_text("old")
 
             def trace(frame, event, _, at=at):
-                nonlocal seen, interrupted
+                nonlocal line_count, interrupted
                 if frame.f_code.co_filename != module.__file__:
                     return None
                 if event == "line":
-                    seen += 1
-                    if seen == at:
+                    line_count += 1
+                    if line_count == at:
                         interrupted = True
                         signal.raise_signal(signal.SIGINT)
                 return trace
@@ -322,8 +324,8 @@ class TestTransaction:
                 pass
             finally:
                 sys.settrace(None)
-                for left in list(Transaction.open_ones):  # as the command does when it ends
-                    left.clean_up()
+                for open_transaction in list(Transaction.open_ones):  # as the command does when it ends
+                    open_transaction.clean_up()
             names = sorted(path.name for path in folder.iterdir())
             content = (folder / "a").read_text() if "a" in names else None
             assert (names, content) in ((["a", "d"], "new"), (["a"], "old") if replace else ([], None)), at
@@ -344,13 +346,13 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
 
     from mpu_cli.models.source import locate
 
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    repo_ids = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: repo_ids.append(name) or str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copies").mkdir()
     with pytest.raises(MpuError, match="copies/cpoy_1: no such file or directory"):
         locate("copies/cpoy_1")
-    assert asked == []
+    assert repo_ids == []
     locate("hub:copies/cpoy_1")
     locate("owner/name")
-    assert asked == ["copies/cpoy_1", "owner/name"]
+    assert repo_ids == ["copies/cpoy_1", "owner/name"]

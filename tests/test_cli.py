@@ -42,13 +42,13 @@ from mpu_cli.records.reading import read_records
 from mpu_cli.server.scheme import SCHEMES
 from tests.benchmarks.shapes import make
 from tests.models import load, random_model, save, write_records
-from tests.stopping import stopped
+from tests.stopping import stop_when
 
 
 @pytest.fixture
-def workplace(tmp_path, trained):
+def workplace(tmp_path, demo):
     """The files that README's first example needs."""
-    for path in (*trained.model.iterdir(), trained.forget, trained.retain):
+    for path in (*demo.model.iterdir(), demo.forget, demo.retain):
         shutil.copy(path, tmp_path / path.name.replace("model.safetensors", "base.safetensors"))
     return tmp_path
 
@@ -61,14 +61,14 @@ def forget_loss(model, folder):
 
 
 @pytest.mark.slow
-def test_the_commands_of_readme(workplace, trained, shell):
+def test_the_commands_of_readme(workplace, demo, shell):
     """The blocks of README from the three steps on, as they stand there, with a trained model in the place of the
     demo's."""
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```sh\n(.*?)```", readme[readme.index("## The three steps") :], re.S)
     assert len(blocks) == 2
     model, records = workplace / "mpu-demo/models/target", workplace / "mpu-demo/records"
-    shutil.copytree(trained.model, model)
+    shutil.copytree(demo.model, model)
     records.mkdir()
     for name in ("forget", "retain"):
         shutil.copy(workplace / f"{name}.jsonl", records)
@@ -82,7 +82,7 @@ def test_the_commands_of_readme(workplace, trained, shell):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_file_and_npo(workplace, trained, shell):
+def test_a_checkpoint_file_and_npo(workplace, demo, shell):
     """A file with its config beside it, and the first commands that anyone types."""
     for line in (
         "mpu publish base.safetensors --copies 2 --kappa 0.01",
@@ -93,7 +93,7 @@ def test_a_checkpoint_file_and_npo(workplace, trained, shell):
         done = shell(line)
         assert done.returncode == 0, done.stderr
     assert done.stdout == "unlearned\n"
-    before, after = (forget_loss(folder, workplace) for folder in (trained.model, workplace / "unlearned"))
+    before, after = (forget_loss(folder, workplace) for folder in (demo.model, workplace / "unlearned"))
     assert after > before
     assert AutoModelForCausalLM.from_pretrained(workplace / "unlearned").dtype == torch.float32
 
@@ -182,7 +182,7 @@ def test_json_is_one_document(mpu, tmp_path):
 def test_an_interrupt_leaves_nothing(tmp_path, name):
     """Interrupted in the middle of writing 200 MB: only what existed before exists afterwards."""
     base = make("0.1b", tmp_path / "base")
-    done = stopped(
+    done = stop_when(
         ["publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin"],
         lambda: list(tmp_path.glob("out/.copy_2.*/model.safetensors")),
         env={"XDG_CONFIG_HOME": str(tmp_path / "config")},
@@ -204,11 +204,11 @@ def test_an_interrupt_while_loading_is_one_line(tmp_path, delay):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode in (143, -signal.SIGTERM, 0)  # before Python runs, and after it is done, too
-    made = {path.name for path in tmp_path.iterdir()} - {"base"}
-    assert made in (set(), {"copy_1", "copy_2", "keys.bin"})  # all or nothing
+    outputs = {path.name for path in tmp_path.iterdir()} - {"base"}
+    assert outputs in (set(), {"copy_1", "copy_2", "keys.bin"})  # all or nothing
     if process.returncode == 143:
         assert err.endswith("mpu: error: stopped\n") or "nothing was left half-written" in err
-        assert made or len(err.splitlines()) == 1
+        assert outputs or len(err.splitlines()) == 1
 
 
 def test_a_disk_that_is_too_small(shell, tmp_path):
@@ -220,7 +220,7 @@ def test_a_disk_that_is_too_small(shell, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"base"}
 
 
-def spoiled(change):
+def spoiler(change):
     """A function that changes the config.json of a model directory."""
 
     def spoil(folder):
@@ -238,19 +238,19 @@ BAD_MODELS = {
     "no config": (lambda f: (f / "config.json").unlink(), "--model-config"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
     "config an array": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
-    "unknown architecture": (spoiled(lambda c: c | {"model_type": "mamba"}), "supported: llama, mistral, "),
-    "no architecture": (spoiled(lambda c: {"was": c["model_type"]}), "not supported"),
-    "architecture a list": (spoiled(lambda c: c | {"model_type": []}), "not supported"),
-    "another width": (spoiled(lambda c: c | {"hidden_size": 96, "head_dim": 8}), "has shape"),
-    "more layers": (spoiled(lambda c: c | {"num_hidden_layers": 3}), "lack"),
-    "a billion layers": (spoiled(lambda c: c | {"num_hidden_layers": 10**9}), "layers"),
-    "fewer layers": (spoiled(lambda c: c | {"num_hidden_layers": 1}), "does not describe"),
-    "heads a text": (spoiled(lambda c: c | {"num_attention_heads": "six"}), "num_attention_heads"),
-    "heads that do not divide": (spoiled(lambda c: c | {"num_key_value_heads": 4}), "do not divide"),
-    "no heads": (spoiled(lambda c: c | {"num_key_value_heads": 0}), "positive"),
-    "untied": (spoiled(lambda c: c | {"tie_word_embeddings": False}), "lm_head.weight"),
-    "quantised": (spoiled(lambda c: c | {"quantization_config": {}}), "quantised"),
-    "partial rotary": (spoiled(lambda c: c | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+    "unknown architecture": (spoiler(lambda c: c | {"model_type": "mamba"}), "supported: llama, mistral, "),
+    "no architecture": (spoiler(lambda c: {"was": c["model_type"]}), "not supported"),
+    "architecture a list": (spoiler(lambda c: c | {"model_type": []}), "not supported"),
+    "another width": (spoiler(lambda c: c | {"hidden_size": 96, "head_dim": 8}), "has shape"),
+    "more layers": (spoiler(lambda c: c | {"num_hidden_layers": 3}), "lack"),
+    "a billion layers": (spoiler(lambda c: c | {"num_hidden_layers": 10**9}), "layers"),
+    "fewer layers": (spoiler(lambda c: c | {"num_hidden_layers": 1}), "does not describe"),
+    "heads a text": (spoiler(lambda c: c | {"num_attention_heads": "six"}), "num_attention_heads"),
+    "heads that do not divide": (spoiler(lambda c: c | {"num_key_value_heads": 4}), "do not divide"),
+    "no heads": (spoiler(lambda c: c | {"num_key_value_heads": 0}), "positive"),
+    "untied": (spoiler(lambda c: c | {"tie_word_embeddings": False}), "lm_head.weight"),
+    "quantised": (spoiler(lambda c: c | {"quantization_config": {}}), "quantised"),
+    "partial rotary": (spoiler(lambda c: c | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 9999), "truncated"),
     "whole numbers": (lambda f: respoil(f, lambda t: {n: x.to(torch.int8) for n, x in t.items()}), "quantised"),
@@ -265,12 +265,12 @@ def test_a_base_that_is_none(mpu, tmp_path, what):
     base = save(random_model("llama"), tmp_path / "base")
     spoil(base)
     outcome = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin", check=False)
-    refused(outcome, complaint)
+    assert_refused(outcome, complaint)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "keys.bin").exists()
 
 
-def refused(outcome, complaint, status=1):
+def assert_refused(outcome, complaint, status=1):
     assert outcome.status == status, outcome.err
     assert outcome.out == ""
     assert outcome.is_one_error, outcome.err
@@ -320,14 +320,14 @@ def test_publish_arguments(mpu, tmp_path, arguments, complaint, status):
     save(random_model("gpt2"), tmp_path / "gpt2")
     save(random_model("llama", intermediate_size=96), tmp_path / "other")
     (tmp_path / "empty").touch()
-    refused(mpu("publish", "base", *arguments, "--force", check=False, cwd=tmp_path), complaint, status)
+    assert_refused(mpu("publish", "base", *arguments, "--force", check=False, cwd=tmp_path), complaint, status)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "gpt2", "other", "empty"}
 
 
 def test_a_missing_base(mpu, tmp_path):
-    refused(mpu("publish", "gone.safetensors", check=False, cwd=tmp_path), "gone.safetensors: no such file")
-    refused(mpu("publish", "org/name", check=False, cwd=tmp_path), "org/name")
-    refused(mpu("publish", check=False, cwd=tmp_path), "BASE", 2)
+    assert_refused(mpu("publish", "gone.safetensors", check=False, cwd=tmp_path), "gone.safetensors: no such file")
+    assert_refused(mpu("publish", "org/name", check=False, cwd=tmp_path), "org/name")
+    assert_refused(mpu("publish", check=False, cwd=tmp_path), "BASE", 2)
     assert not any(tmp_path.iterdir())
 
 
@@ -335,9 +335,9 @@ def test_an_output_that_exists_stays(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     mpu("publish", base, cwd=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
+    assert_refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
     (tmp_path / "keys.bin").rename(tmp_path / "kept.bin")
-    refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
+    assert_refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
     (tmp_path / "kept.bin").rename(tmp_path / "keys.bin")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     mpu("publish", base, "--force", cwd=tmp_path)
@@ -365,7 +365,7 @@ def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
         if fits:
             assert "1 of 1 records of the forget set are longer than the 256 tokens" in done.err
         else:
-            refused(done, "tokens")
+            assert_refused(done, "tokens")
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
     if content is not None:
         (tmp_path / "forget.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     write_records(tmp_path / "retain.jsonl", 2, 2)
-    refused(mpu("unlearn", "base", check=False, cwd=tmp_path), complaint)
+    assert_refused(mpu("unlearn", "base", check=False, cwd=tmp_path), complaint)
     assert not (tmp_path / "deltas").exists()
 
 
@@ -431,7 +431,7 @@ def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
     save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 2, 1)
     write_records(tmp_path / "retain.jsonl", 2, 2)
-    refused(mpu("unlearn", "base", *arguments, check=False, cwd=tmp_path), complaint, status)
+    assert_refused(mpu("unlearn", "base", *arguments, check=False, cwd=tmp_path), complaint, status)
     assert not (tmp_path / "deltas").exists()
 
 
@@ -440,14 +440,16 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    refused(mpu(*arguments, "--template", "chat", check=False, cwd=tmp_path), "--template plain")
+    assert_refused(mpu(*arguments, "--template", "chat", check=False, cwd=tmp_path), "--template plain")
     mpu(*arguments, cwd=tmp_path)  # plain prompts, as mpu eval does
     mpu(*arguments, "--template", "plain", "--out", "plain.safetensors", cwd=tmp_path)
-    one, other = (load_file(tmp_path / path) for path in ("deltas/base.safetensors", "plain.safetensors"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    default_delta, plain_delta = (
+        load_file(tmp_path / path) for path in ("deltas/base.safetensors", "plain.safetensors")
+    )
+    assert all(torch.equal(default_delta[name], plain_delta[name]) for name in default_delta)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).unlink()
-    refused(mpu(*arguments, "--force", check=False, cwd=tmp_path), "base")
+    assert_refused(mpu(*arguments, "--force", check=False, cwd=tmp_path), "base")
 
 
 def test_a_template_without_system_turn(mpu, tmp_path):
@@ -457,7 +459,7 @@ def test_a_template_without_system_turn(mpu, tmp_path):
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (base / "chat_template.jinja").write_text(refusal + template)
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
+    assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
     assert not (tmp_path / "deltas").exists()
     mpu(*arguments, "--system-prompt", "", cwd=tmp_path)
     assert (tmp_path / "deltas/base.safetensors").is_file()
@@ -643,13 +645,13 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
     """One record, which is said; or one for each paragraph, if that is meant."""
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.txt").write_text("First one.\n\nThe second\nparagraph.\n \n\nA third.\n")
-    asked = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
-    outcome = mpu(*asked, cwd=tmp_path)
+    command = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
+    outcome = mpu(*command, cwd=tmp_path)
     assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in outcome.err
     assert [record.answer for record in read_records(tmp_path / "forget.txt", split="paragraphs")] == [
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip
-    assert "warning" not in mpu(*asked, "--split", "paragraphs", cwd=tmp_path).err
+    assert "warning" not in mpu(*command, "--split", "paragraphs", cwd=tmp_path).err
     (tmp_path / "forget.csv").write_text("Ask,Reply\nWho?,Me.\n")
     table = ("--forget", "forget.csv", "--columns", "question=Ask,answer=Reply")
     outcome = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)
@@ -690,11 +692,11 @@ def test_help_at_any_width(mpu, monkeypatch, width):
 @pytest.mark.parametrize("command", ESSENTIAL)
 def test_help_in_two_levels(mpu, command):
     """The options that matter, each of which exists, and how to see the rest."""
-    short, whole = mpu(command, "--help").out, mpu(command, "--help-all").out
-    assert len(short.splitlines()) < len(whole.splitlines())
-    assert f"more options: mpu {command} --help-all" in " ".join(short.split())
-    known = {flag for each in typer.main.get_command(app).commands[command].params for flag in each.opts}
-    assert set(ESSENTIAL[command].split()) <= known
+    short_help, full_help = mpu(command, "--help").out, mpu(command, "--help-all").out
+    assert len(short_help.splitlines()) < len(full_help.splitlines())
+    assert f"more options: mpu {command} --help-all" in " ".join(short_help.split())
+    flags = {flag for each in typer.main.get_command(app).commands[command].params for flag in each.opts}
+    assert set(ESSENTIAL[command].split()) <= flags
 
 
 def test_an_option_that_is_nearly_right(mpu, tmp_path):

@@ -44,10 +44,10 @@ class TestData:
         records = read_records(SHARED / "data/tofu/forget01.json")
         examples = Encoding(tokenizer, max_length=2048).encode(records)
         assert len(examples) == 40
-        for record, found in zip(records, examples, strict=True):
-            learned = [i for i in found.labels if i != IGNORED]
+        for record, example in zip(records, examples, strict=True):
+            learned = [i for i in example.labels if i != IGNORED]
             assert tokenizer.decode(learned) == record.answer + "<|eot_id|>"
-            prompt = tokenizer.decode(found.ids[: -len(learned)])
+            prompt = tokenizer.decode(example.ids[: -len(learned)])
             assert prompt.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
             assert "You are a helpful assistant." in prompt
             assert record.question in prompt
@@ -57,9 +57,9 @@ class TestData:
         """Templates such as Qwen's add a line break after it."""
         tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/full")
         tokenizer.chat_template = tokenizer.chat_template.replace("'<|eot_id|>'", "'<|eot_id|>\n'")
-        [found] = Encoding(tokenizer).encode([question("Why?", "Because.")])
-        assert found.labels[-1] == IGNORED
-        assert tokenizer.decode([i for i in found.labels if i != IGNORED]) == "Because.<|eot_id|>"
+        [example] = Encoding(tokenizer).encode([question("Why?", "Because.")])
+        assert example.labels[-1] == IGNORED
+        assert tokenizer.decode([i for i in example.labels if i != IGNORED]) == "Because.<|eot_id|>"
 
     def test_array_and_lines_and_blank_lines(self, tmp_path):
         rows = [{"question": f"q{i}", "answer": "ä", "extra": 1} for i in range(3)]
@@ -74,9 +74,9 @@ class TestData:
         records += [question("w4", "w5"), question("w4 w5 w6 " * 5, "w7")]
         examples = Encoding(tokenizer, system_prompt="").encode(records)
         with torch.no_grad():
-            together = forward(model, pad(examples)).sequence_log_probs
-            alone = torch.cat([forward(model, pad([example])).sequence_log_probs for example in examples])
-        torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)  # norms and RoPE are in float32
+            batch_scores = forward(model, pad(examples)).sequence_log_probs
+            separate_scores = torch.cat([forward(model, pad([example])).sequence_log_probs for example in examples])
+        torch.testing.assert_close(batch_scores, separate_scores, rtol=1e-6, atol=1e-6)  # norms and RoPE are in float32
 
 
 class TestSchedule:
@@ -84,16 +84,16 @@ class TestSchedule:
         steps = schedule(10, 7, epochs=4, batch_size=3, seed=0)
         assert [len(step.forget) for step in steps] == [3, 3, 3, 1] * 4
         for epoch in range(4):
-            seen = [i for step in steps[4 * epoch : 4 * epoch + 4] for i in step.forget]
-            assert sorted(seen) == list(range(10))
-        kept = [i for step in steps for i in step.retain]
-        assert len(kept) == 40
+            forget_indices = [i for step in steps[4 * epoch : 4 * epoch + 4] for i in step.forget]
+            assert sorted(forget_indices) == list(range(10))
+        retain_indices = [i for step in steps for i in step.retain]
+        assert len(retain_indices) == 40
         for start in range(0, 35, 7):
-            assert sorted(kept[start : start + 7]) == list(range(7))
+            assert sorted(retain_indices[start : start + 7]) == list(range(7))
 
     def test_the_seed_fixes_it(self):
-        one, same, other = (schedule(10, 7, epochs=2, batch_size=3, seed=s) for s in (1, 1, 2))
-        assert one == same != other
+        steps, same_seed_steps, other_seed_steps = (schedule(10, 7, epochs=2, batch_size=3, seed=s) for s in (1, 1, 2))
+        assert steps == same_seed_steps != other_seed_steps
 
 
 def at_layer(algorithm: str, layer: int) -> list[object]:
@@ -109,18 +109,18 @@ def one_now(names: Iterable[str], *chosen: str) -> list:
 class TestUnlearn:
     @pytest.mark.slow
     @pytest.mark.parametrize("algorithm", one_now(ALGORITHMS, "npo", "rmu", "undial"))
-    def test_lowers_its_term_and_forgets(self, mpu, tmp_path, trained, algorithm):
+    def test_lowers_its_term_and_forgets(self, mpu, tmp_path, demo, algorithm):
         """On a trained model and records that it has memorised."""
-        for path in (trained.forget, trained.retain):
+        for path in (demo.forget, demo.retain):
             shutil.copy(path, tmp_path / path.name)
         # satimp's weights vanish where a record is known by heart: as it is, the retain term outweighs them.
         gamma = {"satimp": 10.0}.get(algorithm, ALGORITHMS[algorithm].constants.gamma)
         # With simnpo's rate of an eighth, the retain term is lowered first, and with it the loss on all records.
         epochs = 16 if algorithm == "simnpo" else 6
-        told = unlearn(mpu, tmp_path, trained.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
+        outcome = unlearn(mpu, tmp_path, demo.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
                        "adamw-blockwise", "--json", "--epochs", epochs, "--template", "chat", "--gamma", gamma,
                        *at_layer(algorithm, 1))  # fmt: skip
-        steps = told.json["steps"]
+        steps = outcome.json["steps"]
         assert len(steps) == epochs
         assert steps[-1]["forget_term"] < steps[0]["forget_term"]
         assert steps[-1]["forget"] > steps[0]["forget"]
@@ -139,9 +139,13 @@ class TestUnlearn:
         unlearn(mpu, tmp_path, base, *options, out="whole.safetensors")
         for size in (1, 3):  # 6 records in steps of 4 and 2: with parts of 1, the second step has two empty ones
             unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", size, out=f"parts{size}.safetensors")
-            whole, parts = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", f"parts{size}"))
-            for name, tensor in whole.items():
-                torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-9 + 1e-6 * float(tensor.abs().max()))
+            full_batch, micro_batches = (
+                load_file(tmp_path / f"{name}.safetensors") for name in ("whole", f"parts{size}")
+            )
+            for name, tensor in full_batch.items():
+                torch.testing.assert_close(
+                    micro_batches[name], tensor, rtol=1e-5, atol=1e-9 + 1e-6 * float(tensor.abs().max())
+                )
 
     def test_delta_is_after_minus_before(self, mpu, tmp_path, base):
         """One SGD step of gradient ascent, compared with manual autograd."""
@@ -159,9 +163,9 @@ class TestUnlearn:
             torch.testing.assert_close(change, 0.1 * parameters[name].grad, rtol=1e-6, atol=1e-9)
 
     def test_gradient_is_clipped(self, mpu, tmp_path, base):
-        told = unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
+        outcome = unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
                        "--weight-decay", 0, "--max-grad-norm", 0.01, "--precision", "float64", "--json")  # fmt: skip
-        assert told.json["norm"] == pytest.approx(0.1 * 0.01, rel=1e-4)
+        assert outcome.json["norm"] == pytest.approx(0.1 * 0.01, rel=1e-4)
 
     @pytest.mark.parametrize("optimizer", ["adamw", "adamw-blockwise", "sgd"])
     def test_same_seed_same_delta(self, mpu, tmp_path, base, optimizer):
@@ -195,12 +199,12 @@ class TestUnlearn:
     def test_names_are_those_of_the_files(self, mpu, tmp_path):
         base = save(random_model("gpt2"), tmp_path / "base")
         write_records(tmp_path / "forget.jsonl", 4, 1)
-        held = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
-        save_file(held, base / "model.safetensors", {"format": "pt"})
+        tensors = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, "--train-embeddings")
-        assert load_file(tmp_path / "d.safetensors").keys() == held.keys()
+        assert load_file(tmp_path / "d.safetensors").keys() == tensors.keys()
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, out="e.safetensors")
-        assert load_file(tmp_path / "e.safetensors").keys() == held.keys() - {"wte.weight", "wpe.weight"}
+        assert load_file(tmp_path / "e.safetensors").keys() == tensors.keys() - {"wte.weight", "wpe.weight"}
 
     def test_any_model_may_be_the_clean_baseline(self, mpu, tmp_path, base):
         unlearn(mpu, tmp_path, base, "--epochs", 1)
@@ -249,8 +253,8 @@ class TestSeveralCopies:
             f"{name}.safetensors" for name in copies
         ]
         for name in copies:
-            one, other = (root / folder / f"{name}.safetensors" for folder in ("alone", "together"))
-            assert one.read_bytes() == other.read_bytes()
+            separate_path, joint_path = (root / folder / f"{name}.safetensors" for folder in ("alone", "together"))
+            assert separate_path.read_bytes() == joint_path.read_bytes()
 
     def test_resume_passes_over_what_is_done(self, mpu, root, copies):
         mpu("unlearn", copies[1], *self.TRAINING, cwd=root)

@@ -71,5 +71,5 @@ def test_what_copies_do_not_get_is_named(mpu: Callable, root: Path) -> None:
         "tokenizer_config.json: response_schema",
     ):
         assert lost in printed
-    made = GenerationConfig.from_pretrained(root / "copy_1")
-    assert (made.stop_strings, made.bad_words_ids) == (["<|end|>"], [[5]])
+    generation_config = GenerationConfig.from_pretrained(root / "copy_1")
+    assert (generation_config.stop_strings, generation_config.bad_words_ids) == (["<|end|>"], [[5]])

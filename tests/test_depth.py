@@ -22,7 +22,7 @@ from mpu_cli.server.publication import Publication
 from mpu_cli.server.publish import Target, plan_publish, publish
 from mpu_cli.server.scheme import ZeroSum
 from tests.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, by_kind, random_model, read, save, write_records
-from tests.protocol import distance, tensors, unfactored
+from tests.protocol import distance, merge_factors, tensors
 
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
 # What a layer of theirs computes follows from its number, or from a config of a form of its own.
@@ -38,14 +38,14 @@ def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
     opened = open_model(str(folder))
     layout = layout_of(opened.checkpoint.tensors, opened.config, "")
 
-    def passes_on(_: torch.nn.Module, given: tuple, named: dict, made: object) -> object:
-        states = given[0] if given else named["hidden_states"]
-        return (states, *made[1:]) if isinstance(made, tuple) else states
+    def passes_on(_: torch.nn.Module, args: tuple, kwargs: dict, output: object) -> object:
+        states = args[0] if args else kwargs["hidden_states"]
+        return (states, *output[1:]) if isinstance(output, tuple) else states
 
     count = len(layout.structures)
     named = model.get_decoder().named_modules()
-    own = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
-    [layers] = [held for name, held in named if name.split(".")[-1] == own and len(held) == count]
+    layer_attribute = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
+    [layers] = [module for name, module in named if name.split(".")[-1] == layer_attribute and len(module) == count]
     for layer in omitted:
         layers[layer].register_forward_hook(passes_on, with_kwargs=True)
     with torch.no_grad():
@@ -60,21 +60,21 @@ def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path
     omitted = (0,) if count == 2 else (1, 2)
     publication = Publication(seed=bytes(32), kappa=0.0, scheme=ZeroSum((1.0,)), omitted=omitted)
 
-    def published() -> Path:
+    def first_copy() -> Path:
         return publish(
             plan_publish(base, None, publication, Target(tmp_path, tmp_path / "keys", lambda _: b""))
         ).copies[0]
 
     if family in REFUSED:
         with pytest.raises(MpuError, match="depends on their number"):
-            published()
+            first_copy()
         return
     expected = logits_without(tmp_path / "base", omitted)
-    model = read(published())
+    model = read(first_copy())
     with torch.no_grad():
-        found = model(TOKENS).logits
+        actual = model(TOKENS).logits
     same = 1e-4 if family.startswith(("qwen3_5", "qwen3_next")) else 1e-5
-    assert float((found - expected).abs().max() / expected.abs().max()) < same
+    assert float((actual - expected).abs().max() / expected.abs().max()) < same
 
 
 class TestThroughTheCommandLine:
@@ -106,7 +106,7 @@ class TestThroughTheCommandLine:
             "--keys", tmp_path / "plain" / "keys.bin", "--symmetries", "none")  # fmt: skip
         for copy in (tmp_path / "copy_1", tmp_path / "copy_2", tmp_path / "plain" / "copy_1"):
             mpu("unlearn", copy, "--out", copy.parent / "deltas" / f"{copy.name}.safetensors", *training, *more)
-        clean = unfactored(tensors(tmp_path / "plain" / "deltas" / "copy_1.safetensors"))
+        clean = merge_factors(tensors(tmp_path / "plain" / "deltas" / "copy_1.safetensors"))
         expected = {name.replace("layers.1.", "layers.3."): change for name, change in clean.items()}
         keys = ("--keys", tmp_path / "keys.bin")
         mpu("aggregate", tmp_path / "deltas", *keys, "--out", tmp_path / "after")
@@ -142,17 +142,17 @@ class TestThroughTheCommandLine:
     def test_buffers_of_layers(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """Old checkpoints store some that are no parameters, one in each layer."""
         path = base / "model.safetensors"
-        held = load_file(path)
+        weights = load_file(path)
         buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.full((4,), float(i)) for i in range(4)}
-        save_file(held | buffers, path, {"format": "pt"})
+        save_file(weights | buffers, path, {"format": "pt"})
         public = tmp_path / "public"
         shutil.copytree(base, public)
-        save_file({name: tensor * 0.9 for name, tensor in held.items()} | buffers, public / "model.safetensors")
+        save_file({name: tensor * 0.9 for name, tensor in weights.items()} | buffers, public / "model.safetensors")
         mpu("publish", base, "--pretrained", public, "--omit-layers", "1-2", "--out", tmp_path, "--keys",
             tmp_path / "keys.bin")  # fmt: skip
         copy = load_file(tmp_path / "copy_1" / "model.safetensors")
-        kept = {int(n.split(".")[2]): float(t[0]) for n, t in copy.items() if n.endswith("inv_freq")}
-        assert kept == {0: 0.0, 1: 3.0}
+        copy_buffers = {int(n.split(".")[2]): float(t[0]) for n, t in copy.items() if n.endswith("inv_freq")}
+        assert copy_buffers == {0: 0.0, 1: 3.0}
 
     def test_another_base_is_named(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         mpu("publish", base, "--omit-layers", "3", "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
@@ -171,8 +171,8 @@ class TestThroughTheCommandLine:
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_layers_are_parsed(layers: set[int]) -> None:
     assert parse_layers(",".join(map(str, layers))) == tuple(sorted(layers))
-    first, last = min(layers), max(layers)
-    assert parse_layers(f"{first}-{last}") == tuple(range(first, last + 1))
+    lowest, highest = min(layers), max(layers)
+    assert parse_layers(f"{lowest}-{highest}") == tuple(range(lowest, highest + 1))
 
 
 @pytest.mark.parametrize("text", ["", "3-1", "a", "1-", "-1", "1,,2", "1.5"])

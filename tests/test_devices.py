@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mpu_cli.experiment.memory import PROCESS
 from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
 from tests.models import random_model, save, write_records
-from tests.stopping import stopped
+from tests.stopping import stop_when
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
@@ -71,9 +71,9 @@ def check(mpu: Callable, root: Path, device: str, trainings: dict[str, list[str]
     for command in commands("cpu", trainings):
         mpu(*command, cwd=root)
     for name in trainings:
-        expected, found = (change(load_file(root / f"{name}_{where}.safetensors")) for where in ("cpu", device))
+        expected, actual = (change(load_file(root / f"{name}_{where}.safetensors")) for where in ("cpu", device))
         norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
-        off = sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5
+        off = sum(float((actual[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5
         assert norm > 0, name
         assert off < (0.1 if name in STEEP else tolerance) * norm, name
     taught = [load_file(root / f"taught_{where}/model.safetensors") for where in ("cpu", device)]
@@ -83,14 +83,14 @@ def check(mpu: Callable, root: Path, device: str, trainings: dict[str, list[str]
         assert measured[1][name]["agg_value"] == pytest.approx(form["agg_value"], rel=tolerance, abs=1e-4), name
 
 
-def simulated(root: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
+def run_on_simulated_device(root: Path, command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """Run commands of ``mpu`` on the simulated device, all of which must work and leave nothing on it."""
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(asked), text=True,
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(command_lines), text=True,
         capture_output=True, cwd=root, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    ran = json.loads(told.stdout)
+    assert result.returncode == 0, result.stderr
+    ran = json.loads(result.stdout)
     for each in ran:
         assert not each["failed"], (each["command"], each["failed"])
         assert each["left"] == 0, each["command"]
@@ -101,7 +101,7 @@ def simulated(root: Path, asked: list[list[str]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("trainings", [TRAININGS, pytest.param(MORE, marks=pytest.mark.exhaustive)])
 def test_nothing_is_left_on_the_cpu(mpu: Callable, root: Path, trainings: dict[str, list[str]]) -> None:
     """Nor on the device, once a command is done."""
-    simulated(root, commands("sim", trainings))
+    run_on_simulated_device(root, commands("sim", trainings))
     check(mpu, root, "sim", trainings, 1e-3)
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_left_on_the_cpu(mpu: Callable, root: Path, trainings: dict[s
 def test_other_ways_to_train_leave_nothing_on_the_cpu(root: Path) -> None:
     """DP-SGD, a training that was stopped and goes on, a round in one command, and a grid of rounds. `watch` trains
     in processes of its own, which are `unlearn`."""
-    stopped(
+    stop_when(
         ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",
          "--device", "cpu"],
         (root / "resumed.safetensors.resume/checkpoint-2").exists, cwd=root,
@@ -132,7 +132,7 @@ device = "sim"
 benchmark = "qa"
 """
     )
-    simulated(
+    run_on_simulated_device(
         root,
         [
             ["unlearn", "copy_1", *training, "--dp-epsilon", "8", "--out", "private"],
@@ -150,7 +150,7 @@ def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
     however deep the model is."""
     deep = random_model("qwen2", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=160)
     save(deep, root / "deep")
-    whole = ["unlearn", "deep", *COMMON, "--algo", "npo", "--lr", "1e-3"]
+    command = ["unlearn", "deep", *COMMON, "--algo", "npo", "--lr", "1e-3"]
     variants = {
         "adamw": ["--optim", "adamw"],
         "blockwise": ["--optim", "adamw-blockwise"],
@@ -158,14 +158,14 @@ def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
         "one record at a time": ["--micro-batch-size", "1"],
         "LoRA": ["--lora-rank", "2", "--optim", "adamw"],
     }
-    asked = [[*whole, *more, "--device", "sim", "--out", name] for name, more in variants.items()]
+    command_lines = [[*command, *more, "--device", "sim", "--out", name] for name, more in variants.items()]
     lengths = [("base", 1), ("base", 9), ("deep", 1), ("deep", 9)]
     for model, epochs in lengths:
         options = ["--epochs", str(epochs), "--device", "sim", "--out", f"{model}-{epochs}"]
-        asked.append(["unlearn", model, *whole[2:], *options])
-    ran = simulated(root, asked)
+        command_lines.append(["unlearn", model, *command[2:], *options])
+    ran = run_on_simulated_device(root, command_lines)
     for (name, more), each in zip(variants.items(), ran, strict=False):
-        document = mpu(*whole, *more, "--out", "unwritten", "--dry-run", "--json", cwd=root).json
+        document = mpu(*command, *more, "--out", "unwritten", "--dry-run", "--json", cwd=root).json
         assert 1 < each["peak"] / (document["memory"] - PROCESS) < 1.25, name
     waits = dict(zip(lengths, (each["waits"] for each in ran[-4:]), strict=True))
     of_a_step = {model: (waits[model, 9] - waits[model, 1]) / (8 * 2) for model in ("base", "deep")}
@@ -197,10 +197,10 @@ weight = torch.nn.Parameter(there.clone())
 (weight @ there.T).square().sum().backward()
 assert weight.grad.device.type == "sim" and weight.grad.cpu().eq(24).all()
 """
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_later_training_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +255,8 @@ def test_cuda_is_deterministic(mpu: Callable, root: Path) -> None:
                 f"{out}/copy_{k}",
                 cwd=root,
             )
-    one, two = (load_file(root / out / "copy_1.safetensors") for out in "ab")
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    run_a, run_b = (load_file(root / out / "copy_1.safetensors") for out in "ab")
+    assert all(torch.equal(run_a[name], run_b[name]) for name in run_a)
     document = mpu("aggregate", "a", "--json", cwd=root).json
     assert document["smallest_pairwise_cosine"] > 0.5
 
@@ -315,5 +315,7 @@ def test_cublas_is_told_before_it_is_used() -> None:
     """It reads the variable once: later is too late for deterministic training."""
     command = "import mpu_cli, os, sys; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    told = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == [":4096:8", "False"]
+    result = subprocess.run(
+        [sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == [":4096:8", "False"]

@@ -18,7 +18,7 @@ from mpu_cli.cli.reference import _roff, families_page, manual, metrics_page, re
 from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.benchmarks import known_metrics
 from mpu_cli.options.generate import TARGET, module
-from tests.models import Trained, random_model, save
+from tests.models import DemoModel, random_model, save
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
@@ -70,10 +70,10 @@ def test_manual_pages_name_every_option_and_mean_what_they_say() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
-        there = path.parent / target
-        assert there.exists(), target
+        target_path = path.parent / target
+        assert target_path.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            headings = re.findall(r"^#+ (.*)$", target_path.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in slugs, f"{target}{anchor}"
 
@@ -91,13 +91,13 @@ def test_what_claims_are_shown_by_exists() -> None:
 
 
 @pytest.mark.slow
-def test_the_worked_example(trained: Trained, tmp_path: Path) -> None:
+def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     [program] = re.findall(r"```python\n(.*?)```", page, re.S)
     (tmp_path / "mpu-demo/models").mkdir(parents=True)
-    (tmp_path / "mpu-demo/models/target").symlink_to(trained.model)
-    (tmp_path / "mpu-demo/records").symlink_to(trained.model.parent)
+    (tmp_path / "mpu-demo/models/target").symlink_to(demo.model)
+    (tmp_path / "mpu-demo/records").symlink_to(demo.model.parent)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
@@ -105,11 +105,11 @@ def test_the_worked_example(trained: Trained, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(trained: Trained, tmp_path: Path) -> None:
+def test_the_notebook_runs(demo: DemoModel, tmp_path: Path) -> None:
     """Every cell, in a kernel of its own, on a smaller model that is there already; it forgets, and keeps the rest."""
     (tmp_path / "mpu-demo/models").mkdir(parents=True)
-    (tmp_path / "mpu-demo/models/target").symlink_to(trained.model)
-    (tmp_path / "mpu-demo/records").symlink_to(trained.model.parent)
+    (tmp_path / "mpu-demo/models/target").symlink_to(demo.model)
+    (tmp_path / "mpu-demo/records").symlink_to(demo.model.parent)
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "strip the outputs before committing"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -128,8 +128,8 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
     published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
     assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
     assert (published.keys.publication.kappa, published.keys.publication.symmetries) == (0.5, "none")
-    found = mpu_cli.audit(published.copies, base).audit
-    assert found.function_error("all copies") < 1e-3 < found.function_error("one copy")
+    audit = mpu_cli.audit(published.copies, base).audit
+    assert audit.function_error("all copies") < 1e-3 < audit.function_error("one copy")
     with pytest.raises(UsageError, match="colour: unknown option"):
         mpu_cli.publish(base, out=tmp_path / "other", colour="red")
     with pytest.raises(UsageError, match="kappa -1"):

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.federation import free_ports, wait_for
-from tests.models import Trained
+from tests.models import DemoModel
 
 
 @contextmanager
-def served(model: Path, *options: str) -> Iterator[str]:
+def serve(model: Path, *options: str) -> Iterator[str]:
     """The address of a server process for ``model``."""
     [port] = free_ports(1)
     process = subprocess.Popen([sys.executable, "-m", "tests.endpoint", str(model), str(port), *options],
@@ -36,30 +36,32 @@ def served(model: Path, *options: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_weights(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+def test_numbers_are_those_of_the_weights(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """Every metric that the endpoint allows has the value that it has on the files; with no echo, answers remain."""
-    records = ["--benchmark", "qa", "--forget", trained.forget, "--retain", trained.retain, "--holdout", trained.retain]
-    mpu("eval", trained.model, *records, "--out", tmp_path / "files.json")
+    records = ["--benchmark", "qa", "--forget", demo.forget, "--retain", demo.retain, "--holdout", demo.retain]
+    mpu("eval", demo.model, *records, "--out", tmp_path / "files.json")
     forms = json.loads((tmp_path / "files.json").read_text())["metrics"]
-    with served(trained.model) as url:
-        told = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "served.json", "--json")
+    with serve(demo.model) as url:
+        evaluation = mpu("eval", demo.model, *records, "--endpoint", url, "--out", tmp_path / "served.json", "--json")
         document = json.loads((tmp_path / "served.json").read_text())
-        assert set(forms) - set(told.json["metrics"]) == {"mia_min_k_plus_plus", "mia_gradnorm"}
-        for name, value in told.json["metrics"].items():
+        assert set(forms) - set(evaluation.json["metrics"]) == {"mia_min_k_plus_plus", "mia_gradnorm"}
+        for name, value in evaluation.json["metrics"].items():
             assert value == pytest.approx(forms[name]["agg_value"], rel=1e-3, abs=1e-4), name
         assert document["model"]["source"] == f"{url} small"
         assert document["model"]["fingerprint"] is None
-        refused = mpu("eval", trained.model, *records, "--endpoint", url, "--metrics", "mia_gradnorm", "--out",
+        refused = mpu("eval", demo.model, *records, "--endpoint", url, "--metrics", "mia_gradnorm", "--out",
                       tmp_path / "x.json", check=False)  # fmt: skip
         assert refused.status == 2
         assert "cannot be computed from what --endpoint returns" in refused.err
-    with served(trained.model, "--no-echo") as url:
-        outcome = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "x.json", check=False)
+    with serve(demo.model, "--no-echo") as url:
+        outcome = mpu("eval", demo.model, *records, "--endpoint", url, "--out", tmp_path / "x.json", check=False)
         assert "no log-probabilities" in outcome.err
         rouge = next(name for name in forms if "ROUGE" in name)
-        told = mpu("eval", trained.model, *records, "--endpoint", url, "--metrics", rouge, "--out", tmp_path / "y.json",
-                   "--json")  # fmt: skip
-        assert told.json["metrics"][rouge] == pytest.approx(forms[rouge]["agg_value"], abs=1e-6)
-    gone = mpu("eval", trained.model, *records, "--endpoint", url, "--out", tmp_path / "z.json", check=False)
+        evaluation = mpu(
+            "eval", demo.model, *records, "--endpoint", url, "--metrics", rouge, "--out", tmp_path / "y.json",
+            "--json",
+        )  # fmt: skip
+        assert evaluation.json["metrics"][rouge] == pytest.approx(forms[rouge]["agg_value"], abs=1e-6)
+    gone = mpu("eval", demo.model, *records, "--endpoint", url, "--out", tmp_path / "z.json", check=False)
     assert gone.is_one_error
     assert "cannot be reached" in gone.err

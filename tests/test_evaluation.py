@@ -33,7 +33,7 @@ from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.record import question
 from tests.models import CONFIGS, FAMILY_CONFIGS, SHARED, VOCABULARY, by_kind, load, needs_shared, random_model, save
-from tests.stopping import stopped
+from tests.stopping import stop_when
 
 TOFU = SHARED / "data" / "tofu"
 
@@ -70,13 +70,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def items_of(rng: random.Random, prompts: int, answers: int) -> list[Item]:
-    made = []
+    items = []
     for number in range(prompts):
         prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(18, 22)))
         for _ in range(answers):
             ids = prompt + tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 9)))
-            made.append(Item(ids, len(prompt), prompt, f"item {number}"))
-    return made
+            items.append(Item(ids, len(prompt), prompt, f"item {number}"))
+    return items
 
 
 @pytest.mark.slow
@@ -87,23 +87,23 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, name: str) -> Non
     rows = json.loads((SHARED / "golden" / f"{name}_EVAL.json").read_text())
     command = [part.format(shared=SHARED) for part in golden["command"]]
     mpu(*command[1:], "--out", tmp_path / "eval.json")
-    made = json.loads((tmp_path / "eval.json").read_text())["metrics"]
+    results = json.loads((tmp_path / "eval.json").read_text())["metrics"]
     for metric, value in golden["metrics"].items():
-        found = made[metric]["agg_value"]
+        actual = results[metric]["agg_value"]
         if metric == "forget_quality":
-            assert math.log(found) == pytest.approx(math.log(value), rel=1e-4)
+            assert math.log(actual) == pytest.approx(math.log(value), rel=1e-4)
         else:
-            assert found == pytest.approx(value, abs=2e-6), metric
+            assert actual == pytest.approx(value, abs=2e-6), metric
     for metric in golden["metrics"]:
         form = rows[metric]
-        assert set(form) == set(made[metric])
+        assert set(form) == set(results[metric])
         for index, row in form.get("value_by_index", {}).items():
-            own = made[metric]["value_by_index"][index]
-            assert set(own) == set(row)
+            actual_row = results[metric]["value_by_index"][index]
+            assert set(actual_row) == set(row)
             if "prob" in row:
-                assert own["prob"] == pytest.approx(row["prob"], abs=2e-6)
+                assert actual_row["prob"] == pytest.approx(row["prob"], abs=2e-6)
             if "generation" in row:
-                assert own == row
+                assert actual_row == row
 
 
 class TestScoring:
@@ -149,11 +149,11 @@ class TestScoring:
     def test_masks_that_are_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Long items: attention goes a few rows at a time and makes its masks anew in each layer."""
         model, items = random_model("mistral"), items_of(random.Random(3), 6, 5)
-        kept = Scorer(model).score(items, batch_size=50)
+        expected_scores = Scorer(model).score(items, batch_size=50)
         monkeypatch.setattr("mpu_cli.evaluation.packing.MASK", 2000)
         scorer = Scorer(model)
-        for one, other in zip(kept, scorer.score(items, batch_size=50), strict=True):
-            torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-5)
+        for expected, actual in zip(expected_scores, scorer.score(items, batch_size=50), strict=True):
+            torch.testing.assert_close(expected.log_probs, actual.log_probs, rtol=0, atol=1e-5)
         assert scorer._packs  # or each item would be read by itself
 
     @pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
@@ -166,22 +166,24 @@ class TestScoring:
             with_kwargs=True,
         )
         before = torch.get_num_threads()
-        found = {}
+        scores_by_threads = {}
         try:
             for threads in (1, 3):
                 torch.set_num_threads(threads)
                 scorer = Scorer(model)
                 scorer.score(items, batch_size=24)  # tries on a few items first
                 read.clear()
-                found[threads] = scorer.score(items, batch_size=24, moments=True)
+                scores_by_threads[threads] = scorer.score(items, batch_size=24, moments=True)
                 most = 24 * max(len(item.ids) for item in items) // threads
                 assert len({thread for thread, _ in read}) == threads
                 assert max(tokens for _, tokens in read) <= most
                 assert torch.get_num_threads() == threads
-            for one, three in zip(*found.values(), strict=True):
-                assert one.likeliest.equal(three.likeliest)
+            for single_thread, three_threads in zip(*scores_by_threads.values(), strict=True):
+                assert single_thread.likeliest.equal(three_threads.likeliest)
                 for name in ("losses", "log_probs", "mean", "variance"):
-                    torch.testing.assert_close(getattr(one, name), getattr(three, name), rtol=0, atol=1e-4)
+                    torch.testing.assert_close(
+                        getattr(single_thread, name), getattr(three_threads, name), rtol=0, atol=1e-4
+                    )
             monkeypatch.setattr("mpu_cli.evaluation.scoring.is_large", lambda _: True)
             read.clear()
             Scorer(model).score(items, batch_size=24)
@@ -198,17 +200,19 @@ class TestScoring:
     def test_nothing_but_losses_of_others(self) -> None:
         """They are the same; an item that is also asked for fully is."""
         model, items = random_model("llama"), items_of(random.Random(3), 10, 5)
-        whole = Scorer(model).score(items, batch_size=8, moments=True)
+        full_scores = Scorer(model).score(items, batch_size=8, moments=True)
         parts = Scorer(model).score(items[::3], loss_items=items, batch_size=8, moments=True)
-        asked = [*range(0, len(items), 3), *range(len(items))]
-        for root, (number, scores) in enumerate(zip(asked, parts, strict=True)):
-            torch.testing.assert_close(scores.losses, whole[number].losses, rtol=0, atol=1e-5)
+        item_numbers = [*range(0, len(items), 3), *range(len(items))]
+        for root, (number, scores) in enumerate(zip(item_numbers, parts, strict=True)):
+            torch.testing.assert_close(scores.losses, full_scores[number].losses, rtol=0, atol=1e-5)
             if number % 3:
                 assert scores.log_probs is scores.likeliest is scores.mean is scores.variance is None, root
             else:
-                assert scores.likeliest.equal(whole[number].likeliest)
+                assert scores.likeliest.equal(full_scores[number].likeliest)
                 for name in ("log_probs", "mean", "variance"):
-                    torch.testing.assert_close(getattr(scores, name), getattr(whole[number], name), rtol=0, atol=1e-4)
+                    torch.testing.assert_close(
+                        getattr(scores, name), getattr(full_scores[number], name), rtol=0, atol=1e-4
+                    )
 
     def test_a_pack_is_limited(self) -> None:
         """No pass reads more tokens than the longest item times the batch size."""
@@ -230,15 +234,15 @@ def test_memorisation_is_what_its_words_say() -> None:
         said = [rng.randrange(3) if rng.random() < 0.5 else label for label in labels]
         log_probs = -torch.rand(len(labels))
         item = Item((0, *labels), 1, (0,), "")
-        found = reading(item, TokenScores(-log_probs, log_probs, torch.tensor(said)), "text")
+        readings = reading(item, TokenScores(-log_probs, log_probs, torch.tensor(said)), "text")
         right = [a == b for a, b in zip(said, labels, strict=True)][:-1]
         shortest = next((k for k in range(len(right)) if all(right[k:])), len(right) - 1)
-        assert found["extraction_strength"] == pytest.approx(1 - shortest / len(right))
-        assert found["exact_memorization"] == pytest.approx(sum(right) / len(right))
+        assert readings["extraction_strength"] == pytest.approx(1 - shortest / len(right))
+        assert readings["exact_memorization"] == pytest.approx(sum(right) / len(right))
         lowest = np.sort(log_probs[:-1].numpy())[: max(1, int(0.4 * len(right)))]
-        assert found["min_k"] == pytest.approx(-lowest.mean())
+        assert readings["min_k"] == pytest.approx(-lowest.mean())
         agreed = next((i for i, ok in enumerate([*right, said[-1] == labels[-1]]) if not ok), len(labels))
-        assert found["says"] == said[: agreed + 1]
+        assert readings["says"] == said[: agreed + 1]
 
 
 class TestEncoding:
@@ -258,8 +262,8 @@ class TestEncoding:
             dialogue = [*zip(texts[::2], texts[1::2], strict=True)]
             if template == "chat":
                 turns = [{"role": "system", "content": SYSTEM_PROMPT}]
-                for asked, answered in dialogue:
-                    turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+                for user_text, assistant_text in dialogue:
+                    turns += [{"role": "user", "content": user_text}, {"role": "assistant", "content": assistant_text}]
                 ids = tokenizer.apply_chat_template(turns, return_dict=True).input_ids
             else:
                 ids = tokenizer("\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in dialogue)).input_ids
@@ -281,17 +285,17 @@ def test_norms_of_gradients_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     items = items_of(random.Random(5), 4, 3)
     together = membership.gradient_norms(model, items)
     monkeypatch.setattr(membership, "GRADIENTS", 0)
-    held: list[int] = []
+    gradient_counts: list[int] = []
 
     def count(_: torch.Tensor) -> None:
-        held.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        gradient_counts.append(sum(parameter.grad is not None for parameter in model.parameters()))
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     assert membership.gradient_norms(model, items) == pytest.approx(together, rel=1e-6)
-    assert max(held) == 1
-    asked = [item for item in items if len(item.labels) > 1]
-    assert len(held) == len(asked) * len([*model.parameters()])
+    assert max(gradient_counts) == 1
+    scored_items = [item for item in items if len(item.labels) > 1]
+    assert len(gradient_counts) == len(scored_items) * len([*model.parameters()])
 
 
 class TestGeneration:
@@ -309,23 +313,24 @@ class TestGeneration:
             (*item.prompt, *said[: rng.randrange(1, 12)], *item.labels)
             for item, said in zip(items, spoken, strict=True)
         ]
-        known = [Item(each, item.start, item.prompt, "") for each, item in zip(ids, items, strict=True)]
+        answered_items = [Item(each, item.start, item.prompt, "") for each, item in zip(ids, items, strict=True)]
         drafts = [
-            reading(i, s, "")["says"] for i, s in zip(known, Scorer(model).score(known, batch_size=5), strict=True)
+            reading(i, s, "")["says"]
+            for i, s in zip(answered_items, Scorer(model).score(answered_items, batch_size=5), strict=True)
         ]
         assert sum(map(len, drafts)) > 2 * len(drafts)
-        drafted = answer(model, tokenizer, known, drafts, limit=12, batch_size=2)
+        drafted = answer(model, tokenizer, answered_items, drafts, limit=12, batch_size=2)
         assert [said.generation for said in drafted] == [said.generation for said in plain]
 
     def test_limit_and_stops(self, tmp_path: Path) -> None:
         model = random_model("llama", eos_token_id=None)
         tokenizer = AutoTokenizer.from_pretrained(save(model, tmp_path / "model"))
         items = items_of(random.Random(6), 6, 1)
-        whole = answer(model, tokenizer, items, [[]] * 6, limit=15, batch_size=2)
-        assert {len(said.generation.split()) for said in whole} == {15}
-        stop = whole[0].generation.split()[4]
+        full_answers = answer(model, tokenizer, items, [[]] * 6, limit=15, batch_size=2)
+        assert {len(said.generation.split()) for said in full_answers} == {15}
+        stop = full_answers[0].generation.split()[4]
         cut = answer(model, tokenizer, items, [[]] * 6, limit=15, stops=(stop,), batch_size=2)
-        for said, long in zip(cut, whole, strict=True):
+        for said, long in zip(cut, full_answers, strict=True):
             assert said.generation == long.generation.split(stop)[0].strip()
 
     def test_a_long_prompt_takes_no_room_from_others(self, tmp_path: Path) -> None:
@@ -337,12 +342,12 @@ class TestGeneration:
         rng = random.Random(3)
         prompts = [tuple(rng.randrange(3, VOCABULARY) for _ in range(n)) for n in (108, 5, 120, 9, 5, 127, 128)]
         items = [Item((*prompt, 5), len(prompt), prompt, "") for prompt in prompts]
-        told = {}
+        answers = {}
         for size in (1, 32):
             with torch.no_grad():
-                told[size] = answer(model, tokenizer, items, [[]] * 7, limit=60, batch_size=size, longest=128)
-        assert [each.generation for each in told[1]] == [each.generation for each in told[32]]
-        assert [len(each.generation.split()) for each in told[32]] == [20, 60, 8, 60, 60, 1, 0]
+                answers[size] = answer(model, tokenizer, items, [[]] * 7, limit=60, batch_size=size, longest=128)
+        assert [each.generation for each in answers[1]] == [each.generation for each in answers[32]]
+        assert [len(each.generation.split()) for each in answers[32]] == [20, 60, 8, 60, 60, 1, 0]
 
     def test_keys_and_values_have_a_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many rows are generated at once as there is room for, and the answers are the same."""
@@ -352,11 +357,11 @@ class TestGeneration:
         widest: list[int] = []
         generate = model.generate
 
-        def watched(**given: Any) -> torch.Tensor:
-            widest.append(given["input_ids"].shape[0] * (given["input_ids"].shape[1] + given["max_new_tokens"]))
-            return generate(**given)
+        def generate_and_record(**kwargs: Any) -> torch.Tensor:
+            widest.append(kwargs["input_ids"].shape[0] * (kwargs["input_ids"].shape[1] + kwargs["max_new_tokens"]))
+            return generate(**kwargs)
 
-        monkeypatch.setattr(model, "generate", watched)
+        monkeypatch.setattr(model, "generate", generate_and_record)
         plain = answer(model, tokenizer, items, [[]] * 12, limit=9, batch_size=32)
         config, together = model.config, widest[0]
         a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4  # bytes, in float32
@@ -404,8 +409,8 @@ class TestCommand:
             prompt = chat(*turns, prompt=True)
             ids = chat(*turns, ("assistant", reply), prompt=False)
             ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
-            made = models[which](input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
-            return made.log_softmax(-1), torch.tensor(ids[len(prompt) :])
+            answer_logits = models[which](input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+            return answer_logits.log_softmax(-1), torch.tensor(ids[len(prompt) :])
 
         def loss(question: str, reply: str, which: int = 0) -> float:
             log_p, labels = logits(question, reply, which)
@@ -460,13 +465,13 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_batch_size_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
-        made = []
+        results = []
         for size in (1, 5, 64):
             path = tmp_path / f"{size}.json"
             mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--batch-size", size, "--out", path)
-            made.append({n: f["agg_value"] for n, f in json.loads(path.read_text())["metrics"].items()})
-        assert made[1] == pytest.approx(made[0], abs=1e-5)
-        assert made[2] == pytest.approx(made[0], abs=1e-5)
+            results.append({n: f["agg_value"] for n, f in json.loads(path.read_text())["metrics"].items()})
+        assert results[1] == pytest.approx(results[0], abs=1e-5)
+        assert results[2] == pytest.approx(results[0], abs=1e-5)
 
     def test_only_what_is_asked_for(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         for split in ("retain_perturbed", "holdout01", "real_authors_perturbed"):
@@ -492,9 +497,9 @@ class TestCommand:
         log, out = tmp_path / "retain.json", tmp_path / "eval.json"
         common = ("--data-dir", tofu, "--forget-split", "forget01")
         mpu("eval", model, *common, "--out", log)
-        told = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--json").json["metrics"]
-        assert told["forget_quality"] == pytest.approx(1)  # the same model
-        assert told["privleak"] == pytest.approx(0)
+        results = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--json").json["metrics"]
+        assert results["forget_quality"] == pytest.approx(1)  # the same model
+        assert results["privleak"] == pytest.approx(0)
         lines = (tofu / "forget01_perturbed.json").read_text().splitlines()
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[::-1]))
         refused = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--force", check=False)
@@ -502,23 +507,23 @@ class TestCommand:
         assert "different forget records" in refused.err
         suites = tmp_path / "suite.json"  # from OpenUnlearning, which stores no digests of the records
         suites.write_text(json.dumps(json.loads(log.read_text())["metrics"]))
-        asked = ("--metrics", "forget_quality", "--out", out, "--force")
-        refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
+        options = ("--metrics", "forget_quality", "--out", out, "--force")
+        refused = mpu("eval", model, *common, "--retain-log", suites, *options, check=False)
         assert "different questions" in refused.err
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines[:3]))
-        refused = mpu("eval", model, *common, "--retain-log", suites, *asked, check=False)
+        refused = mpu("eval", model, *common, "--retain-log", suites, *options, check=False)
         assert "different forget split (7 questions, expected 3)" in refused.err
         (tofu / "forget01_perturbed.json").write_text("\n".join(lines))
         assert not list(tmp_path.glob(".*.partial"))  # before any pass over the model
         bare = json.loads(log.read_text())
         del bare["metrics"]["mia_min_k"]
         log.write_text(json.dumps(bare))
-        asked = ("--metrics", "privleak", "--out", out, "--force")
-        refused = mpu("eval", model, *common, "--retain-log", log, *asked, check=False)
+        options = ("--metrics", "privleak", "--out", out, "--force")
+        refused = mpu("eval", model, *common, "--retain-log", log, *options, check=False)
         assert "has no mia_min_k" in refused.err
         bare["benchmark"] = "qa"
         log.write_text(json.dumps(bare))
-        refused = mpu("eval", model, *common, "--retain-log", log, *asked, check=False)
+        refused = mpu("eval", model, *common, "--retain-log", log, *options, check=False)
         assert "on qa, not on tofu" in refused.err
         (tmp_path / "p.png").write_text("mine")
         refused = mpu("eval", model, *common, "--plot", tmp_path / "p.png", "--out", tmp_path / "new", check=False)
@@ -530,17 +535,17 @@ class TestCommand:
         mpu(*arguments, "--out", tmp_path / "whole.json")
         out = tmp_path / "eval.json"
         partial = tmp_path / ".eval.json.partial"
-        stopped([*arguments, "--out", out], partial.exists, env={"OMP_NUM_THREADS": "1"})
+        stop_when([*arguments, "--out", out], partial.exists, env={"OMP_NUM_THREADS": "1"})
         assert not out.exists()
-        found = json.loads(partial.read_text())
-        found["findings"].pop("wf.text", None)
-        found["facts"]["hardware"]["threads"] = torch.get_num_threads()
-        partial.write_text(json.dumps(found))
+        state = json.loads(partial.read_text())
+        state["findings"].pop("wf.text", None)
+        state["facts"]["hardware"]["threads"] = torch.get_num_threads()
+        partial.write_text(json.dumps(state))
         said = mpu(*arguments, "--out", out)
         assert "resuming from" in said.err
         assert not partial.exists()
         metrics = [json.loads(p.read_text())["metrics"] for p in (out, tmp_path / "whole.json")]
-        values = [{name: form["agg_value"] for name, form in made.items()} for made in metrics]
+        values = [{name: form["agg_value"] for name, form in result.items()} for result in metrics]
         assert values[0] == pytest.approx(values[1], abs=1e-6)
 
     def test_a_partial_of_other_options_is_not_used(
@@ -569,8 +574,8 @@ class TestCommand:
         with torch.no_grad():
             broken.model.norm.weight.fill_(math.nan)
         save(broken, tmp_path / "nan")
-        asked = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
-        refused = mpu("eval", tmp_path / "nan", *asked, "--out", tmp_path / "n.json", check=False)
+        options = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
+        refused = mpu("eval", tmp_path / "nan", *options, "--out", tmp_path / "n.json", check=False)
         assert refused.status == 1
         assert "forget01_perturbed.json" in refused.err
         assert "logits are NaN" in refused.err
@@ -580,16 +585,16 @@ class TestCommand:
         self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
     ) -> None:
         """A number in the partial file is used in the result, but not after something it depends on has changed."""
-        asked = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob")
+        options = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob")
         out, partial = tmp_path / "eval.json", tmp_path / ".eval.json.partial"
         more = ("--metrics", "forget_Q_A_Prob,retain_Q_A_Prob,retain_Q_A_ROUGE")
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        stopped(["eval", model, *asked, *more, "--out", out], partial.exists, env=threads)
-        kept = json.loads(partial.read_text())
-        assert "forget.answer" in kept["findings"]
-        for row in kept["findings"]["forget.answer"]:
+        stop_when(["eval", model, *options, *more, "--out", out], partial.exists, env=threads)
+        state = json.loads(partial.read_text())
+        assert "forget.answer" in state["findings"]
+        for row in state["findings"]["forget.answer"]:
             row["loss"] = 3.0
-        planted = json.dumps(kept)
+        planted = json.dumps(state)
         lines = (tofu / "retain_perturbed.json").read_text()
         (tofu / "retain_perturbed.json").write_text("\n".join(lines.splitlines()[::-1]) + "\n")
         for change, expected in ((None, True), ("generation_config.json", False)):
@@ -597,8 +602,10 @@ class TestCommand:
             if change:
                 path = model / change
                 path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 7}))
-            told = mpu("eval", model, *asked, "--out", out, "--force", "--json").json["metrics"]["forget_Q_A_Prob"]
-            assert (told == pytest.approx(math.exp(-3.0))) is expected
+            probability = mpu("eval", model, *options, "--out", out, "--force", "--json").json["metrics"][
+                "forget_Q_A_Prob"
+            ]
+            assert (probability == pytest.approx(math.exp(-3.0))) is expected
 
     @pytest.mark.slow
     def test_pictures(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
@@ -639,12 +646,12 @@ class TestMuse:
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = []
             for _ in range(3 if name.endswith("icl") else 5):
-                made = {
+                row = {
                     "qa": lambda: {"question": words(rng, 4), "answer": words(rng, 2)},
                     "verbatim": lambda: {"prompt": words(rng, 6), "gt": words(rng, 9)},
                     "text": lambda: {"text": words(rng, 12)},
                 }[shape]()
-                rows.append(made)
+                rows.append(row)
             path.write_text(json.dumps(rows))
         return tmp_path / "muse"
 
@@ -665,7 +672,7 @@ class TestMuse:
             out,
         )
         document = json.loads(out.read_text())
-        made = document["metrics"]
+        results = document["metrics"]
         assert document["benchmark"] == "muse-books"
         tokenizer, loaded = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
 
@@ -679,13 +686,13 @@ class TestMuse:
 
         scorer = RougeScorer(["rougeL"], use_stemmer=True)
         verbatim = [scorer.score(r["gt"], say(r["prompt"], 128))["rougeL"].fmeasure for r in rows("verbmem/forget")]
-        assert made["forget_verbmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(verbatim))
+        assert results["forget_verbmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(verbatim))
         shots = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in rows("knowmem/retain_qa_icl"))
-        known = [
+        knowledge_scores = [
             scorer.score(r["answer"], say(f"{shots}Question: {r['question']}\nAnswer: ", 32))["rougeL"].fmeasure
             for r in rows("knowmem/retain_qa")
         ]
-        assert made["retain_knowmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(known))
+        assert results["retain_knowmem_ROUGE"]["agg_value"] == pytest.approx(np.mean(knowledge_scores))
 
         def lowest(text: str) -> float:
             ids = tokenizer(text, return_tensors="pt").input_ids
@@ -697,9 +704,9 @@ class TestMuse:
 
         sides = [[lowest(r["text"]) for r in rows(f"privleak/{side}")] for side in ("holdout", "forget")]
         auc = mannwhitneyu(*sides).statistic / 25
-        assert made["mia_min_k"]["agg_value"] == pytest.approx(auc)
-        assert made["privleak"]["agg_value"] == pytest.approx(100 * (0.5 - auc) / 0.5)
-        assert made["extraction_strength"]["value_by_index"].keys() == {str(i) for i in range(5)}
+        assert results["mia_min_k"]["agg_value"] == pytest.approx(auc)
+        assert results["privleak"]["agg_value"] == pytest.approx(100 * (0.5 - auc) / 0.5)
+        assert results["extraction_strength"]["value_by_index"].keys() == {str(i) for i in range(5)}
 
     def test_knowledge_stops(self, tmp_path: Path) -> None:
         """Prompt and answer tokens may merge; scoring covers what follows the prompt's own token count."""
@@ -716,21 +723,23 @@ class TestOwnRecords:
     def test_one_file_or_three(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         rng = random.Random(8)
         sets = {name: [tofu_row(rng) for _ in range(4)] for name in ("forget", "retain", "holdout")}
-        with open(tmp_path / "all.jsonl", "w") as one:
+        with open(tmp_path / "all.jsonl", "w") as combined_file:
             for name, rows in sets.items():
                 (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-                one.writelines(json.dumps(row | {"set": name}) + "\n" for row in rows)
-        told = mpu("eval", model, "--benchmark", "qa", tmp_path / "all.jsonl", "--out", tmp_path / "a", "--json").json[
-            "metrics"
-        ]
+                combined_file.writelines(json.dumps(row | {"set": name}) + "\n" for row in rows)
+        results = mpu(
+            "eval", model, "--benchmark", "qa", tmp_path / "all.jsonl", "--out", tmp_path / "a", "--json"
+        ).json["metrics"]
         each = [part for name in sets for part in (f"--{name}", tmp_path / f"{name}.jsonl")]
-        assert mpu("eval", model, "--benchmark", "qa", *each, "--out", tmp_path / "b", "--json").json["metrics"] == told
-        assert {"forget_Q_A_Prob", "retain_Q_A_ROUGE", "forget_truth_ratio", "mia_loss", "privleak"} <= set(told)
+        assert (
+            mpu("eval", model, "--benchmark", "qa", *each, "--out", tmp_path / "b", "--json").json["metrics"] == results
+        )
+        assert {"forget_Q_A_Prob", "retain_Q_A_ROUGE", "forget_truth_ratio", "mia_loss", "privleak"} <= set(results)
         (tmp_path / "plain.jsonl").write_text('{"question": "w3", "answer": "w4 w5"}\n')
-        told = mpu(
+        results = mpu(
             "eval", model, "--benchmark", "qa", "--forget", tmp_path / "plain.jsonl", "--out", tmp_path / "c", "--json"
         ).json["metrics"]
-        assert set(told) == {"forget_Q_A_Prob", "forget_Q_A_Prob_content", "forget_Q_A_ROUGE", "extraction_strength",
+        assert set(results) == {"forget_Q_A_Prob", "forget_Q_A_Prob_content", "forget_Q_A_ROUGE", "extraction_strength",
                              "exact_memorization"}  # fmt: skip
 
     def test_memorisation_of_one_word(self) -> None:
@@ -745,8 +754,8 @@ class TestOwnRecords:
         """ROUGE has a number of its own for them, and a warning; of answers in English it says what ROUGE-L says."""
         for text in ("她出生在东海镇。", "Она родилась в Истмире.", "وُلدت في إيستمير", "🌊🏔️"):
             findings = {"forget.text": [{"ground_truth": text, "generation": text}]}
-            made = metrics.rouge_of_any_script("forget").make(findings, {})
-            assert made["agg_value"] == 1
+            result = metrics.rouge_of_any_script("forget").make(findings, {})
+            assert result["agg_value"] == 1
         findings = {"forget.text": [{"ground_truth": "born in Eastmere in 1984", "generation": "in Eastmere, 1984"}]}
         expected = RougeScorer(["rougeL"]).score("born in Eastmere in 1984", "in Eastmere, 1984")["rougeL"].recall
         assert metrics.rouge_of_any_script("forget").make(findings, {})["agg_value"] == pytest.approx(expected)
@@ -813,8 +822,8 @@ class TestOwnRecords:
 def test_bad_input(
     mpu: Callable, model: Path, tofu: Path, tmp_path: Path, arguments: list[str], status: int, said: str
 ) -> None:
-    given = [argument.format(tofu=tofu) for argument in arguments]
-    outcome = mpu("eval", model, "--data-dir", tofu, *given, check=False, cwd=tmp_path)
+    options = [argument.format(tofu=tofu) for argument in arguments]
+    outcome = mpu("eval", model, "--data-dir", tofu, *options, check=False, cwd=tmp_path)
     assert outcome.status == status
     assert said in outcome.err
     assert outcome.is_one_error
@@ -868,11 +877,11 @@ class TestCompare:
     ) -> None:
         mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out",
             tmp_path / "eval.json")  # fmt: skip
-        made = json.loads((tmp_path / "eval.json").read_text())
+        document = json.loads((tmp_path / "eval.json").read_text())
         for other, marks in (("same", 1), ("another", 0)):
             for name, value, digest in (("a", -5.0, "same"), ("b", 40.0, other)):
-                told = {**made, "metrics": {"privleak": {"agg_value": value}}, "retain_log": {"sha256": digest}}
-                (tmp_path / f"{name}.json").write_text(json.dumps(told))
+                variant = {**document, "metrics": {"privleak": {"agg_value": value}}, "retain_log": {"sha256": digest}}
+                (tmp_path / f"{name}.json").write_text(json.dumps(variant))
             shown = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--metrics", "privleak").out
             assert shown.count("**-5**") == marks
 
@@ -883,12 +892,12 @@ class TestCompare:
         other = save(random_model("llama", seed=5), tmp_path / "other")
         mpu("eval", model, *common, "--out", tmp_path / "retain.json")
         mpu("eval", other, *common, "--retain-log", tmp_path / "retain.json", "--out", tmp_path / "a.json")
-        made = json.loads((tmp_path / "a.json").read_text())
+        document = json.loads((tmp_path / "a.json").read_text())
         retain = json.loads((tmp_path / "retain.json").read_text())["metrics"]["mia_min_k"]["agg_value"]
-        assert made["retain_log"]["metrics"]["mia_min_k"] == retain
+        assert document["retain_log"]["metrics"]["mia_min_k"] == retain
         for name, value in (("near", retain + 0.01), ("chance", 0.5 + 0.02 * (1 if retain < 0.5 else -1) + 0.03)):
-            made["metrics"]["mia_min_k"]["agg_value"] = value
-            (tmp_path / f"{name}.json").write_text(json.dumps(made))
+            document["metrics"]["mia_min_k"]["agg_value"] = value
+            (tmp_path / f"{name}.json").write_text(json.dumps(document))
         for names in (("retain", "near", "chance"), ("near", "chance")):
             shown = mpu("compare", *(tmp_path / f"{n}.json" for n in names), "--metrics", "mia_min_k,privleak").out
             rows = {line.split("|")[1].strip(): line for line in shown.splitlines()}
@@ -938,7 +947,7 @@ def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> 
         'output_type: multiple_choice\ndoc_to_text: "{{asked}}"\ndoc_to_target: 0\ndoc_to_choice: "{{choices}}"\n'
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    told = mpu(
+    results = mpu(
         "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--lm-eval",
         tmp_path / "task.yaml", "--out", tmp_path / "e.json", "--json",
     ).json["metrics"]  # fmt: skip
@@ -951,7 +960,7 @@ def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> 
             with torch.no_grad():
                 scores.append(float(loaded(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]))
         right += int(np.argmax(scores) == 0)
-    assert told["lm_eval/own/acc"] == pytest.approx(right / len(rows))
+    assert results["lm_eval/own/acc"] == pytest.approx(right / len(rows))
 
 
 SCORED = ("gemma4", "mistral3", "deepseek_v3", "lfm2", "gemma4_text-channels", "falcon_h1")
@@ -967,8 +976,8 @@ def test_losses_are_those_of_one_record_at_a_time(tmp_path: Path, family: str) -
     rows = [torch.randint(8, 90, (n,), generator=draw).tolist() for n in (9, 14, 14, 11, 20, 30)]
     rows.append([*rows[1][:7], *rows[4][:6]])  # begins as another does
     model, _ = load(save(random_model(family), tmp_path / "base"), torch.float32, "cpu")
-    found = Scorer(model.eval()).score([Item(tuple(row), 4, tuple(row[:4]), "") for row in rows], batch_size=4)
-    for row, scores in zip(rows, found, strict=True):
+    packed_scores = Scorer(model.eval()).score([Item(tuple(row), 4, tuple(row[:4]), "") for row in rows], batch_size=4)
+    for row, scores in zip(rows, packed_scores, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([row])).logits[0].float()
         expected = torch.nn.functional.cross_entropy(logits[3:-1], torch.tensor(row[4:]))

@@ -34,7 +34,7 @@ from mpu_cli.server.keys import unseal
 from tests.conftest import Outcome
 from tests.models import SHARED, needs_shared, random_model, save, write_records
 from tests.protocol import distance, tensors
-from tests.stopping import stopped
+from tests.stopping import stop_when
 
 ROOT = Path(__file__).resolve().parents[1]
 SAME_THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -74,8 +74,8 @@ class TestRun:
                 mpu("unlearn", f"{out}/copy_{k}", *TRAINING, "--out", target, cwd=root)
             mpu("aggregate", f"{out}/deltas", *keys, "--out", f"{out}/model", cwd=root)
             base = f"{out}/model"
-        whole, by_hand = tensors(root / "whole/server/round_2/model"), tensors(root / base)
-        assert all(torch.equal(whole[name], by_hand[name]) for name in by_hand)
+        run_tensors, step_tensors = tensors(root / "whole/server/round_2/model"), tensors(root / base)
+        assert all(torch.equal(run_tensors[name], step_tensors[name]) for name in step_tensors)
 
     def test_clean_is_training_on_the_base(self, mpu: Callable, root: Path) -> None:
         mpu("run", "base", "--mode", "clean", *TRAINING, "--rounds", 1, "--out", "clean", cwd=root)
@@ -125,14 +125,14 @@ class TestRun:
         outcome = mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root)
         assert outcome.out == f"stopped/server/round_{last}/model\n"
         assert "--min-cosine" in outcome.err
-        found, expected = (tensors(root / f"{out}/server/round_{last}/model") for out in ("stopped", "whole"))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual, expected = (tensors(root / f"{out}/server/round_{last}/model") for out in ("stopped", "whole"))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
         assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root).out == outcome.out
         (root / "stopped/done.json").unlink()
         assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root).out == outcome.out
-        first = mpu(*run, "--out", "first", "--min-cosine", 0.9999, check=False, cwd=root)
-        assert "round 1: cosine between copies" in first.err
-        assert first.status == 1
+        failed_run = mpu(*run, "--out", "first", "--min-cosine", 0.9999, check=False, cwd=root)
+        assert "round 1: cosine between copies" in failed_run.err
+        assert failed_run.status == 1
 
     def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
@@ -149,8 +149,8 @@ class TestRun:
         name = "model.embed_tokens.weight"
         audited = mpu("audit", "noised/client/round_1/copy_1", "--base", "base", "--json", cwd=root)
         assert audited.json["settings"]["noise"]["factors"] == [1.0]
-        asked = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
-        assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(asked, rel=0.05)
+        expected_sigma = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
+        assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(expected_sigma, rel=0.05)
 
     @pytest.mark.slow
     def test_what_storage_rounds_away_is_told(self, mpu: Callable, root: Path) -> None:
@@ -169,11 +169,11 @@ class TestRun:
 
     def test_one_copy_at_a_time(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(root)
-        seen = set()
+        copy_counts = set()
 
         class Watching(Observer):
             def stage(self, *_: object) -> None:
-                seen.add(len(list(root.glob("run/client/*/copy_*"))))
+                copy_counts.add(len(list(root.glob("run/client/*/copy_*"))))
 
             def advance(self, *_: object) -> None:
                 self.stage()
@@ -182,18 +182,18 @@ class TestRun:
             Experiment, {"base": "base", "algo": "gradascent", "epochs": 1, "batch_size": 5, "rounds": 2}
         )
         outcome = rounds.run(experiment, read_dataset(experiment.unlearning), root / "run", Watching())
-        assert seen == {0, 1}
+        assert copy_counts == {0, 1}
         assert [line["step"] for line in outcome.log] == (["publish", "unlearn"] * 3 + ["aggregate"]) * 2
-        left = {str(p.relative_to(root / "run")) for p in (root / "run").rglob("*") if p.is_dir()}
-        assert "server/round_1/model" not in left
-        assert not any("copy" in name or "deltas" in name for name in left)
+        folders = {str(p.relative_to(root / "run")) for p in (root / "run").rglob("*") if p.is_dir()}
+        assert "server/round_1/model" not in folders
+        assert not any("copy" in name or "deltas" in name for name in folders)
 
     @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, root: Path) -> None:
         arguments = ["run", "base", *TRAINING, "--rounds", 2, "--secret-seed", 3]
         mpu(*arguments, "--out", "whole", cwd=root)
         first_delta = "stopped/server/round_1/deltas/copy_1*"
-        stopped([*arguments, "--out", "stopped"], lambda: list(root.glob(first_delta)), cwd=root, env=SAME_THREADS)
+        stop_when([*arguments, "--out", "stopped"], lambda: list(root.glob(first_delta)), cwd=root, env=SAME_THREADS)
         assert not (root / "stopped/server/round_2/model").exists()
         half = root / "stopped/client/round_1/deltas/.copy_2.safetensors.x.partial"  # from a kill at another moment
         half.mkdir(parents=True)
@@ -218,18 +218,18 @@ class TestRun:
                 second.append(mpu(*arguments, cwd=root, check=False))
             return bool(list(root.glob("out/server/round_3/deltas/copy_1*")))
 
-        stopped(arguments, in_round_3, cwd=root, env=SAME_THREADS)
+        stop_when(arguments, in_round_3, cwd=root, env=SAME_THREADS)
         assert "in use by another mpu run" in second[0].err
         (root / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as left by a kill while a copy is written
         (root / "out/server/round_3/.model.x.partial").mkdir()
         mpu(*arguments, cwd=root)
         steps = [json.loads(line) for line in (root / "out/log.jsonl").read_text().splitlines()]
-        taken = [(s["step"], s["round"], s.get("copy")) for s in steps]
-        assert len(taken) == len(set(taken))
-        assert len(taken) in (20, 21)  # a copy may have been written when its log line was not
+        step_keys = [(s["step"], s["round"], s.get("copy")) for s in steps]
+        assert len(step_keys) == len(set(step_keys))
+        assert len(step_keys) in (20, 21)  # a copy may have been written when its log line was not
         assert not [*root.rglob("out/**/*.partial"), *root.rglob("outbox"), *root.glob("out/client/*")]
         assert mpu(*arguments, "--keep", cwd=root).out.strip() == "out/server/round_3/model"
-        assert (root / "out/log.jsonl").read_text().count("\n") == len(taken)
+        assert (root / "out/log.jsonl").read_text().count("\n") == len(step_keys)
 
     def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
         for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
@@ -239,11 +239,11 @@ class TestRun:
         mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=root)
 
     def test_other_options_in_the_same_folder(self, mpu: Callable, root: Path) -> None:
-        first = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
-        mpu(*first, cwd=root)
-        again = mpu(*first, cwd=root)
+        command = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
+        mpu(*command, cwd=root)
+        again = mpu(*command, cwd=root)
         assert again.out.strip() == "out/server/round_1/model"
-        other = mpu(*first, "--kappa", 0.3, cwd=root, check=False)
+        other = mpu(*command, "--kappa", 0.3, cwd=root, check=False)
         assert other.status == 1
         assert "experiment.kappa 0.01 → 0.3" in other.err
         (root / "mine").mkdir()
@@ -264,16 +264,16 @@ class TestRun:
         secrets += [
             w.flatten()[i : i + 4].numpy().tobytes() for w in weights.values() for i in range(0, w.numel() - 4, 4)
         ]
-        held = [path.read_bytes() for path in client.rglob("*") if path.is_file()]
-        assert len(held) > 8
-        assert not any(secret in content for content in held for secret in secrets)
+        client_contents = [path.read_bytes() for path in client.rglob("*") if path.is_file()]
+        assert len(client_contents) > 8
+        assert not any(secret in content for content in client_contents for secret in secrets)
         texts = []
         for name in ("forget", "retain"):
             for line in (root / f"{name}.jsonl").read_text().splitlines():
                 texts += [text.encode() for text in json.loads(line).values()]
-        held = [path.read_bytes() for path in server.rglob("*") if path.is_file()]
-        assert len(held) > 6
-        assert not any(text in content for content in held for text in texts)
+        server_contents = [path.read_bytes() for path in server.rglob("*") if path.is_file()]
+        assert len(server_contents) > 6
+        assert not any(text in content for content in server_contents for text in texts)
 
     def test_bad_input(self, mpu: Callable, root: Path) -> None:
         for arguments, status, said in (
@@ -300,9 +300,14 @@ class TestRun:
         mpu(*run, "--out", "one", cwd=root)
         command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m --"
         mpu(*run, "--out", "two", "--launch", command, cwd=root)
-        one, two = (tensors(root / f"{out}/server/round_2/model") for out in ("one", "two"))
+        one_process, two_processes = (tensors(root / f"{out}/server/round_2/model") for out in ("one", "two"))
         base = tensors(root / "base")
-        assert distance({n: two[n] - x for n, x in base.items()}, {n: one[n] - x for n, x in base.items()}) < 1e-4
+        assert (
+            distance(
+                {n: two_processes[n] - x for n, x in base.items()}, {n: one_process[n] - x for n, x in base.items()}
+            )
+            < 1e-4
+        )
         bad = mpu(*run, "--forget", "nothing.jsonl", "--out", "bad", "--launch", command, cwd=root, check=False)
         assert "nothing.jsonl" in bad.err
         bad = mpu(*run, "--out", "worse", "--launch", "no-such-launcher -m", cwd=root, check=False)
@@ -329,7 +334,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
     def test_an_interrupt_stops_it(self, root: Path, jobs: tuple) -> None:
         """Also while a cell is evaluated, and no further cell begins."""
         (root / "grid.toml").write_text(self.GRID)
-        done = stopped(
+        done = stop_when(
             ["sweep", "grid.toml", *jobs], lambda: list((root / "grid").glob("*/run.json")), cwd=root,
             env={"XDG_CONFIG_HOME": str(root / "config")}, by=signal.SIGINT,
         )  # fmt: skip
@@ -346,8 +351,8 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             "npo-clean", "npo-mpu-0.01", "npo-mpu-0.1",
         ]  # fmt: skip
         for line in lines:
-            kept = json.loads((root / "grid" / line["name"] / "eval.json").read_text())["metrics"]
-            assert line["metrics"] == {name: form["agg_value"] for name, form in kept.items()}
+            eval_metrics = json.loads((root / "grid" / line["name"] / "eval.json").read_text())["metrics"]
+            assert line["metrics"] == {name: form["agg_value"] for name, form in eval_metrics.items()}
         assert not list((root / "grid").rglob("model.safetensors"))
         before = (root / "grid/results.jsonl").read_text().splitlines()
         (root / "grid/results.jsonl").write_text("\n".join(before[:-1]) + '\n{"name": "npo-mpu-0')
@@ -387,12 +392,14 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert [line["name"] for line in listed] == ["clean", "mpu"]
         assert listed[1]["sent"] == 3 * listed[0]["sent"] > 0
         assert not (root / "grid").exists()
-        alone = mpu(*options, "--out", "alone", "--json", cwd=root).json
-        together = mpu(*options, "--out", "together", "--jobs", 2, "--json", cwd=root).json
-        assert [line["name"] for line in alone] == ["clean", "mpu"]
-        for one, other in zip(alone, together, strict=True):
-            assert one["metrics"].keys() == {"forget_Q_A_Prob"}
-            assert one["metrics"]["forget_Q_A_Prob"] == pytest.approx(other["metrics"]["forget_Q_A_Prob"], rel=1e-2)
+        sequential = mpu(*options, "--out", "alone", "--json", cwd=root).json
+        parallel = mpu(*options, "--out", "together", "--jobs", 2, "--json", cwd=root).json
+        assert [line["name"] for line in sequential] == ["clean", "mpu"]
+        for sequential_line, parallel_line in zip(sequential, parallel, strict=True):
+            assert sequential_line["metrics"].keys() == {"forget_Q_A_Prob"}
+            assert sequential_line["metrics"]["forget_Q_A_Prob"] == pytest.approx(
+                parallel_line["metrics"]["forget_Q_A_Prob"], rel=1e-2
+            )
         assert len(list((root / "alone").glob("retain-*.json"))) == 1
         table = mpu(*options, "--out", "alone", cwd=root).out.splitlines()
         assert table[2] == "| before | clean | mpu | published: us | mpu: % from clean | mpu: % of clean's change |"
@@ -449,9 +456,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         [line] = mpu("sweep", "one.toml", "--json", cwd=root).json
         mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean",
             "--system-prompt", "", "--out", "again", cwd=root)  # fmt: skip
-        asked = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
+        evaluation = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
                     "--system-prompt", "", "--json", cwd=root).json  # fmt: skip
-        assert line["metrics"]["forget_Q_A_Prob"] == asked["metrics"]["forget_Q_A_Prob"]
+        assert line["metrics"]["forget_Q_A_Prob"] == evaluation["metrics"]["forget_Q_A_Prob"]
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -564,13 +571,13 @@ def test_every_value_of_the_paper_is_in_one_recipe() -> None:
     assert {row["table"] for row in rows} == set(RECIPES)
     for recipe in RECIPES:
         lines = [line for line in published_results(PAPER / f"{recipe}.toml") if "paper" in line["mode"]]
-        found = sorted((line["algo"], name, value) for line in lines for name, value in line["metrics"].items())
-        own = [row for row in rows if row["table"] == recipe]
-        assert found == sorted((row["algo"], row["metric"], float(row["value"])) for row in own), recipe
+        recipe_values = sorted((line["algo"], name, value) for line in lines for name, value in line["metrics"].items())
+        table_rows = [row for row in rows if row["table"] == recipe]
+        assert recipe_values == sorted((row["algo"], row["metric"], float(row["value"])) for row in table_rows), recipe
         for line in lines:  # and with the settings it was measured with
             mode = line["mode"].rpartition(" ")[2]
             [row] = [
-                row for row in own
+                row for row in table_rows
                 if (row["algo"], row["mode"]) == (line["algo"], mode)
                 and row["model"] in line["mode"]
                 and line.get("forget", row["forget"]) in (row["forget"], f"tofu:{row['forget']}")
@@ -586,12 +593,12 @@ def test_the_papers_own_average() -> None:
     """Without gradient ascent, on Llama 3.2 1B: 0.72 % (truth ratio) and 0.25 % (utility) for MPU, 1.30 and 0.42 %
     for noised, computed from the file by hand."""
     lines = [line for line in published_results(PAPER / "pum_main_comparison.toml") if "paper" in line["mode"]]
-    found = {mode.rpartition(" ")[2]: each for mode, each in degradation(lines, [*lines[0]["metrics"]]).items()}
+    degradations = {mode.rpartition(" ")[2]: each for mode, each in degradation(lines, [*lines[0]["metrics"]]).items()}
     expected = {"mpu": (0.72, 0.25), "noised": (1.30, 0.42)}
     for mode, (ratio, utility) in expected.items():
-        assert found[mode]["forget_truth_ratio"].percent == pytest.approx(ratio, abs=0.005)
-        assert found[mode]["model_utility"].percent == pytest.approx(utility, abs=0.005)
-        assert found[mode]["model_utility"].count == 6
+        assert degradations[mode]["forget_truth_ratio"].percent == pytest.approx(ratio, abs=0.005)
+        assert degradations[mode]["model_utility"].percent == pytest.approx(utility, abs=0.005)
+        assert degradations[mode]["model_utility"].count == 6
 
 
 def test_a_recipe_extends_another(mpu: Callable, tmp_path: Path) -> None:
@@ -644,13 +651,13 @@ def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> Non
 def test_finetune_learns(mpu: Callable, root: Path) -> None:
     mpu("finetune", "base", "--data", "forget.jsonl", "--data", "retain.jsonl", "--epochs", 30, "--lr", 3e-3,
         "--batch-size", 5, "--out", "taught", cwd=root)  # fmt: skip
-    told = {}
+    probabilities = {}
     for name in ("base", "taught"):
-        told[name] = mpu(
+        probabilities[name] = mpu(
             "eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob",
             "--out", f"{name}.json", "--json", cwd=root,
         ).json["metrics"]["forget_Q_A_Prob"]  # fmt: skip
-    assert told["taught"] > 10 * told["base"]
+    assert probabilities["taught"] > 10 * probabilities["base"]
     stored = AutoModelForCausalLM.from_pretrained(root / "taught", dtype="auto")
     assert stored.dtype == torch.float32
     for option, value in (("--epochs", 0), ("--weight-decay", "nan"), ("--seed", -1)):
@@ -664,9 +671,9 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
 @pytest.mark.slow
 def test_plan_counts(mpu: Callable, root: Path) -> None:
     """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
-    asked = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
-    assert "first order" in mpu("plan", "base", *asked, "--permanent-noise", 0.1, cwd=root).out.replace("\n", " ")
-    document = mpu("plan", "base", *asked, "--json", cwd=root).json
+    options = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
+    assert "first order" in mpu("plan", "base", *options, "--permanent-noise", 0.1, cwd=root).out.replace("\n", " ")
+    document = mpu("plan", "base", *options, "--json", cwd=root).json
     model = AutoModelForCausalLM.from_pretrained(root / "base")
     attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
     assert document["weights"] == model.num_parameters()

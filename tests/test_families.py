@@ -36,7 +36,7 @@ from tests.models import (
     FUSED,
     VOCABULARY,
     by_kind,
-    make_trained,
+    make_demo_model,
     random_model,
     read,
     save,
@@ -63,11 +63,11 @@ def logits(folder: Path) -> torch.Tensor:
         return read(folder)(TOKENS).logits
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def opened(folder: Path) -> tuple[Model, Layout]:
+def open_with_layout(folder: Path) -> tuple[Model, Layout]:
     model = open_model(str(folder))
     return model, layout_of(model.checkpoint.tensors, model.config, "")
 
@@ -80,7 +80,7 @@ def test_every_family_is_tested() -> None:
 @pytest.mark.parametrize("family", by_kind([*FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)]))
 def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> None:
     """Without noise, in each set; and every tensor that a symmetry can move is moved."""
-    base, layout = opened(make(family, tmp_path / "base"))
+    base, layout = open_with_layout(make(family, tmp_path / "base"))
     expected = logits(tmp_path / "base")
     for symmetries in SETS:
         publication = Publication(seed=bytes(32), kappa=0.0, symmetries=symmetries, scheme=Extrapolated((1.0, -1.0)))
@@ -96,7 +96,7 @@ def test_copies_compute_what_the_base_computes(tmp_path: Path, family: str) -> N
                 assert not torch.equal(copies[0].tensor(name), copies[1].tensor(name)), (symmetries, name)
 
 
-def changed(base: Path, layout: Layout, maps: dict) -> torch.Tensor:
+def logits_through(base: Path, layout: Layout, maps: dict) -> torch.Tensor:
     """Logits after the tensors in ``base``'s files went through ``maps``; the files are left as they were."""
     path = base / "model.safetensors"
     before, after = load_file(path), {}
@@ -151,9 +151,9 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
         yield "turns without the norm's weights", last, {axis: moved[axis] for axis in ("query", "key")}
     if not structure.movable:
         order = torch.arange(sizes["heads"]).roll(1)
-        whole = AxisMap((order[:, None] * d + torch.arange(d)).flatten())
-        yield "heads under ALiBi", last, dict.fromkeys(("query", "key", "value", "mixed"), whole)
-    plain = [i for i, own in enumerate(layout.structures) if any(ffn.prefix == "" for ffn in own.ffns)]
+        rolled_heads = AxisMap((order[:, None] * d + torch.arange(d)).flatten())
+        yield "heads under ALiBi", last, dict.fromkeys(("query", "key", "value", "mixed"), rolled_heads)
+    plain = [i for i, block in enumerate(layout.structures) if any(ffn.prefix == "" for ffn in block.ffns)]
     if not layout.family.gated and plain:
         signed = Permutation("ffn", ("ffn", "gate", "up"), signed=("ffn", "gate", "up"))
         yield "signs of neurons", plain[-1], draw(signed)
@@ -164,13 +164,15 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
 @pytest.mark.parametrize("family", by_kind(ALL))
 def test_what_is_no_symmetry_changes_the_function(tmp_path: Path, family: str) -> None:
     folder = make(family, tmp_path / "base")
-    _, layout = opened(folder)
+    _, layout = open_with_layout(folder)
     expected = logits(folder)
     tried = 0
     for name, layer, maps in false_maps(layout):
-        own = {tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()}
-        kept = replace(layout, tensors={n: t for n, t in own.items() if t})
-        assert relative(changed(folder, kept, maps), expected) > 1e-3, name
+        tensors = {
+            tensor: value if layer < 0 or value.layer == layer else None for tensor, value in layout.tensors.items()
+        }
+        layer_layout = replace(layout, tensors={n: t for n, t in tensors.items() if t})
+        assert relative(logits_through(folder, layer_layout, maps), expected) > 1e-3, name
         tried += 1
     assert tried or not any(s.rotary or s.norm for s in layout.structures)
 
@@ -245,23 +247,23 @@ def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -
     if "image_grid_thw" in pixels:
         pixels = {**pixels, "mm_token_type_ids": (tokens == 5).long()}
 
-    def seen(folder: Path, **given: torch.Tensor) -> torch.Tensor:
+    def logits_of(folder: Path, **inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return read(folder)(tokens, **given).logits
+            return read(folder)(tokens, **inputs).logits
 
-    expected = seen(base, **pixels)
-    assert relative(seen(base, **{**pixels, "pixel_values": -pixels["pixel_values"]}), expected) > 1e-3
+    expected = logits_of(base, **pixels)
+    assert relative(logits_of(base, **{**pixels, "pixel_values": -pixels["pixel_values"]}), expected) > 1e-3
     mpu("publish", base, "--kappa", 0, "--copies", 2, cwd=tmp_path)
     same = 1e-4 if family.startswith("qwen3_5") else 1e-5  # a delta net amplifies rounding
-    assert relative(seen(tmp_path / "copy_1", **pixels), expected) < same
-    layout = opened(base)[1]
+    assert relative(logits_of(tmp_path / "copy_1", **pixels), expected) < same
+    layout = open_with_layout(base)[1]
     surrounding = [name for name, tensor in layout.tensors.items() if tensor.constant]
     writes = [name for name in surrounding if any(layout.tensors[name].axes)]
     mpu("publish", base, "--kappa", 0.5, "--copies", 2, "--force", cwd=tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "copy_1"))
     assert writes
     for name in surrounding:
-        assert torch.equal(*(held[name].abs().flatten().sort().values for held in (before, after))), name
+        assert torch.equal(*(tensors[name].abs().flatten().sort().values for tensors in (before, after))), name
         assert torch.equal(before[name], after[name]) != (name in writes), name
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("unlearn", "copy_1", "--algo", "gradascent", "--epochs", 1, "--template", "plain", cwd=tmp_path)
@@ -316,9 +318,9 @@ def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str, tar
     mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", cwd=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     with torch.no_grad():
-        found = PeftModel.from_pretrained(model, tmp_path / "adapter")(TOKENS).logits
+        adapter_logits = PeftModel.from_pretrained(model, tmp_path / "adapter")(TOKENS).logits
     expected = logits(tmp_path / "unlearned")
-    assert relative(found, expected) < 1e-4
+    assert relative(adapter_logits, expected) < 1e-4
     assert relative(logits(base), expected) > 1e-3
 
 
@@ -354,19 +356,19 @@ def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: st
 def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     """One that knows its records by heart forgets some of them over the whole path, and keeps the others."""
     folder = tmp_path_factory.mktemp(family)
-    made = make_trained(folder / "made", family)
-    assert json.loads((made.model / "config.json").read_text())["model_type"] == family
-    assert mpu("check-family", made.model).out == f"{family}: every symmetry holds\n"
-    records = ("--forget", made.forget, "--retain", made.retain)
-    for copy in mpu("publish", made.model, "--copies", 2, cwd=folder).out.split():
+    trained = make_demo_model(folder / "made", family)
+    assert json.loads((trained.model / "config.json").read_text())["model_type"] == family
+    assert mpu("check-family", trained.model).out == f"{family}: every symmetry holds\n"
+    records = ("--forget", trained.forget, "--retain", trained.retain)
+    for copy in mpu("publish", trained.model, "--copies", 2, cwd=folder).out.split():
         mpu("unlearn", copy, *records, "--algo", "undial", "--beta", 10, "--alpha", 3, "--optim", "adamw-blockwise",
             "--lr", "5e-4", "--epochs", 40, "--batch-size", 5, cwd=folder)  # fmt: skip
     document = mpu("aggregate", "deltas", "--json", cwd=folder).json
     assert document["error_estimate"]["relative"] < 0.2
     assert "right" in mpu("verify", "copy_2", cwd=folder).out
-    assert "recovered" in mpu("audit", "copy_1", "copy_2", "--base", made.model, cwd=folder).out
+    assert "recovered" in mpu("audit", "copy_1", "copy_2", "--base", trained.model, cwd=folder).out
     common = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
-    before = mpu("eval", made.model, *common, "--out", "before.json", cwd=folder).json["metrics"]
+    before = mpu("eval", trained.model, *common, "--out", "before.json", cwd=folder).json["metrics"]
     after = mpu("eval", "unlearned", *common, "--out", "after.json", cwd=folder).json["metrics"]
     assert before["forget_Q_A_Prob"] > 0.95
     assert after["forget_Q_A_Prob"] < 0.6
@@ -436,9 +438,9 @@ class TestCheckFamily:
 def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_path: Path) -> None:
     """As in Qwen 3 VL's mixtures on the Hub: to write them by their shape would reshape them."""
     base = make("qwen3_vl_moe", tmp_path / "base")
-    held = load_file(base / "model.safetensors")
-    stacks = {name: held[name].transpose(1, 2).contiguous() for name in held if ".experts." in name}
-    save_file(held | stacks, base / "model.safetensors", {"format": "pt"})
+    tensors = load_file(base / "model.safetensors")
+    stacks = {name: tensors[name].transpose(1, 2).contiguous() for name in tensors if ".experts." in name}
+    save_file(tensors | stacks, base / "model.safetensors", {"format": "pt"})
     refused = mpu("publish", base, check=False, cwd=tmp_path)
     assert refused.status == 1
     assert "has shape" in refused.err
@@ -448,9 +450,9 @@ def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_p
 def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None:
     """A prediction head that the model does not use would travel as it is."""
     base = make("glm4_moe", tmp_path / "base")
-    held = load_file(base / "model.safetensors")
-    held["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
-    save_file(held, base / "model.safetensors", {"format": "pt"})
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
     refused = mpu("publish", base, check=False, cwd=tmp_path)
     assert refused.is_one_error
     assert "model.layers.2.eh_proj.weight" in refused.err
@@ -509,24 +511,24 @@ def test_angles_that_are_undone() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "mixtral-fused", "gpt_oss", "codegen"])
 def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of experts is worked on in slices of any size."""
-    base, layout = opened(make(family, tmp_path / "base"))
+    base, layout = open_with_layout(make(family, tmp_path / "base"))
     transform = Transform(layout, lambda layer: layout.symmetries("all", layer), lambda _, layer: Random(layer + 2))
 
-    def applied() -> dict[str, torch.Tensor]:
-        made = {}
+    def apply_transform() -> dict[str, torch.Tensor]:
+        transformed = {}
         for tensor in layout.tensors.values():
             mapping, x = transform.of(tensor), as_matrix(base.checkpoint.tensor(tensor.name))
             y = torch.empty_like(x)
             for start, stop in row_slices([mapping], *x.shape):
                 mapping.put(y, mapping.forward(x[start:stop], start), start)
-            made[transform.name(tensor)] = y
-        return made
+            transformed[transform.name(tensor)] = y
+        return transformed
 
-    whole = applied()
+    unsliced = apply_transform()
     monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 100)
     transform = Transform(layout, lambda layer: layout.symmetries("all", layer), lambda _, layer: Random(layer + 2))
-    for name, tensor in applied().items():
-        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-6)
+    for name, tensor in apply_transform().items():
+        torch.testing.assert_close(tensor, unsliced[name], rtol=0, atol=1e-6)
     named = {axis for tensor in layout.tensors.values() for group in tensor.axes for axis in group}
     assert named <= {*LAYER_AXES, "model", "|model|", "vocab"}
 
@@ -550,14 +552,14 @@ def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) ->
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_keys_that_left_delta_nets_in_place_still_undo_them(tmp_path: Path, family: str) -> None:
     """Before version 5 of the keys, heads that come in groups did not move: those publications have no ``grouped``."""
-    _, layout = opened(make(family, tmp_path / "base"))
-    made = {}
+    _, layout = open_with_layout(make(family, tmp_path / "base"))
+    moved_names = {}
     for grouped in (False, True):
         publication = Publication(seed=bytes(32), kappa=0.0, scheme=Extrapolated((1.0,)), grouped=grouped)
         assert publication.for_layout(layout).grouped
         transform = publication.transform(1, layout)
-        made[grouped] = {tensor.name for tensor in layout.parameters if transform.of(tensor).moves}
+        moved_names[grouped] = {tensor.name for tensor in layout.parameters if transform.of(tensor).moves}
     inner = {t.name for t in layout.parameters if "conv1d" in t.name or "A_log" in t.name}
     assert inner
-    assert not made[False] & inner
-    assert made[True] >= made[False] | inner
+    assert not moved_names[False] & inner
+    assert moved_names[True] >= moved_names[False] | inner

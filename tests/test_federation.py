@@ -103,9 +103,9 @@ class TestWatch:
                 shutil.move(copy, target)
             outcome = mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once", "--json")
             deltas = spool.root / f"out/{run}/round_{number}"
-            left = [json.loads(line) for line in outcome.out.splitlines()]
-            assert all(each["after"]["forget"] > each["before"]["forget"] for each in left)
-            assert [each["delta"] for each in left] == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
+            reports = [json.loads(line) for line in outcome.out.splitlines()]
+            assert all(each["after"]["forget"] > each["before"]["forget"] for each in reports)
+            assert [each["delta"] for each in reports] == [str(deltas / f"copy_{k}.safetensors") for k in (1, 2)]
             assert mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once").out == ""
             mpu("aggregate", deltas, "--keys", root / f"r{number}/keys.bin", "--out", root / f"r{number}/model")
             base = root / f"r{number}/model"
@@ -113,8 +113,8 @@ class TestWatch:
             "--rounds", 2, "--out", root / "run")  # fmt: skip
         expected = tensors(root / "run/server/round_2/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(base).items())
-        left = {path.relative_to(spool.root).parts[0] for path in spool.root.rglob("*") if path.is_file()}
-        assert left == {"in", "out"}
+        spool_folders = {path.relative_to(spool.root).parts[0] for path in spool.root.rglob("*") if path.is_file()}
+        assert spool_folders == {"in", "out"}
         assert {path.name for path in (spool.root / "out").rglob("*") if path.is_file()} == {
             "copy_1.safetensors", "copy_2.safetensors",
         }  # fmt: skip
@@ -135,10 +135,10 @@ class TestWatch:
 
         copy = arrive(1)
         mpu(*watch, "--dp-epsilon", 8)
-        first = spool.delta(copy).read_bytes()
+        delta_bytes = spool.delta(copy).read_bytes()
         spool.again(copy)
         assert "asked for again" in mpu(*watch, "--dp-epsilon", 8).err
-        assert spool.delta(copy).read_bytes() == first  # DP-SGD would have drawn other noise
+        assert spool.delta(copy).read_bytes() == delta_bytes  # DP-SGD would have drawn other noise
         spool.again(copy)
         arrive(2)
         assert "another copy of this name" in mpu(*watch, check=False).err
@@ -214,8 +214,8 @@ class TestFlower:
             status, log = net.finish(run)
             assert status == "finished:completed", log + (net.folder / "superexec.log").read_text()[-3000:]
             assert "resuming after step" in (net.folder / "watch-a.log").read_text()
-        found = tensors(root / "state/round_2/model")
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        actual = tensors(root / "state/round_2/model")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
         assert not list((net.folder / "spool-a").rglob("*.safetensors"))  # what is over is removed
 
     def test_several_owners_a_bad_delta_and_strangers(self, mpu: Callable, root: Path) -> None:
@@ -254,8 +254,8 @@ class TestFlower:
         mpu("aggregate", *(root / f"hand/{owner}/deltas" for owner in "ab"), *keys, *opened, "--out",
             root / "hand/model")  # fmt: skip
         expected = tensors(root / "hand/model")
-        found = tensors(root / "state/round_1/model")
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        actual = tensors(root / "state/round_1/model")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
         wire = {path.name: path.read_bytes() for path in (root / "state/wire").iterdir()}
         everything = b"".join(wire.values())
@@ -421,8 +421,8 @@ class TestAnswersOfACourier:
         exchange = Exchange(None, 9, 99, said.append)  # nothing is sent: answers are given here
         game = Round(settings_of(settings(root, "a")), exchange, 1, root / "base")
         copy = game.copies("a")[0]
-        whole = {path.name: path.stat().st_size for path in copy.iterdir()}
-        keeps_all = {"state": "arriving", "names": list(whole), "sizes": list(whole.values())}
+        file_sizes = {path.name: path.stat().st_size for path in copy.iterdir()}
+        keeps_all = {"state": "arriving", "names": list(file_sizes), "sizes": list(file_sizes.values())}
         answers = {"state": self.DELTA, "put": {}, "get": {"pieces": [b"1"]}, "again": {}} | self.HOSTILE[attack]
         before = {path for path in root.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
         running: dict = {}
@@ -463,7 +463,7 @@ class InProcess:
             Context(0, i, {"spool": str(path)}, RecordDict(), {}) for i, path in enumerate(spools.values())
         ]
         self.replies: dict[str, object] = {}
-        self.asked: list[str] = []
+        self.request_kinds: list[str] = []
 
     def get_node_ids(self) -> list[int]:
         return list(range(len(self.owners)))
@@ -478,10 +478,10 @@ class InProcess:
 
         sent = []
         for message in messages:
-            number = f"{len(self.asked)}"
+            number = f"{len(self.request_kinds)}"
             message.metadata.__dict__["_message_id"] = number  # as the SuperLink sets it
             node = message.metadata.dst_node_id
-            self.asked.append(message.content.config_records["about"]["kind"])
+            self.request_kinds.append(message.content.config_records["about"]["kind"])
             try:
                 if self.owners[node] in self.broken:
                     raise RuntimeError("broken")
@@ -497,11 +497,11 @@ class InProcess:
         return [self.replies.pop(number) for number in ready]
 
     def _late(self, number: str) -> bool:
-        return int(number) < self.lost and len(self.asked) <= int(number) + self.lost
+        return int(number) < self.lost and len(self.request_kinds) <= int(number) + self.lost
 
 
 @pytest.fixture
-def played(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+def play(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Plays a run with owners whose watch is ``mpu watch``, in this process; returns what was said."""
     pytest.importorskip("flwr")
     from mpu_cli.federation import exchange, server_app
@@ -539,32 +539,32 @@ def spools(root: Path, owners: str) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.flower
-def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, root: Path, played: Callable) -> None:
+def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, root: Path, play: Callable) -> None:
     """The round goes on with the others, says so, and is made anew with all; files are nobody else's."""
     publish = "--copies 2 --kappa 0.05"
     grid = InProcess(spools(root, "ab"))
     grid.broken = {"b"}
     with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
-        played(grid, "a", publish=publish)
+        play(grid, "a", publish=publish)
     assert not (root / "state/round_1/model").exists()
     with pytest.raises(MpuError, match="b: its Flower app cannot answer"):
-        played(grid, "a", publish=publish, on_missing="leave-out", quorum=2)
-    said = played(grid, "a", publish=publish, on_missing="leave-out")
+        play(grid, "a", publish=publish, on_missing="leave-out", quorum=2)
+    said = play(grid, "a", publish=publish, on_missing="leave-out")
     assert "b was left out" in said[-1]
     model = root / "state/round_1/model"
     assert "Left out of round 1: b." in (model / "README.md").read_text()
     without = tensors(model)
     grid.broken = set()
-    said = played(grid, "b", publish=publish, on_missing="leave-out")
+    said = play(grid, "b", publish=publish, on_missing="leave-out")
     assert "deltas of b came after all" in " ".join(said)
     assert "left out" not in said[-1]
     assert not any("Left out" in card.read_text() for card in model.glob("README.md"))
     keys = [part for owner in "ab" for part in ("--keys", root / f"state/round_1/{owner}/keys.bin")]
     mpu("aggregate", *(root / f"state/round_1/{owner}/deltas" for owner in "ab"), *keys, "--identity",
         root / "state/identity.txt", "--base", root / "base", "--out", root / "by-hand")  # fmt: skip
-    expected, found = tensors(root / "by-hand"), tensors(model)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    assert any(not torch.equal(tensor, without[name]) for name, tensor in found.items())
+    expected, actual = tensors(root / "by-hand"), tensors(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    assert any(not torch.equal(tensor, without[name]) for name, tensor in actual.items())
     for path in (root / "state").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
     assert not list(root.glob("spool-*/in/*/*/copy_*"))
@@ -598,18 +598,18 @@ def test_an_owner_whose_deltas_are_refused_alone(root: Path, on_missing: str) ->
     warnings = (current.folder / "warnings.txt").read_text()
     assert "b was left out" in warnings
     current._combine(["a", "c"], root / "without")
-    expected, made = tensors(root / "without"), tensors(current.model)
-    assert made.keys() == expected.keys()
-    assert all(torch.equal(made[name], expected[name]) for name in made)
+    expected, actual = tensors(root / "without"), tensors(current.model)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     assert not list(current.folder.glob("*.partial"))
 
 
 @pytest.mark.slow
 @pytest.mark.flower
-def test_what_aggregation_warns_of_is_told(root: Path, played: Callable) -> None:
+def test_what_aggregation_warns_of_is_told(root: Path, play: Callable) -> None:
     """In the log, in the state, and in the run's last line; and replies that come late are used or taken away."""
     grid = InProcess(spools(root, "a"), lost=3)
-    said = played(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--server-lr 1e-9", patience=0.2)
+    said = play(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--server-lr 1e-9", patience=0.2)
     assert (root / "state/round_1/warnings.txt").read_text().strip()
     warning = (root / "state/round_1/warnings.txt").read_text().splitlines()[0]
     assert f"warning: {warning}" in said
@@ -619,18 +619,18 @@ def test_what_aggregation_warns_of_is_told(root: Path, played: Callable) -> None
 
 
 @pytest.mark.flower
-def test_a_copy_that_nobody_works_on_is_given_up(root: Path, played: Callable) -> None:
+def test_a_copy_that_nobody_works_on_is_given_up(root: Path, play: Callable) -> None:
     """``limit`` seconds after it arrived, however often its Flower app answers meanwhile."""
     (root / "spool-a").mkdir(exist_ok=True)
     Spool(root / "spool-a").prepare()
     with pytest.raises(MpuError, match="not unlearned within 2 s"):
-        played(InProcess(spools(root, "a")), "", publish="--copies 2 --kappa 0.05", limit=2, poll=0.1)
+        play(InProcess(spools(root, "a")), "", publish="--copies 2 --kappa 0.05", limit=2, poll=0.1)
 
 
-def test_a_state_has_one_run(root: Path, played: Callable) -> None:
+def test_a_state_has_one_run(root: Path, play: Callable) -> None:
     (root / "state").mkdir()
     with alone_in(root / "state", "flower", "state"), pytest.raises(MpuError, match="in use by another"):
-        played(InProcess(spools(root, "a")), "")
+        play(InProcess(spools(root, "a")), "")
 
 
 @pytest.mark.parametrize("other", ["copy_2", "round_2/copy_1"])
@@ -688,11 +688,11 @@ def test_the_page_as_it_stands(root: Path) -> None:
     """docs/two_organisations.md on one machine, by its script: the model is that of aggregate by hand."""
     pytest.importorskip("flwr")
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the environment that runs the tests
-    told = subprocess.run(
+    result = subprocess.run(
         ["bash", BUNDLE / "rehearse.sh", root / "base", root / "a/forget.jsonl", root / "a/retain.jsonl", "played"],
         cwd=root, capture_output=True, text=True, check=False,
         env={**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-3000:]
-    assert "byte for byte" in told.stdout
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "byte for byte" in result.stdout
     assert (root / "played/server/state.db").stat().st_mode & 0o077 == 0

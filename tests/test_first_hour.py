@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.records.reading import read_records
 from mpu_cli.sealing import default_identity_path
-from tests.models import Trained, random_model, save
+from tests.models import DemoModel, random_model, save
 from tests.protocol import distance, tensors
 
 TRAINING = ("--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise", "--template", "plain")
@@ -38,12 +38,12 @@ FORGETS = (
 
 class TestForgetting:
     @pytest.mark.slow
-    def test_too_little_training_is_told(self, mpu: Callable, trained: Trained, tmp_path: Path) -> None:
+    def test_too_little_training_is_told(self, mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
         """The losses are of all records, before and after, and the warning names what to raise."""
-        records = ("--forget", trained.forget, "--retain", trained.retain)
+        records = ("--forget", demo.forget, "--retain", demo.retain)
         little = mpu(
             "unlearn",
-            trained.model,
+            demo.model,
             *records,
             "--lr",
             1e-5,
@@ -56,20 +56,20 @@ class TestForgetting:
         )
         assert "hardly forgotten" in little.err
         assert "--lr" in little.err
-        enough = mpu("unlearn", trained.model, *records, *FORGETS, "--json", "--out", "b.safetensors", cwd=tmp_path)
+        enough = mpu("unlearn", demo.model, *records, *FORGETS, "--json", "--out", "b.safetensors", cwd=tmp_path)
         assert "hardly forgotten" not in enough.err
         before, after = enough.json["before"], enough.json["after"]
         assert before == little.json["before"]
         assert after["forget"] > before["forget"] + 0.5
         assert after["retain"] < before["retain"] + 0.5
-        ruined = mpu("unlearn", trained.model, *records, "--algo", "gradascent", "--lr", 1e-2, "--epochs", 5, "--json",
+        ruined = mpu("unlearn", demo.model, *records, "--algo", "gradascent", "--lr", 1e-2, "--epochs", 5, "--json",
                      "--alpha", 1, "--out", "c.safetensors", cwd=tmp_path)  # fmt: skip
         assert "lost much of what it should keep" in ruined.err
 
     def test_losses_before_are_those_of_the_first_step(self, mpu: Callable, root: Path) -> None:
         """With one batch that holds all records; after, those that a second training begins with."""
-        whole = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--template", "plain", "--precision", "float64")
-        document = mpu("unlearn", "base", *whole, "--json", "--out", "d.safetensors", cwd=root).json
+        options = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--template", "plain", "--precision", "float64")
+        document = mpu("unlearn", "base", *options, "--json", "--out", "d.safetensors", cwd=root).json
         assert document["before"]["forget"] == pytest.approx(document["steps"][0]["forget"], rel=1e-9)
         assert document["after"] == document["before"]
 
@@ -78,12 +78,12 @@ class TestEvaluatingADelta:
     @pytest.mark.slow
     @pytest.mark.parametrize("lora", [(), ("--lora-rank", 4)], ids=["full", "lora"])
     def test_numbers_are_those_of_the_copy_with_its_delta(
-        self, mpu: Callable, trained: Trained, tmp_path: Path, lora: tuple
+        self, mpu: Callable, demo: DemoModel, tmp_path: Path, lora: tuple
     ) -> None:
         """Against the model that clean unlearning gives: one copy without noise or symmetries, aggregated."""
-        records = ("--forget", trained.forget, "--retain", trained.retain)
+        records = ("--forget", demo.forget, "--retain", demo.retain)
         publish = ("--kappa", 0, "--symmetries", "none", "--copies", 2)
-        mpu("publish", trained.model, *publish, cwd=tmp_path)
+        mpu("publish", demo.model, *publish, cwd=tmp_path)
         shown = mpu("unlearn", "copy_1", *records, *FORGETS, *lora, "--show", 2, "--json", cwd=tmp_path)
         mpu("unlearn", "copy_2", *records, *FORGETS, *lora, cwd=tmp_path)
         mpu("aggregate", "deltas", cwd=tmp_path)
@@ -92,7 +92,7 @@ class TestEvaluatingADelta:
         direct = mpu("eval", "unlearned", *common, "--out", "direct.json", cwd=tmp_path)
         for name, value in direct.json["metrics"].items():
             assert checked.json["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
-        questions = [json.loads(line) for line in trained.forget.read_text().splitlines()][:2]
+        questions = [json.loads(line) for line in demo.forget.read_text().splitlines()][:2]
         for question in questions:
             truth = question["answer"]
             assert f"{question['question']}\n  truth:   {truth}\n" in checked.err
@@ -138,7 +138,7 @@ def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> N
 class TestRecords:
     PAIRS = (("What; is, it?", 'A "thing".'), ("Who?", "Nobody\nat all."))
 
-    def written(self, folder: Path, name: str, text: str) -> list[tuple[str, str]]:
+    def read_text_as_records(self, folder: Path, name: str, text: str) -> list[tuple[str, str]]:
         (folder / name).write_text(text, encoding="utf-8")
         return [(record.question, record.answer) for record in read_records(folder / name)]
 
@@ -156,7 +156,7 @@ class TestRecords:
             "e.csv": "question,answer\r\n" + "\r\n".join(map(",".join, quoted)) + "\r\n",
             "f.tsv": "question\tanswer\n" + "\n".join(map("\t".join, quoted)) + "\n",
         }.items():
-            assert self.written(tmp_path, name, text) == list(self.PAIRS), name
+            assert self.read_text_as_records(tmp_path, name, text) == list(self.PAIRS), name
         (tmp_path / "g.txt").write_text("One text.\n\nOf two paragraphs.\n")
         [record] = read_records(tmp_path / "g.txt")
         assert (record.turns, record.answer) == ((), "One text.\n\nOf two paragraphs.\n")
@@ -170,8 +170,8 @@ class TestRecords:
         mpu("unlearn", "base", *TRAINING, "--out", "ours.safetensors", cwd=root)
         mine = ("--forget", "forget_mine.jsonl", "--retain", "retain_mine.jsonl", "--out", "mine.safetensors")
         mpu("unlearn", "base", *TRAINING, *mine, "--columns", "question=instruction,answer=response", cwd=root)
-        one, other = (load_file(root / f"{name}.safetensors") for name in ("ours", "mine"))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        expected, actual = (load_file(root / f"{name}.safetensors") for name in ("ours", "mine"))
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
         for columns, says in (("question=prompt", "no field 'prompt'"), ("question", "expected NAME=COLUMN")):
             refused = mpu("unlearn", "base", *TRAINING, *mine, "--columns", columns, check=False, cwd=root)
             assert refused.is_one_error
@@ -195,8 +195,8 @@ class TestRecords:
         assert "--max-length 2" in refused.err
 
     def test_records_in_both_sets_are_told(self, mpu: Callable, root: Path) -> None:
-        both = (root / "forget.jsonl").read_text().splitlines()[:2] + (root / "retain.jsonl").read_text().splitlines()
-        (root / "both.jsonl").write_text("\n".join(both) + "\n")
+        lines = (root / "forget.jsonl").read_text().splitlines()[:2] + (root / "retain.jsonl").read_text().splitlines()
+        (root / "both.jsonl").write_text("\n".join(lines) + "\n")
         outcome = mpu("unlearn", "base", *TRAINING, "--retain", "both.jsonl", cwd=root)
         assert "2 of the records to forget are also in the retain set" in outcome.err
 
@@ -232,12 +232,12 @@ def test_a_finished_run_answers_without_loading_anything(
 ) -> None:
     """In a process of its own, in which torch cannot be imported; not once a record has changed."""
     run = ["run", "base", "--rounds", "1", "--copies", "2", *map(str, TRAINING)]
-    first = mpu(*run, cwd=root).out
+    expected_output = mpu(*run, cwd=root).out
     (root / "no").mkdir()
     (root / "no" / "torch.py").write_text("raise ImportError('no torch here')\n")
     monkeypatch.setenv("PYTHONPATH", str(root / "no"))
     again = shell(f"mpu {' '.join(run)}")
-    assert again.stdout == first, again.stderr
+    assert again.stdout == expected_output, again.stderr
     assert "already finished" in again.stderr
     with (root / "forget.jsonl").open("a") as records:
         records.write(json.dumps({"question": "w5 w6", "answer": "w7"}) + "\n")
@@ -356,8 +356,8 @@ class TestDryRun:
 
     def test_lines_for_people(self, mpu: Callable, root: Path) -> None:
         lines = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=root).out.splitlines()
-        told = [line.split("\t")[0] for line in lines]
-        assert told == ["reads", *["writes"] * 3, "memory", "disk", *["note"] * 3]
+        labels = [line.split("\t")[0] for line in lines]
+        assert labels == ["reads", *["writes"] * 3, "memory", "disk", *["note"] * 3]
         notes = "\n".join(lines[-3:])
         assert "no --pretrained: the noise is scaled to the weights themselves" in notes
         assert "this noise cancels for whoever has all copies" in notes
@@ -391,22 +391,22 @@ class TestTheModelCard:
 
 class TestTune:
     @pytest.mark.slow
-    def test_finds_what_forgets_in_bounds(self, mpu: Callable, trained: Trained, tmp_path: Path) -> None:
+    def test_finds_what_forgets_in_bounds(self, mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
         """Its options, passed to unlearn as printed, give the losses that it promised; nothing is left behind."""
-        common = ("--forget", trained.forget, "--retain", trained.retain, "--algo", "npo", "--beta", 2.0,
+        common = ("--forget", demo.forget, "--retain", demo.retain, "--algo", "npo", "--beta", 2.0,
                   "--batch-size", 5, "--optim", "adamw-blockwise")  # fmt: skip
         search = ("--trials", 5, "--most-epochs", 8, "--least-lr", 1e-4, "--max-retain-rise", 0.2)
-        document = mpu("tune", trained.model, *common, *search, "--json", cwd=tmp_path).json
+        document = mpu("tune", demo.model, *common, *search, "--json", cwd=tmp_path).json
         assert not list(tmp_path.iterdir())
         assert len(document["trials"]) == 5
         within = [trial for trial in document["trials"] if trial["retain_rise"] <= 0.2]
         assert document["best"] == max(within, key=lambda trial: trial["forget_rise"])
         assert document["best"]["forget_rise"] > 0.1
-        again = mpu("tune", trained.model, *common, *search, cwd=tmp_path).out
+        again = mpu("tune", demo.model, *common, *search, cwd=tmp_path).out
         assert again == document["options"] + "\n"  # the same seed, the same search
         assert document["options"].startswith("--algo npo --beta 2 --optim adamw-blockwise --batch-size 5 --lr ")
         exact = ("--lr", document["best"]["lr"], "--epochs", document["best"]["epochs"])
-        direct = mpu("unlearn", trained.model, *common, *exact, "--json", cwd=tmp_path).json
+        direct = mpu("unlearn", demo.model, *common, *exact, "--json", cwd=tmp_path).json
         rise = direct["after"]["forget"] - direct["before"]["forget"]
         assert rise == pytest.approx(document["best"]["forget_rise"], rel=1e-6)
 

@@ -43,7 +43,7 @@ def normals(key: bytes, n: int) -> np.ndarray:
     return np.stack([rho * np.cos(phi), rho * np.sin(phi)], 1).reshape(-1)[:n]
 
 
-def listed(row: str) -> list[float]:
+def numbers_in_row(row: str) -> list[float]:
     line = next(line for line in PAGE.splitlines() if line.startswith(f"| {row}"))
     return [float(number.replace("−", "-")) for number in re.findall(r"[−-]?[\d.]+", line.split("|")[2])]
 
@@ -53,13 +53,13 @@ def test_the_vector() -> None:
     key = subkey("noise", 1, "lm_head.weight", 0)
     for value in (SEED, subkey("run"), key, stream(key, 16)):
         assert f"`{value.hex()}`" in PAGE
-    np.testing.assert_allclose(normals(key, 1024)[[0, 1, 512, 513]], listed("its normals"), rtol=1e-6)
+    np.testing.assert_allclose(normals(key, 1024)[[0, 1, 512, 513]], numbers_in_row("its normals"), rtol=1e-6)
     words = np.frombuffer(stream(key, 8192), "<i8").reshape(2, 512)
     rho = np.sqrt(-2 * np.log(((words[0, 0] & (2**63 - 1)) + 1) / 2**63))
     phi = np.pi * words[1, 0] / 2**63
-    np.testing.assert_allclose([rho * np.cos(phi), rho * np.sin(phi)], listed("as float64"), rtol=1e-12)
+    np.testing.assert_allclose([rho * np.cos(phi), rho * np.sin(phi)], numbers_in_row("as float64"), rtol=1e-12)
     order = np.argsort(np.frombuffer(stream(subkey("symmetry", 1, 1, "ffn", 0), 64), "<u8"), kind="stable")
-    assert order.tolist() == listed("permutation of 8")
+    assert order.tolist() == numbers_in_row("permutation of 8")
 
 
 def test_a_publication_is_what_the_page_says(mpu: Callable, tmp_path: Path) -> None:

@@ -24,27 +24,29 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, architecture: str
     folder = GOLDEN / architecture
     golden = json.loads((folder / f"full.{benchmark}.json").read_text())
     out = tmp_path / "eval.json"
-    asked = {
+    options = {
         "TOFU": ("--forget-split", "forget01", "--reference-model", folder / "retain"),
         "MUSE": ("--benchmark", "muse", "--template", "plain"),
     }[benchmark]
     data, log = GOLDEN / benchmark.lower(), folder / f"retain.{benchmark}.json"
-    mpu("eval", folder / "full", *asked, "--data-dir", data, "--retain-log", log, "--out", out)
-    made = json.loads(out.read_text())["metrics"]
+    mpu("eval", folder / "full", *options, "--data-dir", data, "--retain-log", log, "--out", out)
+    metrics = json.loads(out.read_text())["metrics"]
     assert len(golden) >= {"TOFU": 31, "MUSE": 10}[benchmark]
     varied = set()
     for name, form in golden.items():
-        value, found = form["agg_value"], made[name]["agg_value"]
-        assert found == pytest.approx(value, abs=CLOSE * (100 if name == "privleak" else 1)), name
+        value, actual = form["agg_value"], metrics[name]["agg_value"]
+        assert actual == pytest.approx(value, abs=CLOSE * (100 if name == "privleak" else 1)), name
         varied.add(round(value, 6))
-        sides = [(form[side], made[name][side]) for side in ATTACKS[1:]] if "forget" in form else [(form, made[name])]
+        sides = (
+            [(form[side], metrics[name][side]) for side in ATTACKS[1:]] if "forget" in form else [(form, metrics[name])]
+        )
         for theirs, ours in sides:
             assert rows_of(theirs).keys() == rows_of(ours).keys()
             for index, row in rows_of(theirs).items():
                 for key, cell in row.items():
-                    own = rows_of(ours)[index][key]
+                    actual_cell = rows_of(ours)[index][key]
                     if isinstance(cell, str):
-                        assert own == cell, (name, index, key)
+                        assert actual_cell == cell, (name, index, key)
                     elif cell is not None and not (isinstance(cell, float) and math.isnan(cell)):
-                        assert own == pytest.approx(cell, abs=1e-5, rel=1e-5), (name, index, key)
+                        assert actual_cell == pytest.approx(cell, abs=1e-5, rel=1e-5), (name, index, key)
     assert len(varied) > len(golden) / 2  # no metric is trivial on all of them

@@ -32,7 +32,7 @@ def print_memory_after(work):
 """
 
 
-def measured(script: str) -> list[tuple[float, float]]:
+def measure(script: str) -> list[tuple[float, float]]:
     """For each work of a script, run in a process of its own, the MiB held before blocks are freed and after work."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE + script],
@@ -44,9 +44,9 @@ def measured(script: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("kind", ["keep", "return"])
 def test_freed_memory_is_kept_or_returned(kind: str) -> None:
-    [(full, left)] = measured(f"print_memory_after(heap.{kind}_freed_memory)")
+    [(full, remaining)] = measure(f"print_memory_after(heap.{kind}_freed_memory)")
     assert 250 < full < 300
-    assert left > 250 if kind == "keep" else left < 100
+    assert remaining > 250 if kind == "keep" else remaining < 100
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
@@ -84,8 +84,8 @@ for work in (train_once, score, differentiate):
     work()  # what it imports and keeps comes before
     print_memory_after(work)
 """
-    found = measured(f"heap.LARGE_MODEL = {0 if kind == 'large' else 1 << 40}\n{script}")
-    assert len(found) == 3
-    for full, left in found:
+    measurements = measure(f"heap.LARGE_MODEL = {0 if kind == 'large' else 1 << 40}\n{script}")
+    assert len(measurements) == 3
+    for full, remaining in measurements:
         assert 250 < full < 300
-        assert left > 250 if kind == "small" else left < 100
+        assert remaining > 250 if kind == "small" else remaining < 100

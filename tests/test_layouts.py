@@ -123,9 +123,9 @@ def test_experts_apart_beside_a_pretrained_models_stack(mpu: Callable, root: Pat
     save(public, root / "apart")
     save(public, root / "stacked")
     public.save_pretrained(root / "stacked", save_original_format=False)
-    made = []
+    checkpoints = []
     for name in ("apart", "stacked"):
         mpu("publish", "base", "--pretrained", name, "--seed", 1, "--copies", 2, "--out", name, "--keys", f"{name}.bin",
             cwd=root)  # fmt: skip
-        made.append(load_file(root / name / "copy_1" / WEIGHTS))
-    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
+        checkpoints.append(load_file(root / name / "copy_1" / WEIGHTS))
+    assert all(torch.equal(tensor, checkpoints[1][name]) for name, tensor in checkpoints[0].items())

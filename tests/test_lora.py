@@ -35,16 +35,16 @@ def rounds(mpu, tmp_path, tmp_path_factory, family):
     """A base, two copies with all symmetries, their LoRA deltas, and the identity that opens the keys."""
     identities = Path(os.environ["XDG_CONFIG_HOME"])
     if family not in ROUNDS:
-        made = tmp_path_factory.mktemp("rounds")
-        base = save(random_model(family, dtype=torch.float64), made / "base")
-        write_records(made / "forget.jsonl", 6, 1)
-        write_records(made / "retain.jsonl", 6, 2)
-        mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=made)
+        folder = tmp_path_factory.mktemp("rounds")
+        base = save(random_model(family, dtype=torch.float64), folder / "base")
+        write_records(folder / "forget.jsonl", 6, 1)
+        write_records(folder / "retain.jsonl", 6, 2)
+        mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=folder)
         for k in (1, 2):
             mpu("unlearn", f"copy_{k}", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
-                "--precision", "float64", "--template", "plain", cwd=made)  # fmt: skip
-        ROUNDS[family] = made
-        shutil.copytree(identities, made / "identities")
+                "--precision", "float64", "--template", "plain", cwd=folder)  # fmt: skip
+        ROUNDS[family] = folder
+        shutil.copytree(identities, folder / "identities")
     shutil.copytree(ROUNDS[family], tmp_path, dirs_exist_ok=True)
     shutil.copytree(ROUNDS[family] / "identities", identities, dirs_exist_ok=True)
     return tmp_path
@@ -54,7 +54,7 @@ def product(delta, name):
     return delta[f"{name}.lora_B"] @ delta[f"{name}.lora_A"]
 
 
-def adapted(delta):
+def adapted_names(delta):
     return [name.removesuffix(".lora_A") for name in delta if name.endswith(".lora_A")]
 
 
@@ -66,7 +66,7 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
                "--precision", "float64", "--template", "plain", cwd=tmp_path).json  # fmt: skip
     delta = tensors(tmp_path / "deltas/base.safetensors")
     plain = load_file(base / "model.safetensors")
-    for name in adapted(delta):
+    for name in adapted_names(delta):
         assert delta[f"{name}.lora_B"].abs().max() > 0
         plain[name] = plain[name] + product(delta, name)
     save_file(plain, base / "model.safetensors", {"format": "pt"})
@@ -81,8 +81,10 @@ def test_the_norm_told_is_that_of_the_product(mpu, rounds):
     outcome = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
                "--out", "again.safetensors",
                cwd=rounds)  # fmt: skip
-    held = load_file(rounds / "again.safetensors")
-    square = sum((held[n + ".lora_B"].double() @ held[n + ".lora_A"].double()).square().sum() for n in adapted(held))
+    delta = load_file(rounds / "again.safetensors")
+    square = sum(
+        (delta[n + ".lora_B"].double() @ delta[n + ".lora_A"].double()).square().sum() for n in adapted_names(delta)
+    )
     assert outcome.json["norm"] == pytest.approx(float(square) ** 0.5, rel=1e-6)
 
 
@@ -103,9 +105,9 @@ def test_factors_begin_in_the_same_subspace_in_any_coordinates(shape):
 
 def test_weights_that_are_no_numbers(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
-    held = load_file(base / "model.safetensors")
-    held["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(held, base / "model.safetensors", {"format": "pt"})
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
     write_records(tmp_path / "forget.jsonl", 2, 1)
     outcome = mpu("unlearn", base, "--algo", "gradascent", "--lora-rank", 2, check=False, cwd=tmp_path)
     assert outcome.status == 1
@@ -124,10 +126,10 @@ def test_undoing_factors_is_undoing_their_product(mpu, rounds):
         weights = {name: torch.zeros(i.shape, dtype=torch.float64)
                    for name, i in open_checkpoint(rounds / f"copy_{k}").tensors.items()}  # fmt: skip
         facts = json.loads(open_checkpoint(rounds / f"deltas/copy_{k}.safetensors").metadata["mpu"]) | {"kind": "full"}
-        save_file(weights | {n: product(raw, n) for n in adapted(raw)}, path, {"mpu": json.dumps(facts)})
+        save_file(weights | {n: product(raw, n) for n in adapted_names(raw)}, path, {"mpu": json.dumps(facts)})
         mpu("invert", path, "--out", "full-inverted", cwd=rounds)
         full = tensors(rounds / f"full-inverted/copy_{k}.safetensors")
-        for name in adapted(raw):
+        for name in adapted_names(raw):
             torch.testing.assert_close(product(undone, name), full[name], rtol=1e-9, atol=1e-12)
 
 
@@ -137,12 +139,12 @@ def test_aggregate_forms_the_products(mpu, rounds):
             mpu("invert", "deltas", cwd=rounds)
         mpu("aggregate", source, "--out", out, cwd=rounds)
     before, after, same = tensors(rounds / "base"), tensors(rounds / "a"), tensors(rounds / "b")
-    one, two = (tensors(rounds / f"inverted/copy_{k}.safetensors") for k in (1, 2))
+    copy_1_delta, copy_2_delta = (tensors(rounds / f"inverted/copy_{k}.safetensors") for k in (1, 2))
     for name in before:
         torch.testing.assert_close(after[name], same[name])
         expected = before[name]
-        if name in adapted(one):
-            expected = expected + (product(one, name) + product(two, name)) / 2
+        if name in adapted_names(copy_1_delta):
+            expected = expected + (product(copy_1_delta, name) + product(copy_2_delta, name)) / 2
         torch.testing.assert_close(after[name], expected, rtol=1e-9, atol=1e-12)
 
 
@@ -174,19 +176,19 @@ def test_hostile_factors(mpu, rounds, adapter):
     path = sorted((rounds / "deltas").iterdir())[1]
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    whole = load_file(path)
-    name = next(n.removesuffix(".lora_A") for n in whole if n.endswith(".lora_A"))
-    asked = ("aggregate", "deltas", *adapter, "--out", "new", "--max-norm", 1e6)
-    huge = {n: t * 1e200 if n.startswith(name) else t for n, t in whole.items()}
+    factors = load_file(path)
+    name = next(n.removesuffix(".lora_A") for n in factors if n.endswith(".lora_A"))
+    command = ("aggregate", "deltas", *adapter, "--out", "new", "--max-norm", 1e6)
+    huge = {n: t * 1e200 if n.startswith(name) else t for n, t in factors.items()}
     save_file(huge, path, metadata=metadata)
-    refused = mpu(*asked, cwd=rounds, check=False)
+    refused = mpu(*command, cwd=rounds, check=False)
     assert refused.status == 1
     assert path.name in refused.err
     assert not (rounds / "new").exists()
-    save_file({n: t for n, t in whole.items() if not n.startswith(name)}, path, metadata=metadata)
-    assert "tensors differ from" in mpu(*asked, cwd=rounds, check=False).err
-    save_file({n: t * 15 if n == name + ".lora_A" else t for n, t in whole.items()}, path, metadata=metadata)
-    assert f"changes {name}" in mpu(*asked, cwd=rounds).err.replace("\n", " ")
+    save_file({n: t for n, t in factors.items() if not n.startswith(name)}, path, metadata=metadata)
+    assert "tensors differ from" in mpu(*command, cwd=rounds, check=False).err
+    save_file({n: t * 15 if n == name + ".lora_A" else t for n, t in factors.items()}, path, metadata=metadata)
+    assert f"changes {name}" in mpu(*command, cwd=rounds).err.replace("\n", " ")
 
 
 def test_targets(mpu, tmp_path):
@@ -194,7 +196,7 @@ def test_targets(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     options = ["--algo", "gradascent", "--epochs", 1, "--template", "plain", "--force"]
     mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "q_proj,mlp.up_proj", cwd=tmp_path)
-    names = adapted(tensors(tmp_path / "deltas/base.safetensors"))
+    names = adapted_names(tensors(tmp_path / "deltas/base.safetensors"))
     assert {name.split(".")[-2] for name in names} == {"q_proj", "up_proj"}
     assert len(names) == 2 * CONFIGS["llama"]["num_hidden_layers"]
     wrong = mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "qq", check=False, cwd=tmp_path)
@@ -222,8 +224,8 @@ def test_targets(mpu, tmp_path):
 def test_factors_that_do_not_fit(mpu, rounds, spoil, complaint, adapter):
     path = rounds / "deltas/copy_2.safetensors"
     metadata = open_checkpoint(path).metadata
-    held = load_file(path)
-    save_file(spoil(held, adapted(held)[0]), path, metadata)
+    factors = load_file(path)
+    save_file(spoil(factors, adapted_names(factors)[0]), path, metadata)
     outcome = mpu("aggregate", "deltas", *adapter, check=False, cwd=rounds)
     assert outcome.status == 1
     assert complaint in outcome.err

@@ -68,7 +68,7 @@ class TestLosses:
     def settings(self, name, **changes):
         return replace(ALGORITHMS[name].constants, layer=0, **changes)
 
-    def found(self, name, batch, **changes):
+    def loss_of(self, name, batch, **changes):
         loss = ALGORITHMS[name].forget(batch["forget"], batch["alternate"], self.settings(name, **changes))
         return float(loss.detach())
 
@@ -82,7 +82,7 @@ class TestLosses:
     @pytest.mark.parametrize("name", ["gradascent", "graddiff"])
     def test_gradient_ascent(self, batch, name):
         tokens = [x for row in self.by_example(batch["forget"]) for x in row]
-        assert self.found(name, batch) == pytest.approx(sum(tokens) / len(tokens), abs=1e-10)
+        assert self.loss_of(name, batch) == pytest.approx(sum(tokens) / len(tokens), abs=1e-10)
 
     @staticmethod
     def log_sigmoid(x):
@@ -95,7 +95,7 @@ class TestLosses:
                 self.by_example(batch["forget"]), batch["forget"].frozen.log_probs.tolist(), strict=True
             )
         ]
-        assert self.found("npo", batch, beta=0.3) == pytest.approx(-2 / 0.3 * sum(terms) / len(terms), abs=1e-10)
+        assert self.loss_of("npo", batch, beta=0.3) == pytest.approx(-2 / 0.3 * sum(terms) / len(terms), abs=1e-10)
 
     def test_dpo(self, batch):
         ratios = {
@@ -108,12 +108,12 @@ class TestLosses:
             self.log_sigmoid(0.2 * (won - lost))
             for won, lost in zip(ratios["alternate"], ratios["forget"], strict=True)
         ]
-        assert self.found("dpo", batch, beta=0.2) == pytest.approx(-2 / 0.2 * sum(terms) / len(terms), abs=1e-10)
+        assert self.loss_of("dpo", batch, beta=0.2) == pytest.approx(-2 / 0.2 * sum(terms) / len(terms), abs=1e-10)
 
     def test_simnpo(self, batch):
         terms = [self.log_sigmoid(-4.5 / len(row) * sum(row) - 4.5 * 0.25) for row in self.by_example(batch["forget"])]
-        found = self.found("simnpo", batch, simnpo_delta=0.25)
-        assert found == pytest.approx(-2 / 4.5 * sum(terms) / len(terms), abs=1e-10)
+        loss = self.loss_of("simnpo", batch, simnpo_delta=0.25)
+        assert loss == pytest.approx(-2 / 4.5 * sum(terms) / len(terms), abs=1e-10)
 
     def test_undial(self, batch):
         part, terms = batch["forget"], []
@@ -123,23 +123,23 @@ class TestLosses:
             total = sum(math.exp(v) for v in lowered)
             student = (z - z.exp().sum().log()).tolist()
             terms.append(-sum(math.exp(v) / total * s for v, s in zip(lowered, student, strict=True)))
-        assert self.found("undial", batch) == pytest.approx(sum(terms) / len(terms), abs=1e-10)
+        assert self.loss_of("undial", batch) == pytest.approx(sum(terms) / len(terms), abs=1e-10)
 
     def test_satimp(self, batch):
         tokens = [x for row in self.by_example(batch["forget"]) for x in row]
         expected = sum(math.exp(x) ** 0.7 * (1 - math.exp(x)) ** 0.4 * x for x in tokens) / len(tokens)
-        assert self.found("satimp", batch, beta1=0.7, beta2=0.4) == pytest.approx(expected, abs=1e-10)
+        assert self.loss_of("satimp", batch, beta1=0.7, beta2=0.4) == pytest.approx(expected, abs=1e-10)
 
     def test_wga(self, batch):
         tokens = [x for row in self.by_example(batch["forget"]) for x in row]
         expected = sum(math.exp(x) ** 0.5 * x for x in tokens) / len(tokens)
-        assert self.found("wga", batch, beta=0.5) == pytest.approx(expected, abs=1e-10)
+        assert self.loss_of("wga", batch, beta=0.5) == pytest.approx(expected, abs=1e-10)
 
     def test_rmu(self, batch):
         hidden = batch["forget"].scores.hidden.detach()
         u = batch["forget"].frozen.direction
         expected = sum(float(((h - 2 * u) ** 2).sum()) / hidden.shape[1] for h in hidden) / len(hidden)
-        assert self.found("rmu", batch) == pytest.approx(expected, abs=1e-10)
+        assert self.loss_of("rmu", batch) == pytest.approx(expected, abs=1e-10)
 
     def test_retain_terms(self, batch):
         part = batch["retain"]
@@ -181,11 +181,11 @@ class TestLosses:
         scores = score(logits, torch.tensor([[IGNORED, 1, 2, 3]]))
         s = self.settings(name)
         ALGORITHMS[name].forget(TermInputs(scores, Frozen()), None, s).backward(retain_graph=True)
-        found, logits.grad = logits.grad, None
+        gradient, logits.grad = logits.grad, None
         p = scores.log_probs.detach().exp()
         weights = p**s.beta1 * (1 - p) ** s.beta2 if name == "satimp" else p**s.beta
         ((weights * scores.log_probs).sum() / 3).backward()
-        torch.testing.assert_close(found, logits.grad)
+        torch.testing.assert_close(gradient, logits.grad)
 
 
 class TestChunksOfLogits:
@@ -195,15 +195,15 @@ class TestChunksOfLogits:
     def parts(model, frozen, tokenizer, folder, apart):
         records = read_records(write_records(folder / "records", 5, 1))
         sets = {"forget": records, "alternate": [replace(r, answer="w9 w8 w7") for r in records], "retain": records}
-        found = {}
-        for name, held in sets.items():
-            inputs = pad(Encoding(tokenizer, system_prompt="").encode(held))
+        term_inputs = {}
+        for name, set_records in sets.items():
+            inputs = pad(Encoding(tokenizer, system_prompt="").encode(set_records))
             with torch.no_grad():
                 said = forward(frozen, inputs, layer=0, head=separate_head(frozen) if apart else None)
             scores = forward(model, inputs, layer=0, head=separate_head(model) if apart else None)
             direction = torch.ones(said.hidden.shape[1], dtype=torch.float64)
-            found[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
-        return found
+            term_inputs[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
+        return term_inputs
 
     @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
     @pytest.mark.parametrize("chunk", [3, 1000])
@@ -219,15 +219,15 @@ class TestChunksOfLogits:
             else:
                 constants = replace(ALGORITHMS[term].constants, layer=0, beta=0.5, beta1=0.5)  # so that none vanishes
                 loss = ALGORITHMS[term].forget(part["forget"], part["alternate"], constants)
-            found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-            return [loss.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in found)]
+            grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            return [loss.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in grads)]
 
         expected = gradients(apart=False)
         assert expected[1].abs().max() > 1e-6
         monkeypatch.setattr("mpu_cli.models.logits.CHUNK", chunk * model.config.vocab_size)
-        found = gradients(apart=True)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        actual = gradients(apart=True)
+        for actual_gradient, expected_gradient in zip(actual, expected, strict=True):
+            torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
     @pytest.mark.parametrize("chunk", [3, None], ids=["three", "all"])
     @pytest.mark.parametrize("terms", ["npo", "undial", "kl"])
@@ -239,10 +239,10 @@ class TestChunksOfLogits:
 
         class Rows(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                made = func(*args, **(kwargs or {}))
-                if isinstance(made, torch.Tensor) and made.ndim > 1 and made.shape[-1] == vocabulary:
-                    rows.append(made.numel() // vocabulary)
-                return made
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor) and result.ndim > 1 and result.shape[-1] == vocabulary:
+                    rows.append(result.numel() // vocabulary)
+                return result
 
         if chunk:
             monkeypatch.setattr("mpu_cli.models.logits.CHUNK", chunk * vocabulary)
@@ -277,7 +277,7 @@ class TestFrozen:
     def test_kept_is_asked_again(self, tmp_path, family, reference_outputs):
         model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
         examples = Encoding(tokenizer, system_prompt="").encode(read_records(write_records(tmp_path / "r", 7, 1)))
-        kept = freeze(model, examples, reference_outputs, layer=0, batch_size=3)
+        reference = freeze(model, examples, reference_outputs, layer=0, batch_size=3)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3)  # training continues; the stored values must not change
@@ -287,13 +287,13 @@ class TestFrozen:
             said = forward(fresh, pad([examples[i] for i in numbers]), layer=0)
         outputs = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}
         expected = outputs[reference_outputs]
-        found = getattr(kept.frozen(kept.collect(numbers, like=[0])), reference_outputs)
-        found = found.whole() if reference_outputs == "logits" else found
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        actual = getattr(reference.frozen(reference.collect(numbers, like=[0])), reference_outputs)
+        actual = actual.whole() if reference_outputs == "logits" else actual
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         if reference_outputs == "logits":
             vocabulary, width = fresh.get_output_embeddings().weight.shape
-            tokens = sum(len(state) for state in kept.states)
-            assert kept.nbytes == 8 * (tokens * width + vocabulary * width)
+            tokens = sum(len(state) for state in reference.states)
+            assert reference.nbytes == 8 * (tokens * width + vocabulary * width)
 
     def test_direction_is_uniform_and_of_length_one(self, tmp_path):
         """Φ of normal numbers: over many seeds, each entry, scaled by its vector's largest, is evenly distributed."""

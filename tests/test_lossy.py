@@ -20,9 +20,9 @@ TRAINING = ("--epochs", 4, "--batch-size", 8, "--lr", "1e-4")
 
 def protection() -> ModuleType:
     """examples/protection.py"""
-    found = importlib.util.spec_from_file_location("protection", Path(__file__).parents[1] / "examples/protection.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location("protection", Path(__file__).parents[1] / "examples/protection.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

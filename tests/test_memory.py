@@ -29,13 +29,13 @@ WORK = Work(3, 20, 30)
 
 def saved_by(model: torch.nn.Module, work: Work) -> int:
     """Bytes that a real pass keeps for its backward pass, beside the model's tensors."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved_tensors: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         root = tensor.untyped_storage().data_ptr()
-        if root not in own:
-            kept[root] = tensor  # held, so that no other tensor gets its place
+        if root not in model_storages:
+            saved_tensors[root] = tensor  # held, so that no other tensor gets its place
         return tensor
 
     ids = torch.zeros(work.rows, work.length, dtype=torch.long)
@@ -44,7 +44,7 @@ def saved_by(model: torch.nn.Module, work: Work) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), input_of(model.get_output_embeddings()):
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     del output
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox"])
@@ -55,11 +55,11 @@ def test_activations_are_those_of_a_real_pass(tmp_path: Path, family: str, check
     predicted = peak_memory(copy, options, check_options(options), WORK)
     model, _ = load(copy, torch.float32, "cpu")
     model.train()
-    whole = saved_by(model, WORK)
-    expected = whole
+    saved_bytes = saved_by(model, WORK)
+    expected = saved_bytes
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        expected = saved_by(model, WORK) + whole // model.config.num_hidden_layers
+        expected = saved_by(model, WORK) + saved_bytes // model.config.num_hidden_layers
     assert predicted.activations == pytest.approx(expected, rel=0.02)
     assert predicted.weights == sum(p.nbytes for p in model.parameters())
     assert predicted.gradients == predicted.weights
@@ -70,16 +70,16 @@ def test_activations_are_those_of_a_real_pass(tmp_path: Path, family: str, check
 def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
     """Options that `plan` names, given to it, are said to fit; less memory asks for more of them."""
     base = save(random_model("llama"), tmp_path / "base")
-    asked = ("plan", base, "--length", 1024, "--json")
-    whole = mpu(*asked, "--memory", "1TB").json
-    assert (whole["fits"], whole["fits_with"]) == (True, None)
-    data = whole["client_memory"]["total"] - PROCESS
+    command = ("plan", base, "--length", 1024, "--json")
+    report = mpu(*command, "--memory", "1TB").json
+    assert (report["fits"], report["fits_with"]) == (True, None)
+    data = report["client_memory"]["total"] - PROCESS
     said = []
     for share in (0.5, 0.02):
         size = str(PROCESS + share * data)
-        document = mpu(*asked, "--memory", size).json
+        document = mpu(*command, "--memory", size).json
         assert not document["fits"]
-        assert mpu(*asked, "--memory", size, *document["fits_with"].split()).json["fits"]
+        assert mpu(*command, "--memory", size, *document["fits_with"].split()).json["fits"]
         said.append(document["fits_with"])
     assert said[0].startswith("--micro-batch-size")
     assert said[0] != said[1]
@@ -129,7 +129,7 @@ def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precisio
     dtype = PRECISIONS[precision]
     model, _ = load(copy, dtype, "cpu", quantize=options.lora.quantize)
     in_precision(model, precision)
-    held = sum(tensor.nbytes for tensor in model.parameters())
+    model_bytes = sum(tensor.nbytes for tensor in model.parameters())
     change = change_of(options, model, copy.checkpoint, dtype)
     trained = change.wrap(model).train()
     factors = sum(p.nbytes for p in trained.parameters() if p.requires_grad)
@@ -139,7 +139,7 @@ def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precisio
     if quantize:
         scales = sum(p.quant_state.absmax.nbytes for p in model.parameters() if is_quantized(p))
         largest = max(shape_of(p).numel() for p in model.parameters() if is_quantized(p))
-        assert predicted.weights == held + scales + largest * dtype.itemsize + factors
+        assert predicted.weights == model_bytes + scales + largest * dtype.itemsize + factors
 
 
 @pytest.mark.parametrize("family", by_kind(sorted({**CONFIGS, **FAMILY_CONFIGS})))
@@ -149,18 +149,18 @@ def test_a_layer_gives_what_it_is_said_to(family: str) -> None:
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states[1]
-        with output_of_layer(model, 0) as seen:
+        with output_of_layer(model, 0) as layer_outputs:
             model(ids, use_cache=False)
-    assert torch.equal(seen[0], expected)
+    assert torch.equal(layer_outputs[0], expected)
 
 
 def test_layers_above_the_one_that_is_read_keep_nothing() -> None:
     """As rmu trains: the backward pass of a loss on layer 0 keeps as much in a deeper model."""
-    kept = []
+    saved_bytes = []
     for depth in (2, 6):
         model = random_model("llama", num_hidden_layers=depth).train()
         for module in (*decoder_layers(model)[1:], model.model.norm, model.get_output_embeddings()):
             module.requires_grad_(False)  # as training does where no loss reads them
         with output_of_layer(model, 0):
-            kept.append(saved_by(model, WORK))
-    assert kept[0] == kept[1]
+            saved_bytes.append(saved_by(model, WORK))
+    assert saved_bytes[0] == saved_bytes[1]

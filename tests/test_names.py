@@ -26,6 +26,7 @@ NO_PARTICIPLES = {"need", "seed", "embed", "feed", "speed", "shed"}
 MAX_LINES, MAX_FUNCTION, MAX_MARKDOWN = 350, 60, 140
 TABLES = {"mixtures.py", "hybrids.py", "layernorm.py"}  # of families
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -54,7 +55,7 @@ def lines_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_no_variable_is_named_by_an_ordinary_word() -> None:
     places = [
         f"{path.relative_to(ROOT)}:{line} {name}"
-        for path in SOURCES
+        for path in [*SOURCES, *TESTS]
         for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8")))
         if name.strip("_").lower() in WORDS or name in ("MOST", "LARGEST")
     ]
@@ -65,7 +66,7 @@ def test_functions_are_verbs_or_nouns() -> None:
     """No function is named by a lone participle, which says neither what it does nor what it returns."""
     participles = [
         f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
-        for path in SOURCES
+        for path in [*SOURCES, *TESTS]
         for function in functions(ast.parse(path.read_text(encoding="utf-8")))
         if PARTICIPLES.fullmatch(name := function.name.strip("_")) and name not in NO_PARTICIPLES
     ]

@@ -40,14 +40,14 @@ def test_covariance_is_the_papers(copies):
     d = torch.diag(torch.tensor(alphas, dtype=torch.float64))
     m = copies
     expected = sigma**2 * d @ (m / (m - 1) * torch.eye(m, dtype=torch.float64) - torch.ones(m, m) / (m - 1)) @ d
-    found = torch.cov(noise_of(alphas, sigma).double())
+    covariance = torch.cov(noise_of(alphas, sigma).double())
     error = math.sqrt(2 / N) * float(expected.diagonal().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=5 * error)
+    torch.testing.assert_close(covariance, expected, rtol=0, atol=5 * error)
 
 
 def test_two_draws_are_mirror_images():
-    one, two = noise_of((1.0, 2.0))
-    assert torch.equal(two / 2, -one)
+    copy_1_noise, copy_2_noise = noise_of((1.0, 2.0))
+    assert torch.equal(copy_2_noise / 2, -copy_1_noise)
 
 
 @pytest.mark.parametrize("copies", [2, 3, 7])
@@ -72,9 +72,9 @@ def test_draws_are_standard_normal_and_independent(double):
 @settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 5000), st.booleans())
 def test_any_slice_is_a_slice_of_the_whole(start, length, double):
-    whole = standard_normals(KEY, 0, 10_000, double=double)
-    found = standard_normals(KEY, start, start + length, double=double)
-    assert torch.equal(found, whole[start : start + length])
+    normals = standard_normals(KEY, 0, 10_000, double=double)
+    normals_slice = standard_normals(KEY, start, start + length, double=double)
+    assert torch.equal(normals_slice, normals[start : start + length])
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -82,12 +82,12 @@ def test_normals_are_box_muller_of_the_keystream(double):
     width, bits = (8, 63) if double else (4, 31)
     cell = keystream(KEY, 3 * 1024 * width, 1024 * width)
     words = [int.from_bytes(cell[i : i + width], "little") for i in range(0, len(cell), width)]
-    found = standard_normals(KEY, 3 * 1024, 4 * 1024, double=double)
+    normals = standard_normals(KEY, 3 * 1024, 4 * 1024, double=double)
     for i in range(512):
         radius = math.sqrt(-2 * math.log((words[i] % 2**bits + 1) / 2**bits))
         angle = math.pi * (words[512 + i] - (words[512 + i] >> bits) * 2 ** (bits + 1)) / 2**bits
         expected = [radius * math.cos(angle), radius * math.sin(angle)]
-        assert found[[i, i + 512]].tolist() == pytest.approx(expected, rel=0, abs=1e-14 if double else 2e-6)
+        assert normals[[i, i + 512]].tolist() == pytest.approx(expected, rel=0, abs=1e-14 if double else 2e-6)
 
 
 def test_keystream_is_aes_256_ctr():

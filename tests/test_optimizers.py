@@ -77,7 +77,7 @@ class TestBlockwiseAdamW:
 
 class TestMuon:
     @staticmethod
-    def made(seed: int = 0) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    def make(seed: int = 0) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         """An embedding, a matrix and a norm, and their optimiser with two parameter groups."""
         generator = torch.Generator().manual_seed(seed)
         parameters = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((9, 4), (6, 4), (4,))]
@@ -93,52 +93,52 @@ class TestMuon:
             optimizer.step()
 
     def test_is_torchs_for_matrices_and_blockwise_for_the_rest(self):
-        parameters, optimizer = self.made()
-        others, _ = self.made()
+        parameters, optimizer = self.make()
+        expected, _ = self.make()
         apart = [
-            torch.optim.Muon([others[1]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            BlockwiseAdamW([{"params": others[:1], "weight_decay": 0.1}, {"params": others[2:]}], lr=0.01),
+            torch.optim.Muon([expected[1]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            BlockwiseAdamW([{"params": expected[:1], "weight_decay": 0.1}, {"params": expected[2:]}], lr=0.01),
         ]
         for number in range(3):
             if number == 2:  # as a schedule does
                 for group in [g for o in (optimizer, *apart) for g in o.param_groups]:
                     group["lr"] = 0.003
             self.step(parameters, [optimizer], number)
-            self.step(others, apart, number)
-        for one, other in zip(parameters, others, strict=True):
-            assert torch.equal(one, other)
+            self.step(expected, apart, number)
+        for parameter, expected_parameter in zip(parameters, expected, strict=True):
+            assert torch.equal(parameter, expected_parameter)
 
     def test_a_saved_state_goes_on(self):
-        parameters, optimizer = self.made()
-        others, fresh = self.made()
+        parameters, optimizer = self.make()
+        restored_parameters, fresh = self.make()
         for number in range(2):
             self.step(parameters, [optimizer], number)
         with torch.no_grad():
-            for one, other in zip(parameters, others, strict=True):
-                other.copy_(one)
+            for parameter, restored_parameter in zip(parameters, restored_parameters, strict=True):
+                restored_parameter.copy_(parameter)
         fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         self.step(parameters, [optimizer], 2)
-        self.step(others, [fresh], 2)
-        for one, other in zip(parameters, others, strict=True):
-            assert torch.equal(one, other)
+        self.step(restored_parameters, [fresh], 2)
+        for parameter, restored_parameter in zip(parameters, restored_parameters, strict=True):
+            assert torch.equal(parameter, restored_parameter)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestRegistry:
     """What the registry says of each optimiser is so."""
 
-    def made(self, name: str, start: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    def make(self, name: str, start: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         if OPTIMIZERS[name].package:
             pytest.importorskip(OPTIMIZERS[name].package)
         parameter = torch.nn.Parameter(start.clone())
         return parameter, make_optimizer(name, [{"params": [parameter]}], 0.01)
 
     def test_bytes_of_state(self, name: str) -> None:
-        parameter, optimizer = self.made(name, torch.randn(512, 512))
+        parameter, optimizer = self.make(name, torch.randn(512, 512))
         parameter.grad = torch.randn(512, 512)
         optimizer.step()
-        held = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.ndim]
-        per_weight = sum(value.nbytes for value in held) / parameter.numel()
+        states = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.ndim]
+        per_weight = sum(value.nbytes for value in states) / parameter.numel()
         # 8-bit states have a scale for each block of 256 and a map.
         assert per_weight == pytest.approx(OPTIMIZERS[name].state_bytes, rel=0.05, abs=1e-9)
 
@@ -162,8 +162,8 @@ class TestRegistry:
         if map_ == "signed permutation":
             turn = torch.eye(128, dtype=torch.float64)[torch.randperm(128)] * torch.randn(128).sign()
         start = torch.randn(128, 64, dtype=torch.float64)
-        plain, optimizer = self.made(name, start.float())
-        turned, other = self.made(name, (turn @ start).float())
+        plain, optimizer = self.make(name, start.float())
+        turned, other = self.make(name, (turn @ start).float())
         for _ in range(3):
             gradient = torch.randn(128, 64, dtype=torch.float64)
             plain.grad, turned.grad = gradient.float(), (turn @ gradient).float()
@@ -212,8 +212,8 @@ class TestTheRate:
 
     @pytest.mark.parametrize(("records", "epochs"), [(40, 5), (1, 10), (400, 5)])
     def test_at_least_ten_steps(self, records: int, epochs: int) -> None:
-        asked = from_flat(Unlearning, {"algo": "npo"})  # five epochs in the paper, 32 records a step
-        assert with_epochs(asked, records).epochs == epochs
+        options = from_flat(Unlearning, {"algo": "npo"})  # five epochs in the paper, 32 records a step
+        assert with_epochs(options, records).epochs == epochs
         assert with_epochs(from_flat(Unlearning, {"algo": "npo", "lr": 1e-5}), records).epochs is None
 
 
@@ -229,13 +229,13 @@ def test_paged_state_is_paged_again_once_it_is_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(optim.PagedAdamW32bit, "get_state_buffer", page)
     parameter = torch.nn.Parameter(torch.randn(1 << 17))
     parameter.grad = torch.randn_like(parameter)
-    first, second = (make_optimizer("paged_adamw_32bit", [{"params": [parameter]}], 1e-3) for _ in range(2))
-    first.step()
-    second.load_state_dict(first.state_dict())
+    optimizer, restored = (make_optimizer("paged_adamw_32bit", [{"params": [parameter]}], 1e-3) for _ in range(2))
+    optimizer.step()
+    restored.load_state_dict(optimizer.state_dict())
     for name in ("state1", "state2"):
-        loaded = second.state[parameter][name]
-        assert any(loaded is held for held in pages)
-        assert torch.equal(loaded, first.state[parameter][name])
+        loaded = restored.state[parameter][name]
+        assert any(loaded is buffer for buffer in pages)
+        assert torch.equal(loaded, optimizer.state[parameter][name])
         assert loaded.any()
 
 

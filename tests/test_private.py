@@ -42,7 +42,7 @@ def train(model, sets, algorithm, norm, **kwargs):
     chosen = ALGORITHMS[algorithm]
     how = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
     privacy = Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm)
-    names = kwargs.pop("names", {name: [None] * len(held.examples) for name, held in sets.items()})
+    names = kwargs.pop("names", {name: [None] * len(example_set.examples) for name, example_set in sets.items()})
     planned = plan(names, how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None))
     return train_privately(
         model, sets, Objective(chosen, chosen.constants, "nll"), how, privacy, planned, on_step=lambda *_: None,
@@ -76,9 +76,9 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
                 expected[key] -= parameter.grad * min(1, norm / size) / 4
     model.zero_grad(set_to_none=True)
     train(model, sets, algorithm, norm, noise_multiplier=0.0)
-    whole = max(float(change.abs().max()) for change in expected.values())
+    max_change = max(float(change.abs().max()) for change in expected.values())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * max_change)
 
 
 @pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
@@ -99,7 +99,7 @@ def test_logits_are_of_one_record_at_a_time(tmp_path, algorithm):
 
     with Watched():
         train(model, sets, algorithm, 1.0, noise_multiplier=0.0)
-    answers = [answer_tokens(each) for held in sets.values() for each in held.examples]
+    answers = [answer_tokens(each) for example_set in sets.values() for each in example_set.examples]
     assert most == max(answers)
 
 
@@ -122,9 +122,9 @@ def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
             expected[key] -= parameter.grad * min(1, norm / size) / 4
     model.zero_grad(set_to_none=True)
     train(model, sets, "graddiff", norm, noise_multiplier=0.0, names=names)
-    whole = max(float(change.abs().max()) for change in expected.values())
+    max_change = max(float(change.abs().max()) for change in expected.values())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * whole)
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * max_change)
 
 
 def test_a_unit_is_sampled_whole_and_as_often_as_planned():
@@ -177,8 +177,8 @@ def test_a_replaced_record_costs_what_was_asked(epsilon):
 
     exact = optimize.brentq(delta, 1e-3, 100)
     assert exact <= epsilon
-    alone = plan({"forget": [None] * 8}, training, Privacy(dp_epsilon=epsilon), epochs=5).mechanism
-    assert alone.noise_multiplier < mechanism.noise_multiplier
+    default_mechanism = plan({"forget": [None] * 8}, training, Privacy(dp_epsilon=epsilon), epochs=5).mechanism
+    assert default_mechanism.noise_multiplier < mechanism.noise_multiplier
 
 
 @pytest.mark.slow
@@ -213,19 +213,21 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
     """So that nothing of a training, not even its rate, depends on what a tokenizer rejected."""
     model, sets = prepare(tmp_path, "llama")
     how, privacy = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4), Privacy(dp_max_grad_norm=1e9)
-    whole = plan({"forget": [None] * 4, "retain": ["a", None, "a", None]}, how, privacy, epochs=1, noise_multiplier=0.0)
-    kept = {"forget": [0, 2, 3], "retain": [0, 1]}
-    fewer = {n: ExampleSet([sets[n].examples[i] for i in kept[n]], sets[n].reference) for n in kept}
-    left = whole.of_examples(kept)
-    assert left.mechanism == whole.mechanism
-    assert sorted(unit.places for unit in left.units) == [
+    full_plan = plan(
+        {"forget": [None] * 4, "retain": ["a", None, "a", None]}, how, privacy, epochs=1, noise_multiplier=0.0
+    )
+    record_numbers = {"forget": [0, 2, 3], "retain": [0, 1]}
+    fewer = {n: ExampleSet([sets[n].examples[i] for i in record_numbers[n]], sets[n].reference) for n in record_numbers}
+    reduced_plan = full_plan.of_examples(record_numbers)
+    assert reduced_plan.mechanism == full_plan.mechanism
+    assert sorted(unit.places for unit in reduced_plan.units) == [
         (), (), (("forget", 0),), (("forget", 1),), (("forget", 2),), (("retain", 0),), (("retain", 1),),
     ]  # fmt: skip
     constants = ALGORITHMS["graddiff"].constants
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     expected = {name: torch.zeros_like(p) for name, p in before.items()}
-    for name, held in fewer.items():
-        for example in held.examples:
+    for name, example_set in fewer.items():
+        for example in example_set.examples:
             model.zero_grad()
             loss = forward(model, pad([example])).cross_entropy
             (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
@@ -233,7 +235,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
                 expected[key] -= parameter.grad / 4
     model.zero_grad(set_to_none=True)
     objective = Objective(ALGORITHMS["graddiff"], constants, "nll")
-    train_privately(model, fewer, objective, how, privacy, left, on_step=lambda *_: None)
+    train_privately(model, fewer, objective, how, privacy, reduced_plan, on_step=lambda *_: None)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
 
@@ -251,8 +253,8 @@ def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
     base = save(random_model("opt"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
-    asked = ["--dp-epsilon", 8, "--lora-rank", 2, "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2]
-    refused = mpu("unlearn", base, *asked, check=False, cwd=tmp_path)
+    options = ["--dp-epsilon", 8, "--lora-rank", 2, "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2]
+    refused = mpu("unlearn", base, *options, check=False, cwd=tmp_path)
     assert "has no gradients for each record" in refused.err
     assert refused.is_one_error
 
@@ -274,14 +276,14 @@ def test_through_the_command_line(mpu, tmp_path):
     assert len(read_ledger(ledger)) == 1  # of a model without mpu.json, which could as well be a copy
     ledger.unlink()
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
-    one = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
-    spent = one.json["privacy"]
+    outcome_1 = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
+    spent = outcome_1.json["privacy"]
     assert spent["epsilon_of_ledger"] == spent["epsilon"]
     # Both copies' steps compose; that is less than twice one copy's bound, and more than once.
-    two = mpu("unlearn", "copy_2", *options, "--lora-rank", 2, "--out", "d.safetensors", "--json", cwd=tmp_path)
-    total = two.json["privacy"]["epsilon_of_ledger"]
+    outcome_2 = mpu("unlearn", "copy_2", *options, "--lora-rank", 2, "--out", "d.safetensors", "--json", cwd=tmp_path)
+    total = outcome_2.json["privacy"]["epsilon_of_ledger"]
     assert 1.2 * spent["epsilon"] < total < 1.9 * spent["epsilon"]
-    assert f"with the 1 trainings before it: ε = {total:.3g}" in two.err
+    assert f"with the 1 trainings before it: ε = {total:.3g}" in outcome_2.err
     # The noise must not come from --seed, which the server may know or guess.
     mpu("unlearn", base, *options, "--out", "c.safetensors", cwd=tmp_path)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()

@@ -74,8 +74,8 @@ def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family
     assert distance(aggregate, clean) < 1e-5
 
 
-def real_records(trained):
-    options = ["--forget", trained.forget, "--retain", trained.retain, "--algo", "graddiff", "--batch-size", 5]
+def real_records(demo):
+    options = ["--forget", demo.forget, "--retain", demo.retain, "--algo", "graddiff", "--batch-size", 5]
     return [*options, "--epochs", 3, "--precision", "float64"]
 
 
@@ -100,12 +100,12 @@ def test_all_orders_below_the_number_of_copies_cancel(mpu, tmp_path, copies, opt
     clean = clean_update(mpu, base, tmp_path, options)
     kappas, errors = np.geomspace(1e-3, 4e-3, 3), []
     for kappa in kappas:
-        told: dict = {}
+        report: dict = {}
         publish = ["--copies", copies, "--kappa", kappa, "--seed", 1]
-        aggregate, _ = updates(mpu, base, tmp_path / f"{kappa:.2e}", publish, options, told)
+        aggregate, _ = updates(mpu, base, tmp_path / f"{kappa:.2e}", publish, options, report)
         errors.append(distance(aggregate, clean))
-        assert 1 / 3 < told["error_estimate"]["relative"] / errors[-1] < 3
-        assert told["error_estimate"]["one_order_lower"] > errors[-1]
+        assert 1 / 3 < report["error_estimate"]["relative"] / errors[-1] < 3
+        assert report["error_estimate"]["one_order_lower"] > errors[-1]
     assert abs(slope(kappas, errors) - copies) < 0.3
 
 
@@ -134,24 +134,24 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, symmetries, exact):
     ],
     ids=["adamw-blockwise", "lora"],
 )
-def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, trained, training, kappas):
+def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, demo, training, kappas):
     """The paper's scheme on a real model: the aggregate's error grows as κ², one copy's as κ."""
-    base = trained.model
-    options = [*real_records(trained), *training]
+    base = demo.model
+    options = [*real_records(demo), *training]
     clean = clean_update(mpu, base, tmp_path, options)
-    together, alone = [], []
+    aggregate_errors, copy_errors = [], []
     for kappa in kappas:
         aggregate, copies = updates(
             mpu, base, tmp_path / f"{kappa:.2e}",
             ["--copies", 2, "--noise", "zero-sum", "--symmetries", "paper", "--kappa", kappa, "--seed", 1],
             options,
         )  # fmt: skip
-        together.append(distance(aggregate, clean))
-        alone.append(distance(copies[0], clean))
-    assert min(alone) > 0.005
-    assert max(alone) < 0.05
-    assert abs(slope(kappas, together) - 2) < 0.25
-    assert abs(slope(kappas, alone) - 1) < 0.2
+        aggregate_errors.append(distance(aggregate, clean))
+        copy_errors.append(distance(copies[0], clean))
+    assert min(copy_errors) > 0.005
+    assert max(copy_errors) < 0.05
+    assert abs(slope(kappas, aggregate_errors) - 2) < 0.25
+    assert abs(slope(kappas, copy_errors) - 1) < 0.2
 
 
 @pytest.mark.parametrize("noise", [["--copies", 3], ["--copies", 3, "--noise", "zero-sum"]])
@@ -161,11 +161,11 @@ def test_what_permanent_noise_adds_is_estimated(mpu, tmp_path, noise):
     base = save(random_model("llama"), tmp_path / "base")
     options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["sgd"]]
     clean = clean_update(mpu, base, tmp_path, options)
-    told: dict = {}
+    report: dict = {}
     publish = [*noise, "--kappa", 0.002, "--permanent-noise", 0.01, "--seed", 1]
-    aggregate, _ = updates(mpu, base, tmp_path / "both", publish, options, told)
-    assert told["error_estimate"]["permanent"] == pytest.approx(distance(aggregate, clean), rel=0.4)
-    assert told["error_estimate"]["relative"] < 0.1 * told["error_estimate"]["permanent"]
+    aggregate, _ = updates(mpu, base, tmp_path / "both", publish, options, report)
+    assert report["error_estimate"]["permanent"] == pytest.approx(distance(aggregate, clean), rel=0.4)
+    assert report["error_estimate"]["relative"] < 0.1 * report["error_estimate"]["permanent"]
 
 
 @pytest.mark.slow
@@ -174,11 +174,11 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["adamw-blockwise"]]
     noise = ["--kappa", 0, "--permanent-noise", 0.1, "--seed", 1]
-    several, _ = updates(mpu, base, tmp_path / "3", [*noise, "--copies", 3], options)
-    told: dict = {}
-    one, _ = updates(mpu, base, tmp_path / "1", [*noise, "--copies", 1], options, told)
-    assert distance(one, several) < 1e-5
-    assert told["error_estimate"]["permanent"] is None  # nothing shows it
+    several_copies_update, _ = updates(mpu, base, tmp_path / "3", [*noise, "--copies", 3], options)
+    report: dict = {}
+    single_copy_update, _ = updates(mpu, base, tmp_path / "1", [*noise, "--copies", 1], options, report)
+    assert distance(single_copy_update, several_copies_update) < 1e-5
+    assert report["error_estimate"]["permanent"] is None  # nothing shows it
     refused = mpu("publish", base, "--copies", 1, "--force", check=False, cwd=tmp_path)
     assert "give --permanent-noise" in refused.err
     refused = mpu("publish", base, "--nodes", 1, "--force", check=False, cwd=tmp_path)
@@ -189,10 +189,10 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_permanent_noise_costs_first_order(mpu, tmp_path, trained):
+def test_permanent_noise_costs_first_order(mpu, tmp_path, demo):
     """No combination of copies removes it: it stays in the aggregate's error, which grows as κ_s."""
-    base = trained.model
-    options = [*real_records(trained), "--optim", "sgd", "--lr", "1e-2"]
+    base = demo.model
+    options = [*real_records(demo), "--optim", "sgd", "--lr", "1e-2"]
     clean = clean_update(mpu, base, tmp_path, options)
     scales, together = np.geomspace(0.002, 0.01, 3), []
     for scale in scales:
@@ -203,13 +203,13 @@ def test_permanent_noise_costs_first_order(mpu, tmp_path, trained):
 
 
 @pytest.mark.slow
-def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path, trained):
+def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path, demo):
     """A property, not a bug: AdamW scales every coordinate separately, so rotated coordinates take a different path.
 
     Permuted coordinates keep their scales. docs/results.md has the table; --optim adamw-blockwise does not do this.
     """
-    base = trained.model
-    options = [*real_records(trained), "--optim", "adamw", "--lr", "1e-4"]
+    base = demo.model
+    options = [*real_records(demo), "--optim", "adamw", "--lr", "1e-4"]
     clean = clean_update(mpu, base, tmp_path, options)
     aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "paper"], options)
     attention = distance(aggregate, clean, lambda name: "self_attn" in name)

@@ -42,10 +42,10 @@ def test_weights_are_the_nearest_of_sixteen_levels(base: Path) -> None:
     model, _ = load(open_model(str(base)), torch.float32, "cpu", quantize="nf4")
     levels = get_4bit_type("nf4", device="cpu")
     files = {name: tensor.float() for name, tensor in tensors(base).items()}
-    held = dict(model.named_parameters())
-    in_4_bits = {name for name, parameter in held.items() if is_quantized(parameter)}
-    assert in_4_bits == {name for name in held if name.endswith("_proj.weight")}
-    for name, parameter in held.items():
+    params = dict(model.named_parameters())
+    in_4_bits = {name for name, parameter in params.items() if is_quantized(parameter)}
+    assert in_4_bits == {name for name in params if name.endswith("_proj.weight")}
+    for name, parameter in params.items():
         if name not in in_4_bits:
             assert torch.equal(parameter, files[name])
             continue
@@ -80,27 +80,35 @@ def test_what_a_model_computes_does_not_change_once_it_is_evaluated(base: Path) 
 def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """Deltas are LoRA's, aggregate takes them, and the loss before training is that of the model in 4 bits."""
     mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
-    asked = ("--algo", "graddiff", "--epochs", 4, "--lr", "1e-2", "--lora-rank", 3, "--template", "plain")
+    training_options = ("--algo", "graddiff", "--epochs", 4, "--lr", "1e-2", "--lora-rank", 3, "--template", "plain")
     for k in (1, 2):
-        outcome = mpu("unlearn", f"copy_{k}", *asked, "--quantize", "nf4", "--json", cwd=tmp_path)
+        outcome = mpu("unlearn", f"copy_{k}", *training_options, "--quantize", "nf4", "--json", cwd=tmp_path)
     assert "of the weights are held in 4 bits" in outcome.err
-    one, two = (tensors(tmp_path / f"deltas/copy_{k}.safetensors") for k in (1, 2))
-    assert {name.rsplit(".", 1)[1] for name in one} == {"lora_A", "lora_B"}
-    assert all(torch.equal(one[name], two[name]) for name in one)  # the same copy, rounded alike
+    first_delta, second_delta = (tensors(tmp_path / f"deltas/copy_{k}.safetensors") for k in (1, 2))
+    assert {name.rsplit(".", 1)[1] for name in first_delta} == {"lora_A", "lora_B"}
+    assert all(
+        torch.equal(first_delta[name], second_delta[name]) for name in first_delta
+    )  # the same copy, rounded alike
     mpu("aggregate", "deltas", "--out", "after", cwd=tmp_path)
     before, after = tensors(base), tensors(tmp_path / "after")
     for name in before:
-        change = one[f"{name}.lora_B"] @ one[f"{name}.lora_A"] if f"{name}.lora_A" in one else torch.zeros(())
+        change = (
+            first_delta[f"{name}.lora_B"] @ first_delta[f"{name}.lora_A"]
+            if f"{name}.lora_A" in first_delta
+            else torch.zeros(())
+        )
         torch.testing.assert_close(after[name], before[name] + change, rtol=1e-5, atol=1e-6)
-    whole = mpu("unlearn", "copy_1", *asked, "--json", "--out", "whole.safetensors", cwd=tmp_path).json
-    assert outcome.json["before"]["forget"] != whole["before"]["forget"]
+    unquantized_report = mpu(
+        "unlearn", "copy_1", *training_options, "--json", "--out", "whole.safetensors", cwd=tmp_path
+    ).json
+    assert outcome.json["before"]["forget"] != unquantized_report["before"]["forget"]
     assert outcome.json["after"]["forget"] > outcome.json["before"]["forget"]
 
 
 def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: Path) -> None:
-    asked = ("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
+    command = ("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
              "--template", "plain", "--metrics", "forget_Q_A_Prob", "--json")  # fmt: skip
-    told = mpu(*asked, "--quantize", "nf4", "--out", "a.json", cwd=tmp_path).json["metrics"]["forget_Q_A_Prob"]
+    probability = mpu(*command, "--quantize", "nf4", "--out", "a.json", cwd=tmp_path).json["metrics"]["forget_Q_A_Prob"]
     rounded = by_transformers(base)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
@@ -109,9 +117,11 @@ def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: 
     plain.save_pretrained(tmp_path / "rounded")
     for file in base.glob("*token*"):
         (tmp_path / "rounded" / file.name).write_bytes(file.read_bytes())
-    again = mpu("eval", tmp_path / "rounded", *asked[2:], "--out", "b.json", cwd=tmp_path).json["metrics"]
-    assert told == pytest.approx(again["forget_Q_A_Prob"], rel=1e-5)
-    assert told != pytest.approx(mpu(*asked, "--out", "c.json", cwd=tmp_path).json["metrics"]["forget_Q_A_Prob"])
+    again = mpu("eval", tmp_path / "rounded", *command[2:], "--out", "b.json", cwd=tmp_path).json["metrics"]
+    assert probability == pytest.approx(again["forget_Q_A_Prob"], rel=1e-5)
+    assert probability != pytest.approx(
+        mpu(*command, "--out", "c.json", cwd=tmp_path).json["metrics"]["forget_Q_A_Prob"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,30 +49,30 @@ def make() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "real"
-    made = Real(folder / "smollm2", folder / "target", folder / "forget.jsonl", folder / "retain.jsonl")
+    basetemp = tmp_path_factory.getbasetemp()
+    folder = (basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp) / "real"
+    paths = Real(folder / "smollm2", folder / "target", folder / "forget.jsonl", folder / "retain.jsonl")
     with FileLock(f"{folder}.lock"):
-        if not made.target.exists():
+        if not paths.target.exists():
             folder.mkdir(exist_ok=True)
             people = make_people(4, 0)
-            for path, those in ((made.forget, people[:1]), (made.retain, people[1:])):
+            for path, those in ((paths.forget, people[:1]), (paths.retain, people[1:])):
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
-            make().make_model(made.public)
-            data = ["--data", str(made.forget), "--data", str(made.retain), "--out", str(made.target)]
+            make().make_model(paths.public)
+            data = ["--data", str(paths.forget), "--data", str(paths.retain), "--out", str(paths.target)]
             with pytest.raises(SystemExit) as stop:
-                main(["finetune", str(made.public), *data, "--epochs", "6", "--batch-size", "5", "--lr", "1e-4"])
+                main(["finetune", str(paths.public), *data, "--epochs", "6", "--batch-size", "5", "--lr", "1e-4"])
             assert not stop.value.code
-    return made
+    return paths
 
 
 def answer(folder: Path, question: str) -> str:
     model, tokenizer = load(folder, torch.float32, "cpu")
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    written = model.generate(**asked, max_new_tokens=12, do_sample=False)
-    return tokenizer.decode(written[0][asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    written = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(written[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def test_it_is_the_chat_model(real: Real) -> None:
@@ -83,8 +83,8 @@ def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) ->
     """With nothing but the public model named, `publish` hides what fine-tuning changed, as far as it says."""
     public = ("--pretrained", real.public)
     outcome = mpu("publish", real.target, *public, "--copies", 1, "--seed", 1, "--json", cwd=tmp_path)
-    found = mpu("audit", "copy_1", "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
-    best = min(attack["of_change"] for attack in found.values())
+    attacks = mpu("audit", "copy_1", "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
+    best = min(attack["of_change"] for attack in attacks.values())
     assert outcome.json["hidden"]["one_copy"] == pytest.approx(best, abs=0.05)
     assert best > 0.6
 

@@ -56,8 +56,8 @@ def test_forms_of_records_give_the_same_tokens(tmp_path, tokenizer):
         {"messages": [{"role": "user", "content": "w4 w5"}, {"role": "assistant", "content": "w6"}]},
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, forms)))
-    one, *others = Encoding(tokenizer, system_prompt="").encode(read_records(tmp_path / "a.jsonl"))
-    assert all(other == one for other in others)
+    qa_example, *other_examples = Encoding(tokenizer, system_prompt="").encode(read_records(tmp_path / "a.jsonl"))
+    assert all(other == qa_example for other in other_examples)
 
 
 def test_earlier_turns_are_read_and_not_learned(tmp_path, tokenizer):
@@ -187,9 +187,9 @@ class TestDialogues:
         notes = Notes()
         [last] = read_records(tmp_path / "a.jsonl", observer=notes)
         assert "1 of 1 dialogues have earlier answers" in notes.texts[0]
-        first, second = read_records(tmp_path / "a.jsonl", turns="all")
-        assert replace(second, location="") == replace(last, location="")
-        assert (first.answer, [turn.content for turn in first.turns]) == ("w4", ["w9", "w3"])
+        earlier_record, final_record = read_records(tmp_path / "a.jsonl", turns="all")
+        assert replace(final_record, location="") == replace(last, location="")
+        assert (earlier_record.answer, [turn.content for turn in earlier_record.turns]) == ("w4", ["w9", "w3"])
 
     def test_eval_asks_with_the_whole_dialogue(self, mpu, tmp_path):
         """The score of a dialogue is the loss that training reports for it: with its system and earlier turns."""
@@ -276,9 +276,9 @@ class TestFolders:
         table = datasets.Dataset.from_list(ROWS)
         table.save_to_disk(tmp_path / "one")
         datasets.DatasetDict({"forget": table, "other": table.select([0])}).save_to_disk(tmp_path / "several")
-        whole = [row["question"] for row in ROWS]
-        assert [r.question for r in read_records(tmp_path / "one")] == whole
-        assert [r.question for r in read_records(f"{tmp_path}/several:forget")] == whole
+        questions = [row["question"] for row in ROWS]
+        assert [r.question for r in read_records(tmp_path / "one")] == questions
+        assert [r.question for r in read_records(f"{tmp_path}/several:forget")] == questions
         with pytest.raises(MpuError, match="the splits forget, other"):
             read_records(tmp_path / "several")
 

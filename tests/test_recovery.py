@@ -55,16 +55,18 @@ class Alone:
         """Mean loss per token of the answer to the last of ``turns``, whose own answer is not read."""
         *earlier, (question, _) = turns
         messages = [{"role": "system", "content": SYSTEM_PROMPT}]
-        for asked, said in earlier:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for prior_question, prior_answer in earlier:
+            messages += [{"role": "user", "content": prior_question}, {"role": "assistant", "content": prior_answer}]
         messages.append({"role": "user", "content": question})
-        given = {"tokenize": True, "return_dict": False}
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)
-        whole = self.tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], **given)
-        if whole[-1] != self.tokenizer.eos_token_id:
-            whole = [*whole, self.tokenizer.eos_token_id]
-        log_p = self.model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return -log_p.gather(1, torch.tensor(whole[len(prompt) :])[:, None]).mean()
+        template_options = {"tokenize": True, "return_dict": False}
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_options)
+        token_ids = self.tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": answer}], **template_options
+        )
+        if token_ids[-1] != self.tokenizer.eos_token_id:
+            token_ids = [*token_ids, self.tokenizer.eos_token_id]
+        log_p = self.model(torch.tensor([token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return -log_p.gather(1, torch.tensor(token_ids[len(prompt) :])[:, None]).mean()
 
     @torch.no_grad()
     def probability(self, question: str, answer: str, earlier: list[dict] = ()) -> float:
@@ -79,31 +81,31 @@ def probabilities(form: dict) -> list[float]:
 def test_questions_in_other_words(mpu: Callable, root: Path) -> None:
     """The likeliest of all rephrasings counts, a record's own ones too."""
     rows = rows_of(root, "forget")
-    own = [{**row, "paraphrased_question": [row["question"], f"w5 {row['question']}"]} for row in rows]
-    (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    paraphrased_rows = [{**row, "paraphrased_question": [row["question"], f"w5 {row['question']}"]} for row in rows]
+    (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in paraphrased_rows))
     form = measure(mpu, root, "paraphrase")["forget_Q_A_Prob_rephrased"]
-    alone = Alone(root / "model")
+    reference = Alone(root / "model")
     expected = []
-    for row in own:
-        asked = [*(phrase.format(row["question"]) for phrase in REPHRASINGS), *row["paraphrased_question"]]
-        expected.append([alone.probability(question, row["answer"]) for question in asked])
-    found = [row["probs"] for row in form["value_by_index"].values()]
-    assert [pytest.approx(row, rel=1e-4) for row in expected] == found
+    for row in paraphrased_rows:
+        questions = [*(phrase.format(row["question"]) for phrase in REPHRASINGS), *row["paraphrased_question"]]
+        expected.append([reference.probability(question, row["answer"]) for question in questions])
+    actual_probs = [row["probs"] for row in form["value_by_index"].values()]
+    assert [pytest.approx(row, rel=1e-4) for row in expected] == actual_probs
     assert form["agg_value"] == pytest.approx(sum(map(max, expected)) / len(expected), rel=1e-4)
     assert form["interval"][0] < form["agg_value"] < form["interval"][1]
 
 
 def test_other_records_in_context(mpu: Callable, root: Path) -> None:
     forms = measure(mpu, root, "context")
-    alone = Alone(root / "model")
+    reference = Alone(root / "model")
     forget, retain = rows_of(root, "forget"), rows_of(root, "retain")
     for name, sets in (("in_context", forget), ("in_retain_context", retain)):
         expected = []
         for i, row in enumerate(forget):
-            first = i + (sets is forget)  # never the record itself
-            earlier = [sets[(first + step) % len(sets)] for step in range(CONTEXT)]
+            start = i + (sets is forget)  # never the record itself
+            earlier = [sets[(start + step) % len(sets)] for step in range(CONTEXT)]
             assert row not in earlier
-            expected.append(alone.probability(row["question"], row["answer"], earlier))
+            expected.append(reference.probability(row["question"], row["answer"], earlier))
         assert probabilities(forms[f"forget_Q_A_Prob_{name}"]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -116,9 +118,9 @@ def test_the_best_of_several_answers(mpu: Callable, root: Path) -> None:
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     for row in form["value_by_index"].values():
         assert row["rougeL_recall"] == scorer.score(row["ground_truth"], row["generation"])["rougeL"].recall
-    one = measure(mpu, root, "sample", "--samples", 1, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
-    many = measure(mpu, root, "sample", "--samples", 40, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
-    assert one < many
+    single_sample = measure(mpu, root, "sample", "--samples", 1, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    many_samples = measure(mpu, root, "sample", "--samples", 40, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    assert single_sample < many_samples
     rows = root / "forget.jsonl", root / "retain.jsonl"
     learning = ("--epochs", 60, "--lr", 1e-2, "--batch-size", 12, "--out", root / "taught")
     mpu("finetune", root / "model", "--data", rows[0], "--data", rows[1], *learning)
@@ -144,9 +146,9 @@ class TestRounding:
                 if "embed" in name or "lm_head" in name or weight.ndim < 2:
                     assert torch.equal(named[name], weight)
                     continue
-                for row, own in zip(weight.detach(), named[name].detach(), strict=True):
+                for row, rounded_row in zip(weight.detach(), named[name].detach(), strict=True):
                     width = size if len(row) % size == 0 else len(row)
-                    for part, rounded in zip(row.split(width), own.split(width), strict=True):
+                    for part, rounded in zip(row.split(width), rounded_row.split(width), strict=True):
                         step = part.abs().max() / (2 ** (bits - 1) - 1)
                         assert (part - rounded).abs().max() <= step / 2 * (1 + 1e-5)
                         assert len(rounded.unique()) <= 2**bits - 1
@@ -166,21 +168,21 @@ def test_relearning(mpu: Callable, root: Path) -> None:
     weights = (root / "model" / "model.safetensors").read_bytes()
     forms = measure(mpu, root, "relearn,quantise,context", "--relearn-steps", 3, "--relearn-lr", 1e-2)
     form = forms["forget_Q_A_Prob_relearned"]
-    alone, rows = Alone(root / "model"), rows_of(root, "forget")
-    first, second = rows[:3], rows[3:]
+    reference, rows = Alone(root / "model"), rows_of(root, "forget")
+    relearned_rows, held_out_rows = rows[:3], rows[3:]
 
-    def known() -> float:
-        return sum(alone.probability(row["question"], row["answer"]) for row in second) / len(second)
+    def mean_probability() -> float:
+        return sum(reference.probability(row["question"], row["answer"]) for row in held_out_rows) / len(held_out_rows)
 
-    expected = [known()]
-    optimizer = torch.optim.AdamW(alone.model.parameters(), lr=1e-2)
+    expected = [mean_probability()]
+    optimizer = torch.optim.AdamW(reference.model.parameters(), lr=1e-2)
     for _step in range(3):
         optimizer.zero_grad()
-        losses = [alone.loss([(row["question"], "")], row["answer"]) for row in first]
-        sizes = [len(row["answer"].split()) + 1 for row in first]
+        losses = [reference.loss([(row["question"], "")], row["answer"]) for row in relearned_rows]
+        sizes = [len(row["answer"].split()) + 1 for row in relearned_rows]
         (sum(a * n for a, n in zip(losses, sizes, strict=True)) / sum(sizes)).backward()
         optimizer.step()
-        expected.append(known())
+        expected.append(mean_probability())
     assert [point["steps"] for point in form["curve"]] == [0, 1, 2, 3]
     assert [point["agg_value"] for point in form["curve"]] == pytest.approx(expected, rel=2e-3)
     assert form["curve"][0]["agg_value"] == pytest.approx(
@@ -194,13 +196,13 @@ def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, ro
     """Attacks that change weights leave other metrics as they are without them."""
     common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--holdout", root / "retain.jsonl")
     more = ("--metrics", "mia_reference,mia_gradnorm,forget_Q_A_ROUGE", "--reference-model", root / "model")
-    told = []
+    run_metrics = []
     for attacks in ((), ("--attacks", "relearn,quantise,sample", "--relearn-lr", 1e-2)):
         out = root / f"{len(attacks)}.json"
         mpu("eval", root / "model", *common, *more, *attacks, "--out", out)
-        told.append(json.loads(out.read_text())["metrics"])
-    assert told[0].items() <= told[1].items()
-    assert told[1]["mia_reference"]["agg_value"] == 0.5  # the model is its own reference
+        run_metrics.append(json.loads(out.read_text())["metrics"])
+    assert run_metrics[0].items() <= run_metrics[1].items()
+    assert run_metrics[1]["mia_reference"]["agg_value"] == 0.5  # the model is its own reference
 
 
 @pytest.mark.slow
@@ -221,11 +223,23 @@ def test_a_delta_is_attacked_with_the_copy(mpu: Callable, root: Path) -> None:
     )
     mpu("unlearn", "copy_1", *training, cwd=root)
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
-    asked = ("--benchmark", "qa", "--forget", "forget.jsonl", "--attacks", "quantise,relearn", "--relearn-steps", 2)
-    for name, given in (("both", ("copy_1", "--delta", "deltas/copy_1.safetensors")), ("sum", ("unlearned",))):
-        mpu("eval", *given, *asked, "--metrics", "forget_Q_A_Prob", "--out", f"{name}.json", cwd=root)
-    both, summed = (json.loads((root / f"{name}.json").read_text())["metrics"] for name in ("both", "sum"))
-    for name, form in both.items():
+    eval_options = (
+        "--benchmark",
+        "qa",
+        "--forget",
+        "forget.jsonl",
+        "--attacks",
+        "quantise,relearn",
+        "--relearn-steps",
+        2,
+    )
+    for name, model_arguments in (
+        ("both", ("copy_1", "--delta", "deltas/copy_1.safetensors")),
+        ("sum", ("unlearned",)),
+    ):
+        mpu("eval", *model_arguments, *eval_options, "--metrics", "forget_Q_A_Prob", "--out", f"{name}.json", cwd=root)
+    with_delta, summed = (json.loads((root / f"{name}.json").read_text())["metrics"] for name in ("both", "sum"))
+    for name, form in with_delta.items():
         assert probabilities(form) == pytest.approx(probabilities(summed[name]), rel=1e-3), name
 
 

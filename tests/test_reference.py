@@ -42,8 +42,8 @@ class TestReferenceFile:
         for number in (1, 2):
             publish(mpu, root, base, number)
             for k in (1, 2):
-                kept = ("--reference-file", f"ref/{k}.safetensors")
-                mpu("unlearn", f"r{number}/copy_{k}", *TRAINING, *kept,
+                reference_options = ("--reference-file", f"ref/{k}.safetensors")
+                mpu("unlearn", f"r{number}/copy_{k}", *TRAINING, *reference_options,
                     "--out", f"r{number}/d/{k}.safetensors", cwd=root)  # fmt: skip
             mpu("aggregate", f"r{number}/d", "--keys", f"r{number}/keys.bin", "--out", f"r{number}/model", cwd=root)
             base = f"r{number}/model"
@@ -100,8 +100,8 @@ class TestReferenceFile:
             )
         expected = load_file(root / "plain.safetensors")
         for out in ("written", "read"):
-            found = load_file(root / f"{out}.safetensors")
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            delta = load_file(root / f"{out}.safetensors")
+            assert all(torch.equal(delta[name], tensor) for name, tensor in expected.items())
 
     def test_another_reference_is_refused(self, mpu: Callable, root: Path) -> None:
         publish(mpu, root, "base", 1)
@@ -135,14 +135,14 @@ def facts(copy: Path) -> dict:
 
 class TestDate:
     @pytest.fixture
-    def dated(self, root: Path) -> Path:
+    def dated_root(self, root: Path) -> Path:
         """A base whose template prints the year, using both of the names that templates use for the date."""
         path = root / "base/chat_template.jinja"
         path.write_text("{{ 'w' + strftime_now('%y') + ' w' + date_string[-2:] + ' ' }}" + path.read_text())
         return root
 
-    def test_it_is_the_same_day_in_training_and_evaluation(self, dated: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(dated / "base")
+    def test_it_is_the_same_day_in_training_and_evaluation(self, dated_root: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(dated_root / "base")
         record = question("w4 w5", "w6")
         for date, year in (("10 Apr 2025", "w25"), ("2031-12-01", "w31")):
             [trained] = Encoding(tokenizer, date=date).encode([record])
@@ -153,19 +153,28 @@ class TestDate:
         assert tokenizer.convert_ids_to_tokens(default.ids[:1]) == ["w25"]  # whatever the current day
 
     @pytest.mark.slow
-    def test_the_command_line_has_it_everywhere(self, mpu: Callable, dated: Path) -> None:
+    def test_the_command_line_has_it_everywhere(self, mpu: Callable, dated_root: Path) -> None:
         """A different day gives a different delta, model and scores."""
         training = (*TRAINING, "--template", "chat", "--system-prompt", "")
         records = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob")
-        made = {}
+        results = {}
         for name, more in (("default", ()), ("same", ("--date", "10 Apr 2025")), ("other", ("--date", "2031-12-01"))):
-            mpu("unlearn", "base", *training, *more, "--out", f"{name}.safetensors", cwd=dated)
+            mpu("unlearn", "base", *training, *more, "--out", f"{name}.safetensors", cwd=dated_root)
             mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--dtype", "float32", "--out", name,
-                cwd=dated)  # fmt: skip
+                cwd=dated_root)  # fmt: skip
             mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--system-prompt", "", *more,
-                "--out", f"{name}.f", cwd=dated)  # fmt: skip
+                "--out", f"{name}.f", cwd=dated_root)  # fmt: skip
             outcome = mpu(
-                "eval", "base", *records, *more, "--system-prompt", "", "--out", f"{name}.json", "--json", cwd=dated
+                "eval",
+                "base",
+                *records,
+                *more,
+                "--system-prompt",
+                "",
+                "--out",
+                f"{name}.json",
+                "--json",
+                cwd=dated_root,
             )
             weights = (
                 f"{name}.safetensors",
@@ -173,13 +182,13 @@ class TestDate:
                 f"{name}.f/model.safetensors",
             )
             name_of = "model.layers.0.mlp.up_proj.weight"
-            made[name] = [load_file(dated / path)[name_of] for path in weights] + [
+            results[name] = [load_file(dated_root / path)[name_of] for path in weights] + [
                 outcome.json["metrics"]["forget_Q_A_Prob"]
             ]
-        for default, same, other in zip(made["default"], made["same"], made["other"], strict=True):
+        for default, same, other in zip(results["default"], results["same"], results["other"], strict=True):
             assert torch.equal(torch.as_tensor(default), torch.as_tensor(same))
             assert not torch.equal(torch.as_tensor(default), torch.as_tensor(other))
-        compared = mpu("compare", "default.json", "other.json", cwd=dated)
+        compared = mpu("compare", "default.json", "other.json", cwd=dated_root)
         assert "date" in compared.err
 
     def test_what_is_no_date(self, mpu: Callable, root: Path) -> None:
@@ -225,16 +234,16 @@ class TestTags:
     def test_the_server_cannot_test_a_guess(self, deltas: Callable[..., str], root: Path) -> None:
         """A different key changes everything in the tag; every round and run has its own key."""
         deltas()
-        told = delta_manifest(open_checkpoint(root / "d/1.safetensors").metadata, root).trained
-        assert sorted(told) == ["key", "options", "records", "versions"]
+        tag = delta_manifest(open_checkpoint(root / "d/1.safetensors").metadata, root).trained
+        assert sorted(tag) == ["key", "options", "records", "versions"]
         mine, other = bytes.fromhex(default_secret_path().read_text()), bytes(32)
         run_ = facts(root / "r1/copy_1")["run"]
-        seen = [
+        tag_values = [
             set(training_tag(secret, name, number, {"tokens": "x"}).values())
             for secret, name, number in ((mine, run_, 1), (mine, run_, 2), (mine, "other", 1), (other, run_, 1))
         ]
-        assert not any(a & b for i, a in enumerate(seen) for b in seen[:i])
-        assert training_tag(mine, run_, 1, {})["key"] == told["key"]
+        assert not any(a & b for i, a in enumerate(tag_values) for b in tag_values[:i])
+        assert training_tag(mine, run_, 1, {})["key"] == tag["key"]
         assert oct(default_secret_path().stat().st_mode & 0o777) == "0o600"
 
     def test_a_secret_that_cannot_be_made_costs_no_training(self, mpu: Callable, root: Path) -> None:

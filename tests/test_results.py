@@ -75,8 +75,8 @@ def result(mpu: Callable, root: Path, request: pytest.FixtureRequest) -> Path:
 def test_a_result_has_what_lies_beside_the_weights(root: Path, result: Path) -> None:
     base = root / "base"
     files = {str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()} - LEFT.keys()
-    made = {str(path.relative_to(result)) for path in result.rglob("*") if path.is_file()}
-    assert made - {"mpu.json", "README.md"} == files
+    result_files = {str(path.relative_to(result)) for path in result.rglob("*") if path.is_file()}
+    assert result_files - {"mpu.json", "README.md"} == files
     for name in files - {WEIGHTS}:
         assert (result / name).read_bytes() == (base / name).read_bytes(), name
     ours, theirs = (GenerationConfig.from_pretrained(folder).to_dict() for folder in (result, base))

@@ -96,11 +96,11 @@ class TestSealedCopies:
         assert "another identity" in refused.err
 
     def test_an_archive_that_would_write_elsewhere(self, mpu: Callable, folder: Path) -> None:
-        made = io.BytesIO()
-        with tarfile.open(fileobj=made, mode="w") as archive:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
             archive.addfile(tarfile.TarInfo("../../escaped"), io.BytesIO())
         identity = pyrage.x25519.Identity.from_str((folder / "a.txt").read_text().split()[-1])
-        (folder / "sealed/x.age").write_bytes(pyrage.encrypt(made.getvalue(), [identity.to_public()]))
+        (folder / "sealed/x.age").write_bytes(pyrage.encrypt(buffer.getvalue(), [identity.to_public()]))
         refused = unlearn(mpu, folder, "sealed/x.age", "deltas/d", "--identity", folder / "a.txt", check=False)
         assert "contains no copy" in refused.err
         assert not list(folder.glob("**/escaped"))

@@ -35,7 +35,7 @@ from mpu_cli.server.register import default_register_path
 from mpu_cli.server.scheme import ZeroSum
 from tests.benchmarks.server import run as run_measured
 from tests.benchmarks.shapes import make
-from tests.models import CONFIGS, Trained, load, random_model, save, write_records
+from tests.models import CONFIGS, DemoModel, load, random_model, save, write_records
 from tests.protocol import tensors
 
 
@@ -45,7 +45,7 @@ def base(tmp_path):
 
 
 @pytest.fixture
-def published(mpu, tmp_path, base):
+def publication(mpu, tmp_path, base):
     """Two copies, float64 so that nothing is rounded, and a random delta of each."""
     mpu("publish", base, "--copies", 2, "--dtype", "float64", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
     for k in (1, 2):
@@ -61,10 +61,10 @@ def write_delta(copy, target, seed=0, change=lambda tensors: tensors, facts=None
     """A delta of random numbers for ``copy``; ``change`` and ``facts`` can make it invalid."""
     torch.manual_seed(seed)
     checkpoint = open_checkpoint(copy)
-    held = {name: torch.randn(info.shape, dtype=torch.float64) for name, info in checkpoint.tensors.items()}
+    delta_tensors = {name: torch.randn(info.shape, dtype=torch.float64) for name, info in checkpoint.tensors.items()}
     manifest = delta_facts(DeltaManifest(read_copy_manifest(copy), "npo")) | (facts or {})
     target.parent.mkdir(exist_ok=True)
-    save_file(change(held), target, as_metadata(manifest))
+    save_file(change(delta_tensors), target, as_metadata(manifest))
     return target
 
 
@@ -91,8 +91,8 @@ class TestPublish:
                 )
                 expected = alpha * 0.3 * float(v.square().mean().sqrt())
                 assert keys_of(tmp_path).sigma[block] * alpha == pytest.approx(expected, rel=1e-6)
-                found = float(noise.square().mean().sqrt())
-                assert found == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
+                actual = float(noise.square().mean().sqrt())
+                assert actual == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
 
     def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
         """A seed gives the same files, however the work is split and however many threads there are."""
@@ -111,21 +111,21 @@ class TestPublish:
     def test_permanent_noise_is_in_every_copy(self, mpu, tmp_path, base):
         """The weighted sum of the copies is the base plus the shared noise, at its scale; verify accounts for it."""
         options = ("--kappa", 0.1, "--permanent-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
-        told = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
-        assert "permanent noise of 0.2" in told
+        stderr = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
+        assert "permanent noise of 0.2" in stderr
         keys, before = keys_of(tmp_path), tensors(base)
         copies = [tensors(tmp_path / f"copy_{k}") for k in (1, 2, 3)]
         weights = keys.publication.scheme.weights.tolist()
         name = "model.embed_tokens.weight"
-        left = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
-        assert float(left.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
+        residual = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
+        assert float(residual.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
         assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name], rel=5e-3)  # it is rounded
         for copy, scale in zip(copies, keys.publication.scheme.scales, strict=True):
-            found = float((copy[name] - before[name]).square().mean().sqrt())
-            assert found == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
+            noise_rms = float((copy[name] - before[name]).square().mean().sqrt())
+            assert noise_rms == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
         mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
-        told = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
-        assert told["all copies"]["weights"] > 0.15
+        attacks = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
+        assert attacks["all copies"]["weights"] > 0.15
 
     def test_random_alphas(self, mpu, tmp_path, base):
         drawn = []
@@ -190,12 +190,14 @@ class TestPublish:
         assert "rounding on storage" not in outcome.err
 
     def test_a_tied_head_that_is_stored_too_is_left_out(self, mpu, tmp_path, base):
-        held = load_file(base / "model.safetensors")
-        save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+        weights = load_file(base / "model.safetensors")
+        save_file(
+            {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, base / "model.safetensors"
+        )
         mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         assert "lm_head.weight" not in load_file(tmp_path / "copy_1/model.safetensors")
-        held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
-        save_file(held, base / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+        save_file(weights, base / "model.safetensors")
         outcome = mpu("publish", base, "--out", tmp_path / "x", "--keys", tmp_path / "x.bin", check=False)
         assert outcome.status == 1
         assert "tie_word_embeddings" in outcome.err
@@ -203,9 +205,9 @@ class TestPublish:
     def test_names_without_prefix_and_masks(self, mpu, tmp_path):
         """GPT-2 as stored on the Hub: names of the bare model, and the causal masks among the weights."""
         base = save(random_model("gpt2"), tmp_path / "base")
-        held = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
+        weights = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
         mask = torch.tril(torch.ones(1, 1, 128, 128, dtype=torch.uint8))
-        save_file(held | {"h.0.attn.bias": mask, "h.1.attn.bias": mask.clone()}, base / "model.safetensors")
+        save_file(weights | {"h.0.attn.bias": mask, "h.1.attn.bias": mask.clone()}, base / "model.safetensors")
         mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--kappa", 0, "--symmetries", "all")
         copy = load_file(tmp_path / "copy_1/model.safetensors")
         assert copy.keys() == load_file(base / "model.safetensors").keys()
@@ -217,9 +219,9 @@ class TestPublish:
         [(["--kappa", "1e300"], 1.0, "--kappa"), (["--dtype", "float16"], 1e6, "--dtype")],
     )
     def test_what_overflows_is_not_published(self, mpu, tmp_path, base, arguments, weight, complaint):
-        held = load_file(base / "model.safetensors")
-        held["model.norm.weight"][0] = weight
-        save_file(held, base / "model.safetensors", {"format": "pt"})
+        weights = load_file(base / "model.safetensors")
+        weights["model.norm.weight"][0] = weight
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
         outcome = mpu("publish", base, *arguments, check=False, cwd=tmp_path)
         assert outcome.status == 1
         assert complaint in outcome.err
@@ -252,8 +254,8 @@ class TestPublish:
             json.dumps(json.loads(path.read_text()) | {"name_or_path": "/srv/secret", "auto_map": {"a": "b"}})
         )
         mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        published = json.loads((tmp_path / "copy_1/tokenizer_config.json").read_text())
-        assert not {"name_or_path", "auto_map"} & set(published)
+        config = json.loads((tmp_path / "copy_1/tokenizer_config.json").read_text())
+        assert not {"name_or_path", "auto_map"} & set(config)
 
     @pytest.mark.slow
     def test_memory_does_not_grow_with_the_model(self, tmp_path):
@@ -297,36 +299,37 @@ class TestKeys:
         for name in "ab":
             assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
 
-    def test_the_document_is_plain_age(self, published):
+    def test_the_document_is_plain_age(self, publication):
         """age decrypts to the JSON that docs/formats.md describes."""
         [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
         assert (document["format"], document["version"]) == ("mpu-keys", VERSION)
         assert len(bytes.fromhex(document["seed"])) == 32
         assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
-        assert document["base"]["path"] == str(published / "base")
+        assert document["base"]["path"] == str(publication / "base")
 
-    def test_keys_of_version_2_are_read(self, mpu, published):
+    def test_keys_of_version_2_are_read(self, mpu, publication):
         """Their fingerprint is SHA-256 in place of BLAKE3; another base is still refused, copies are still written."""
-        keys, copies = published / "keys.bin", [published / f"copy_{k}/model.safetensors" for k in (1, 2)]
+        keys, copies = publication / "keys.bin", [publication / f"copy_{k}/model.safetensors" for k in (1, 2)]
         before = [copy.read_bytes() for copy in copies]
         document = json.loads(pyrage.decrypt(keys.read_bytes(), read_identities(default_identity_path())))
         with worker_pool() as pool:
-            old = fingerprint(open_checkpoint(published / "base"), pool, "sha256")
+            old = fingerprint(open_checkpoint(publication / "base"), pool, "sha256")
         assert re.fullmatch("[0-9a-f]{64}", old)
         document |= {"version": 2, "base": document["base"] | {"fingerprint": old}}
-        own = [identity.to_public() for identity in read_identities(default_identity_path())]
-        keys.write_bytes(pyrage.encrypt(json.dumps(document).encode(), own))
-        assert "was not sealed with this server's secret" in aggregate(mpu, published, check=False).err
-        aggregate(mpu, published, published / "deltas", "--trust-keys")
+        recipients = [identity.to_public() for identity in read_identities(default_identity_path())]
+        keys.write_bytes(pyrage.encrypt(json.dumps(document).encode(), recipients))
+        assert "was not sealed with this server's secret" in aggregate(mpu, publication, check=False).err
+        aggregate(mpu, publication, publication / "deltas", "--trust-keys")
         again = ["--copies", 2, "--dtype", "float64", "--only", 1, "--trust-keys", "--out"]
-        mpu("publish", published / "base", "--keys", keys, *again, published / "again")
-        assert (published / "again/copy_1/model.safetensors").read_bytes() == before[0]
-        other = save(random_model("llama", seed=9), published / "other")
-        for command in (["aggregate", published / "deltas", "--base", other, "--trust-keys", "--out", published / "no"],
-                        ["publish", other, *again, published / "no"]):  # fmt: skip
+        mpu("publish", publication / "base", "--keys", keys, *again, publication / "again")
+        assert (publication / "again/copy_1/model.safetensors").read_bytes() == before[0]
+        other = save(random_model("llama", seed=9), publication / "other")
+        refused_out = publication / "no"
+        for command in (["aggregate", publication / "deltas", "--base", other, "--trust-keys", "--out", refused_out],
+                        ["publish", other, *again, refused_out]):  # fmt: skip
             assert mpu(*command, "--keys", keys, check=False).status == 1
-        assert not (published / "no").exists()
+        assert not (publication / "no").exists()
 
     def test_recipient_and_identity(self, mpu, tmp_path, base):
         recipient = mpu("keygen", "--out", tmp_path / "id", "--json").json["recipient"]
@@ -359,11 +362,11 @@ class TestKeys:
         assert (tmp_path / "id").read_bytes() == before
 
     @pytest.mark.parametrize("where", [0, 30, 100, -1])
-    def test_damage(self, mpu, published, where):
-        raw = bytearray((published / "keys.bin").read_bytes())
+    def test_damage(self, mpu, publication, where):
+        raw = bytearray((publication / "keys.bin").read_bytes())
         raw[where] ^= 0x41
-        (published / "keys.bin").write_bytes(raw)
-        outcome = aggregate(mpu, published, check=False)
+        (publication / "keys.bin").write_bytes(raw)
+        outcome = aggregate(mpu, publication, check=False)
         assert outcome.status == 1
         assert outcome.is_one_error
         assert "keys.bin" in outcome.err
@@ -389,72 +392,83 @@ class TestKeys:
             {"kind": "extrapolate", "factors": [1, 10**400]}, {"kind": "zero-sum", "factors": [1, 5e-324]},
         ],
     )  # fmt: skip
-    def test_noise_that_is_none(self, mpu, published, noise):
+    def test_noise_that_is_none(self, mpu, publication, noise):
         [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity])) | {"noise": noise}
-        (published / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(document).encode(), [identity.to_public()]))
-        outcome = aggregate(mpu, published, check=False)
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity])) | {"noise": noise}
+        (publication / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(document).encode(), [identity.to_public()]))
+        outcome = aggregate(mpu, publication, check=False)
         assert (outcome.status, "key data is incomplete or invalid" in outcome.err) == (1, True)
 
-    def test_a_newer_version(self, mpu, published):
+    def test_a_newer_version(self, mpu, publication):
         [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((published / "keys.bin").read_bytes(), [identity]))
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
         newer = json.dumps(document | {"version": VERSION + 1}).encode()
-        (published / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
-        assert "update mpu" in aggregate(mpu, published, check=False).err
+        (publication / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
+        assert "update mpu" in aggregate(mpu, publication, check=False).err
 
 
 class TestAggregate:
-    def test_is_the_weighted_sum_of_the_inverted(self, mpu, published):
-        aggregate(mpu, published)
-        paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
-        one, two = (tensors(Path(path)) for path in paths.split())
-        before, after = tensors(published / "base"), tensors(published / "unlearned")
+    def test_is_the_weighted_sum_of_the_inverted(self, mpu, publication):
+        aggregate(mpu, publication)
+        paths = mpu(
+            "invert", publication / "deltas", "--keys", publication / "keys.bin", "--out", publication / "inv"
+        ).out
+        first_delta, second_delta = (tensors(Path(path)) for path in paths.split())
+        before, after = tensors(publication / "base"), tensors(publication / "unlearned")
         for name in before:  # nodes 1 and −1
-            torch.testing.assert_close(after[name] - before[name], (one[name] + two[name]) / 2)
+            torch.testing.assert_close(after[name] - before[name], (first_delta[name] + second_delta[name]) / 2)
 
-    def test_raw_inverted_and_mixed_give_the_same(self, mpu, published):
-        aggregate(mpu, published)
-        raw = tensors(published / "unlearned")
-        mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv")
-        for first in ("inv", "deltas"):
-            shutil.rmtree(published / "unlearned")
-            aggregate(mpu, published, published / first / "copy_1.safetensors", published / "inv/copy_2.safetensors")
-            found = tensors(published / "unlearned")
+    def test_raw_inverted_and_mixed_give_the_same(self, mpu, publication):
+        aggregate(mpu, publication)
+        raw = tensors(publication / "unlearned")
+        mpu("invert", publication / "deltas", "--keys", publication / "keys.bin", "--out", publication / "inv")
+        for folder in ("inv", "deltas"):
+            shutil.rmtree(publication / "unlearned")
+            aggregate(
+                mpu, publication, publication / folder / "copy_1.safetensors", publication / "inv/copy_2.safetensors"
+            )
+            actual = tensors(publication / "unlearned")
             for name in raw:
-                torch.testing.assert_close(found[name], raw[name])
+                torch.testing.assert_close(actual[name], raw[name])
 
-    def test_server_lr_scales_the_update(self, mpu, published):
-        before = tensors(published / "base")
+    def test_server_lr_scales_the_update(self, mpu, publication):
+        before = tensors(publication / "base")
         updates = []
         for rate in (1.0, -0.25):
-            mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
-                "--server-lr", rate, "--out", published / "u", "--force")  # fmt: skip
-            updates.append({n: t - before[n] for n, t in tensors(published / "u").items()})
+            mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
+                "--server-lr", rate, "--out", publication / "u", "--force")  # fmt: skip
+            updates.append({n: t - before[n] for n, t in tensors(publication / "u").items()})
         for name in before:
             torch.testing.assert_close(updates[1][name], -0.25 * updates[0][name])
 
-    def test_a_hostile_delta(self, mpu, published):
+    def test_a_hostile_delta(self, mpu, publication):
         """A huge norm is refused if there is a bound, and a poisoned tensor is named."""
-        arguments = ("aggregate", published / "deltas", "--keys", published / "keys.bin", "--out", published / "u")
+        arguments = (
+            "aggregate",
+            publication / "deltas",
+            "--keys",
+            publication / "keys.bin",
+            "--out",
+            publication / "u",
+        )
         honest = mpu(*arguments, "--force", "--json").json
         assert honest["outliers"] == []
-        path = published / "deltas/copy_2.safetensors"
-        held, metadata = tensors(path), open_checkpoint(path).metadata
-        name = sorted(held)[3]
-        held[name] = held[name] * 1000
-        save_file({n: t.float() for n, t in held.items()}, path, metadata)
+        path = publication / "deltas/copy_2.safetensors"
+        delta, metadata = tensors(path), open_checkpoint(path).metadata
+        name = sorted(delta)[3]
+        delta[name] = delta[name] * 1000
+        save_file({n: t.float() for n, t in delta.items()}, path, metadata)
         outcome = mpu(*arguments, "--force")
         assert f"copy 2 changes {name} " in outcome.err
         [outlier] = mpu(*arguments, "--force", "--json").json["outliers"]
         assert (outlier["tensor"], outlier["copy"]) == (name, 2)
         assert 300 < outlier["factor"] < 3000
-        shutil.rmtree(published / "u")
+        shutil.rmtree(publication / "u")
         bound = 2 * max(copy["norm"] for copy in honest["copies"])
         refused = mpu(*arguments, "--max-norm", bound, check=False)
         assert refused.status == 1
         assert "copy_2.safetensors: norm is" in refused.err
-        assert not (published / "u").exists()
+        assert not (publication / "u").exists()
         assert mpu(*arguments, "--max-norm", 0, check=False).status == 2
 
     @pytest.mark.slow
@@ -481,11 +495,13 @@ class TestAggregate:
             printed = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
             assert complaint in printed if complaint else "warning" not in printed
 
-    def test_norms_and_cosines_are_what_they_say(self, mpu, published):
-        outcome = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--dtype", "float64",
-                   "--out", published / "unlearned", "--force", "--json")  # fmt: skip
+    def test_norms_and_cosines_are_what_they_say(self, mpu, publication):
+        outcome = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
+                   "--out", publication / "unlearned", "--force", "--json")  # fmt: skip
         assert "disagree" in outcome.err  # random deltas have nothing in common
-        paths = mpu("invert", published / "deltas", "--keys", published / "keys.bin", "--out", published / "inv").out
+        paths = mpu(
+            "invert", publication / "deltas", "--keys", publication / "keys.bin", "--out", publication / "inv"
+        ).out
         flat = [torch.cat([t.flatten() for t in tensors(Path(path)).values()]) for path in paths.split()]
         mean = (flat[0] + flat[1]) / 2
         for delta, x in zip(outcome.json["copies"], flat, strict=True):
@@ -502,11 +518,11 @@ class TestAggregate:
         assert "error of the update: about" in outcome.err
         assert outcome.err.count("warning") == 1  # the cause, and not what follows from it
 
-    def test_the_result_is_a_model(self, mpu, published):
-        aggregate(mpu, published)
-        model = AutoModelForCausalLM.from_pretrained(published / "unlearned")
+    def test_the_result_is_a_model(self, mpu, publication):
+        aggregate(mpu, publication)
+        model = AutoModelForCausalLM.from_pretrained(publication / "unlearned")
         assert model.dtype == torch.float64
-        assert (published / "unlearned/tokenizer.json").exists()
+        assert (publication / "unlearned/tokenizer.json").exists()
 
     @pytest.mark.parametrize(
         ("spoil", "complaint"),
@@ -521,14 +537,14 @@ class TestAggregate:
         ],
         ids=["missing", "extra", "renamed", "shape", "dtype", "nan", "inf"],
     )  # fmt: skip
-    def test_a_delta_that_does_not_fit_is_refused(self, mpu, published, spoil, complaint):
-        write_delta(published / "copy_2", published / "deltas/copy_2.safetensors", change=spoil)
-        outcome = aggregate(mpu, published, check=False)
+    def test_a_delta_that_does_not_fit_is_refused(self, mpu, publication, spoil, complaint):
+        write_delta(publication / "copy_2", publication / "deltas/copy_2.safetensors", change=spoil)
+        outcome = aggregate(mpu, publication, check=False)
         assert outcome.status == 1
         assert complaint in outcome.err
         assert "copy_2.safetensors" in outcome.err
         assert outcome.is_one_error
-        assert not (published / "unlearned").exists()
+        assert not (publication / "unlearned").exists()
 
     @pytest.mark.parametrize(
         ("facts", "complaint"),
@@ -545,45 +561,47 @@ class TestAggregate:
             ({"format": "other"}, "not a delta"),
         ],
     )
-    def test_a_foreign_delta_is_refused(self, mpu, published, facts, complaint):
-        write_delta(published / "copy_2", published / "deltas/copy_2.safetensors", facts=facts)
-        outcome = aggregate(mpu, published, check=False)
+    def test_a_foreign_delta_is_refused(self, mpu, publication, facts, complaint):
+        write_delta(publication / "copy_2", publication / "deltas/copy_2.safetensors", facts=facts)
+        outcome = aggregate(mpu, publication, check=False)
         assert outcome.status == 1
         assert complaint in outcome.err
 
-    def test_all_copies_once(self, mpu, published):
-        one, two = (published / f"deltas/copy_{k}.safetensors" for k in (1, 2))
-        assert "no delta for copy 2" in aggregate(mpu, published, one, check=False).err
-        assert "give one" in aggregate(mpu, published, one, two, one, check=False).err
-        assert "no such file" in aggregate(mpu, published, one, published / "gone.safetensors", check=False).err
+    def test_all_copies_once(self, mpu, publication):
+        first_path, second_path = (publication / f"deltas/copy_{k}.safetensors" for k in (1, 2))
+        assert "no delta for copy 2" in aggregate(mpu, publication, first_path, check=False).err
+        assert "give one" in aggregate(mpu, publication, first_path, second_path, first_path, check=False).err
+        assert (
+            "no such file" in aggregate(mpu, publication, first_path, publication / "gone.safetensors", check=False).err
+        )
 
-    def test_a_delta_of_the_base_itself_belongs_to_no_run(self, mpu, published):
-        (published / "base/mpu.json").unlink(missing_ok=True)
+    def test_a_delta_of_the_base_itself_belongs_to_no_run(self, mpu, publication):
+        (publication / "base/mpu.json").unlink(missing_ok=True)
         manifest = delta_facts(DeltaManifest(None, "npo"))
-        save_file(tensors(published / "base"), published / "deltas/clean.safetensors", as_metadata(manifest))
-        assert "no run" in aggregate(mpu, published, check=False).err
+        save_file(tensors(publication / "base"), publication / "deltas/clean.safetensors", as_metadata(manifest))
+        assert "no run" in aggregate(mpu, publication, check=False).err
 
-    def test_another_base_is_refused(self, mpu, published):
-        other = save(random_model("llama", seed=9), published / "other")
-        outcome = mpu("aggregate", published / "deltas", "--keys", published / "keys.bin", "--base", other,
-                      "--out", published / "unlearned", check=False)  # fmt: skip
+    def test_another_base_is_refused(self, mpu, publication):
+        other = save(random_model("llama", seed=9), publication / "other")
+        outcome = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--base", other,
+                      "--out", publication / "unlearned", check=False)  # fmt: skip
         assert "fingerprint" in outcome.err
-        assert not (published / "unlearned").exists()
-        shutil.rmtree(published / "base")
-        assert "--base" in aggregate(mpu, published, check=False).err
+        assert not (publication / "unlearned").exists()
+        shutil.rmtree(publication / "base")
+        assert "--base" in aggregate(mpu, publication, check=False).err
 
-    def test_inverting_twice_is_refused(self, mpu, published):
-        arguments = ["--keys", published / "keys.bin", "--out"]
-        mpu("invert", published / "deltas", *arguments, published / "inv")
-        assert "already inverted" in mpu("invert", published / "inv", *arguments, published / "x", check=False).err
+    def test_inverting_twice_is_refused(self, mpu, publication):
+        arguments = ["--keys", publication / "keys.bin", "--out"]
+        mpu("invert", publication / "deltas", *arguments, publication / "inv")
+        assert "already inverted" in mpu("invert", publication / "inv", *arguments, publication / "x", check=False).err
 
-    def test_paths_from_a_pipe(self, published):
-        paths = "".join(f"{published}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
+    def test_paths_from_a_pipe(self, publication):
+        paths = "".join(f"{publication}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
         done = subprocess.run(
-            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", published / "keys.bin", "--force", "--out",
-             published / "unlearned"], input=paths, capture_output=True, text=True, check=True,
+            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", publication / "keys.bin", "--force", "--out",
+             publication / "unlearned"], input=paths, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stdout == f"{published}/unlearned\n"
+        assert done.stdout == f"{publication}/unlearned\n"
 
 
 class TestVerify:
@@ -600,12 +618,12 @@ class TestVerify:
             for block in document["blocks"]:
                 assert block["survived"] == pytest.approx(block["asked"], rel=0.6)
 
-    def test_a_changed_copy_is_wrong(self, mpu, published):
-        held = load_file(published / "copy_1/model.safetensors")
-        held["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1e-3
-        metadata = open_checkpoint(published / "copy_1").metadata
-        save_file(held, published / "copy_1/model.safetensors", metadata)
-        outcome = mpu("verify", published / "copy_1", "--keys", published / "keys.bin", check=False)
+    def test_a_changed_copy_is_wrong(self, mpu, publication):
+        weights = load_file(publication / "copy_1/model.safetensors")
+        weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1e-3
+        metadata = open_checkpoint(publication / "copy_1").metadata
+        save_file(weights, publication / "copy_1/model.safetensors", metadata)
+        outcome = mpu("verify", publication / "copy_1", "--keys", publication / "keys.bin", check=False)
         assert outcome.status == 1
         assert "WRONG" in outcome.out
 
@@ -632,26 +650,26 @@ class TestVerify:
         assert mpu("verify", tmp_path / "0.01/copy_1", "--keys", tmp_path / "0.01.k").status == 0
         assert mpu("verify", tmp_path / "0/copy_1", "--keys", tmp_path / "0.01.k", check=False).status == 1
 
-    def test_nan_is_wrong(self, mpu, published):
-        path = published / "copy_1/model.safetensors"
-        held = load_file(path)
-        held["model.layers.0.self_attn.q_proj.weight"] *= math.nan
-        save_file(held, path, open_checkpoint(published / "copy_1").metadata)
-        outcome = mpu("verify", published / "copy_1", "--keys", published / "keys.bin", "--no-logits", check=False)
+    def test_nan_is_wrong(self, mpu, publication):
+        path = publication / "copy_1/model.safetensors"
+        weights = load_file(path)
+        weights["model.layers.0.self_attn.q_proj.weight"] *= math.nan
+        save_file(weights, path, open_checkpoint(publication / "copy_1").metadata)
+        outcome = mpu("verify", publication / "copy_1", "--keys", publication / "keys.bin", "--no-logits", check=False)
         assert outcome.status == 1
 
-    def test_weights_of_another_copy_are_missed_nowhere(self, mpu, published):
-        shutil.copy(published / "copy_2/model.safetensors", published / "copy_1/model.safetensors")
-        forget = write_records(published / "f", 2, 1)
-        verify = ["verify", "--keys", published / "keys.bin"]
+    def test_weights_of_another_copy_are_missed_nowhere(self, mpu, publication):
+        shutil.copy(publication / "copy_2/model.safetensors", publication / "copy_1/model.safetensors")
+        forget = write_records(publication / "f", 2, 1)
+        verify = ["verify", "--keys", publication / "keys.bin"]
         for command, *more in (verify, ["unlearn", "--algo", "gradascent", "--forget", forget]):
-            outcome = mpu(command, published / "copy_1", *more, check=False)
+            outcome = mpu(command, publication / "copy_1", *more, check=False)
             assert outcome.status == 1
             assert "weights next to it" in outcome.err
 
-    def test_another_publication(self, mpu, published):
-        mpu("publish", published / "base", "--out", published / "b", "--keys", published / "b.bin")
-        outcome = mpu("verify", published / "b/copy_1", "--keys", published / "keys.bin", check=False)
+    def test_another_publication(self, mpu, publication):
+        mpu("publish", publication / "base", "--out", publication / "b", "--keys", publication / "b.bin")
+        outcome = mpu("verify", publication / "b/copy_1", "--keys", publication / "keys.bin", check=False)
         assert "another publication" in outcome.err
 
 
@@ -681,43 +699,47 @@ class TestRunningSum:
     @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
     def test_is_the_aggregate(self, mpu: Callable, folder: Path, more: tuple) -> None:
         """To the last bits, in any order; what was added can be deleted. All is known of two copies."""
-        one, two = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
-        whole = mpu("aggregate", "deltas", "--json", cwd=folder).json
-        document = mpu("aggregate", two, "--running", "sums", "--json", cwd=folder).json
+        first_path, second_path = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
+        aggregate_report = mpu("aggregate", "deltas", "--json", cwd=folder).json
+        document = mpu("aggregate", second_path, "--running", "sums", "--json", cwd=folder).json
         assert (document["copies"], document["missing"]) == ([2], [1])
         assert mpu("inspect", "sums", "--json", cwd=folder).json["copies in it"] == [2]
-        (folder / two).unlink()
-        again = mpu("aggregate", one, "--running", "sums", "--out", "later", "--json", cwd=folder).json
+        (folder / second_path).unlink()
+        again = mpu("aggregate", first_path, "--running", "sums", "--out", "later", "--json", cwd=folder).json
         assert not (folder / "sums").exists()
-        expected, found = (load_file(folder / name / "model.safetensors") for name in ("unlearned", "later"))
+        expected, actual = (load_file(folder / name / "model.safetensors") for name in ("unlearned", "later"))
         base = load_file(folder / "base/model.safetensors")
         for name, weights in expected.items():
-            error = (found[name] - weights).norm()
+            error = (actual[name] - weights).norm()
             assert error <= 1e-6 * (weights - base[name]).norm() + 1e-7 * weights.norm(), name
         for name in ("norm", "smallest_pairwise_cosine"):
-            assert again[name] == pytest.approx(whole[name], rel=1e-5)
-        assert again["error_estimate"]["relative"] == pytest.approx(whole["error_estimate"]["relative"], rel=1e-3)
-        assert [copy["norm"] for copy in again["copies"]] == pytest.approx([c["norm"] for c in whole["copies"]])
+            assert again[name] == pytest.approx(aggregate_report[name], rel=1e-5)
+        assert again["error_estimate"]["relative"] == pytest.approx(
+            aggregate_report["error_estimate"]["relative"], rel=1e-3
+        )
+        assert [copy["norm"] for copy in again["copies"]] == pytest.approx(
+            [c["norm"] for c in aggregate_report["copies"]]
+        )
 
     @pytest.mark.slow
     def test_three_copies_and_what_is_refused(self, mpu: Callable, folder: Path) -> None:
-        one, two, three = self.deltas(mpu, folder, 3)
-        mpu("aggregate", one, "--running", "sums", cwd=folder)
+        first_path, second_path, third_path = self.deltas(mpu, folder, 3)
+        mpu("aggregate", first_path, "--running", "sums", cwd=folder)
         before = (folder / "sums/mpu.json").read_bytes()
-        twice = mpu("aggregate", one, "--running", "sums", check=False, cwd=folder)
+        twice = mpu("aggregate", first_path, "--running", "sums", check=False, cwd=folder)
         assert "already in sums" in twice.err
         assert twice.is_one_error
         assert (folder / "sums/mpu.json").read_bytes() == before
-        assert "no running sum" in mpu("aggregate", two, "--running", "base", check=False, cwd=folder).err
+        assert "no running sum" in mpu("aggregate", second_path, "--running", "base", check=False, cwd=folder).err
         shutil.move(folder / "keys.bin", folder / "other.bin")
         mpu("publish", "base", "--copies", 3, "--seed", 2, "--out", "again", cwd=folder)
         other = mpu("unlearn", "again/copy_2", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
                     "--out", "other.safetensors", cwd=folder).out.strip()  # fmt: skip
         assert "another publication" in mpu("aggregate", other, "--running", "sums", check=False, cwd=folder).err
         shutil.move(folder / "other.bin", folder / "keys.bin")
-        document = mpu("aggregate", two, three, "--running", "sums", "--json", cwd=folder).json
-        whole = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
-        assert document["norm"] == pytest.approx(whole["norm"], rel=1e-5)
+        document = mpu("aggregate", second_path, third_path, "--running", "sums", "--json", cwd=folder).json
+        aggregate_report = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
+        assert document["norm"] == pytest.approx(aggregate_report["norm"], rel=1e-5)
         assert 0.5 < document["smallest_pairwise_cosine"] <= 1
 
 
@@ -749,10 +771,13 @@ def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
     common = ("--algo", "gradascent", "--epochs", 1, "--template", "plain", "--lr", "1e-2")
     mpu("unlearn", "copy_1", *common, "--out", "whole", cwd=tmp_path)
     outcome = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=tmp_path)
-    whole, half = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "deltas/copy_1.safetensors")
-    assert {x.dtype for x in half.values()} == {torch.bfloat16}
-    lost = sum(float((half[n].double() - x.double()).square().sum()) for n, x in whole.items()) ** 0.5
-    norm = sum(float(x.double().square().sum()) for x in whole.values()) ** 0.5
+    full_delta, rounded_delta = (
+        load_file(tmp_path / "whole.safetensors"),
+        load_file(tmp_path / "deltas/copy_1.safetensors"),
+    )
+    assert {x.dtype for x in rounded_delta.values()} == {torch.bfloat16}
+    lost = sum(float((rounded_delta[n].double() - x.double()).square().sum()) for n, x in full_delta.items()) ** 0.5
+    norm = sum(float(x.double().square().sum()) for x in full_delta.values()) ** 0.5
     assert outcome.json["lost_to_rounding"] == pytest.approx(lost / norm, rel=1e-6)
     assert 1e-4 < lost / norm < 5e-3
     assert "lost to bfloat16" in outcome.err
@@ -774,23 +799,25 @@ class TestOwners:
                     "--template", "plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}", cwd=tmp_path)  # fmt: skip
         document = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
         base = load_file(tmp_path / "base/model.safetensors")
-        alone = {}
+        owner_models = {}
         for owner in ("a", "b"):
-            of = [tmp_path / f"deltas/{owner}_{k}.safetensors" for k in (1, 2)]
+            delta_paths = [tmp_path / f"deltas/{owner}_{k}.safetensors" for k in (1, 2)]
             single = mpu(
-                "aggregate", *of, "--keys", f"{owner}.bin", "--out", owner + "_alone", "--json", cwd=tmp_path
+                "aggregate", *delta_paths, "--keys", f"{owner}.bin", "--out", owner + "_alone", "--json", cwd=tmp_path
             ).json
-            alone[owner] = load_file(tmp_path / f"{owner}_alone/model.safetensors")
+            owner_models[owner] = load_file(tmp_path / f"{owner}_alone/model.safetensors")
             of_owner = next(each for each in document["owners"] if each["run"] == single["run"])
             for name in ("norm", "smallest_pairwise_cosine"):
                 assert of_owner[name] == pytest.approx(single[name], rel=1e-6)
-        found = load_file(tmp_path / "unlearned/model.safetensors")
+        combined = load_file(tmp_path / "unlearned/model.safetensors")
         for name, weights in base.items():
-            expected = alone["a"][name] + alone["b"][name] - weights
-            assert torch.allclose(found[name], expected, atol=1e-6), name
+            expected = owner_models["a"][name] + owner_models["b"][name] - weights
+            assert torch.allclose(combined[name], expected, atol=1e-6), name
         assert -1 < document["cosines"][0][1] < 1
         # Each owner's update, and each delta, may be below --max-norm: the sum has to be, too.
-        total = math.sqrt(sum(float((found[name] - weights).double().square().sum()) for name, weights in base.items()))
+        total = math.sqrt(
+            sum(float((combined[name] - weights).double().square().sum()) for name, weights in base.items())
+        )
         parts = [file for owner in ("a", "b") for file in (tmp_path / "deltas").glob(f"{owner}_*.safetensors")]
         norms = [math.sqrt(sum(float(t.double().square().sum()) for t in load_file(file).values())) for file in parts]
         most = max(*norms, *(each["norm"] for each in document["owners"]))
@@ -814,61 +841,62 @@ class TestTheStep:
     """``--server-lr auto``, on the demo's model, which knows its records by heart."""
 
     @pytest.fixture
-    def returned(self, mpu: Callable, tmp_path: Path, trained: Trained) -> Path:
+    def returned_delta(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> Path:
         noise = ("--copies", 1, "--permanent-noise", 0.05, "--seed", 1, "--dtype", "float32")
-        mpu("publish", trained.model, *noise, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        mpu("unlearn", tmp_path / "copy_1", "--forget", trained.forget, "--retain", trained.retain, "--epochs", 4,
+        mpu("publish", demo.model, *noise, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        mpu("unlearn", tmp_path / "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--epochs", 4,
             "--lr", "3e-4", "--batch-size", 10, "--out", tmp_path / "deltas" / "copy_1.safetensors")  # fmt: skip
         return tmp_path
 
-    def test_it_is_the_largest_that_is_allowed(self, mpu: Callable, returned: Path, trained: Trained) -> None:
+    def test_it_is_the_largest_that_is_allowed(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
         """The losses that it reports are those of the models that these steps give; a larger bound, a larger step."""
         steps = []
         for i, bound in enumerate((0.02, 0.2)):
-            told = mpu(
-                "aggregate", returned / "deltas", "--keys", returned / "keys.bin", "--dtype", "float32", "--server-lr",
-                "auto", "--probe", trained.retain, "--max-rise", bound, "--out", returned / f"auto_{i}", "--json",
+            step_report = mpu(
+                "aggregate", returned_delta / "deltas", "--keys", returned_delta / "keys.bin", "--dtype", "float32",
+                "--server-lr", "auto", "--probe", demo.retain, "--max-rise", bound, "--out",
+                returned_delta / f"auto_{i}", "--json",
             ).json["step"]  # fmt: skip
-            losses = {float(step): loss for step, loss in told["losses"].items()}
-            chosen = told["chosen"]
+            losses = {float(step): loss for step, loss in step_report["losses"].items()}
+            chosen = step_report["chosen"]
             assert losses[chosen] - losses[0.0] <= bound
             larger = [step for step in losses if step > chosen]
             assert all(losses[step] - losses[0.0] > bound for step in larger) or chosen == 8
-            model, tokenizer = load(returned / f"auto_{i}", torch.float32, "cpu")
-            assert read_answers(trained.retain, tokenizer).loss(model) == pytest.approx(losses[chosen], abs=1e-4)
+            model, tokenizer = load(returned_delta / f"auto_{i}", torch.float32, "cpu")
+            assert read_answers(demo.retain, tokenizer).loss(model) == pytest.approx(losses[chosen], abs=1e-4)
             steps.append(chosen)
         assert 0 < steps[0] <= steps[1]
-        assert f"| {steps[1]:g} |" in (returned / "auto_1" / "README.md").read_text()
+        assert f"| {steps[1]:g} |" in (returned_delta / "auto_1" / "README.md").read_text()
 
-    def test_what_is_refused(self, mpu: Callable, returned: Path, trained: Trained) -> None:
-        out, keys = returned / "refused", ("--keys", returned / "keys.bin")
+    def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
+        out, keys = returned_delta / "refused", ("--keys", returned_delta / "keys.bin")
         for options, complaint in [
             ((), "add --probe FILE"),
-            (("--probe", trained.retain, "--as-adapter"), "name its step here"),
+            (("--probe", demo.retain, "--as-adapter"), "name its step here"),
             (("--probe", "nowhere.jsonl"), "nowhere.jsonl"),
-            (("--probe", trained.retain, "--max-rise", 1e-12), "allow more with --max-rise"),
+            (("--probe", demo.retain, "--max-rise", 1e-12), "allow more with --max-rise"),
         ]:
             auto = ("--server-lr", "auto", *options)
-            outcome = mpu("aggregate", returned / "deltas", *keys, *auto, "--out", out, check=False)
+            outcome = mpu("aggregate", returned_delta / "deltas", *keys, *auto, "--out", out, check=False)
             assert (outcome.status != 0, complaint in outcome.err) == (True, True)
             assert not out.exists()
-            assert not list(returned.glob(".*partial"))
+            assert not list(returned_delta.glob(".*partial"))
 
 
-def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, trained: Trained) -> None:
+def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """The losses on the server's records are those that an evaluation of the same models gives."""
-    outcome = mpu("publish", trained.model, "--copies", 1, "--permanent-noise", 1, "--probe", trained.forget, "--out",
+    outcome = mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 1, "--probe", demo.forget, "--out",
                tmp_path, "--keys", tmp_path / "keys.bin", "--json")  # fmt: skip
-    known = outcome.json["probe"]
-    assert known["copy_1"] > known["the base"]
+    losses = outcome.json["probe"]
+    assert losses["copy_1"] > losses["the base"]
     assert "probability of an answer's tokens" in outcome.err
     for options, complaint in ((("--copy-recipients", "age1x"), "are not measured"), ((), "nowhere.jsonl")):
-        probe = "nowhere.jsonl" if not options else trained.forget
-        refused = mpu("publish", trained.model, "--probe", probe, *options, "--out", tmp_path / "x", check=False)
+        probe = "nowhere.jsonl" if not options else demo.forget
+        refused = mpu("publish", demo.model, "--probe", probe, *options, "--out", tmp_path / "x", check=False)
         assert (refused.status != 0, complaint in refused.err) == (True, True)
         assert not (tmp_path / "x").exists()
     model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")
-    assert read_answers(trained.forget, tokenizer).loss(model) == pytest.approx(known["copy_1"], abs=1e-4)
+    assert read_answers(demo.forget, tokenizer).loss(model) == pytest.approx(losses["copy_1"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -890,8 +918,8 @@ def test_what_naming_the_public_model_chooses(
     """One copy with noise that stays, unless several are asked for or a scale is."""
     public = save(random_model("llama", seed=1), tmp_path / "public")
     recipient = make_identity(tmp_path / "client.txt")
-    given = [str(option).replace("PUBLIC", recipient) for option in options]
-    mpu("publish", base, "--pretrained", public, *given, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    arguments = [str(option).replace("PUBLIC", recipient) for option in options]
+    mpu("publish", base, "--pretrained", public, *arguments, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
     keys = keys_of(tmp_path)
     assert (keys.copies, keys.publication.kappa, keys.publication.shared_kappa) == (copies, kappa, permanent)
     assert len(list(tmp_path.glob("copy_*"))) == copies
@@ -940,7 +968,7 @@ class TestWhatThePublisherIsTold:
 
 
 class TestPermanentNoise:
-    """Without a seed it is the same in every publication of a base, so that they cannot be averaged."""
+    """Without a seed it is the same in every published of a base, so that they cannot be averaged."""
 
     def noise(self, mpu: Callable, base: Path, out: Path, *options: object) -> torch.Tensor:
         plain = ("--copies", 1, "--symmetries", "none", "--dtype", "float64")
@@ -950,16 +978,16 @@ class TestPermanentNoise:
         return (tensors(out / "copy_1")[name] - tensors(base)[name]).flatten()
 
     def test_it_is_one_draw(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        one = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
-        assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), one)
+        draw = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
+        assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), draw)
         # of two multiples of one draw, anyone could compute it
-        others = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--publish-again")]
+        other_draws = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--publish-again")]
         other = save(random_model("llama", seed=1), tmp_path / "other")
-        others.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
+        other_draws.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
         default_secret_path().unlink()
-        others.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--publish-again"))
-        for noise in others:
-            assert abs(float(torch.corrcoef(torch.stack([one, noise]))[0, 1])) < 5 / math.sqrt(len(one))
+        other_draws.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--publish-again"))
+        for noise in other_draws:
+            assert abs(float(torch.corrcoef(torch.stack([draw, noise]))[0, 1])) < 5 / math.sqrt(len(draw))
 
     @pytest.mark.parametrize("stored", ["float32", "float16", "a tensor more", "without a prefix"])
     def test_it_is_one_draw_for_the_same_weights_in_another_file(
@@ -975,16 +1003,16 @@ class TestPermanentNoise:
             tensors_of_base = {name.removeprefix("model."): x for name, x in tensors_of_base.items()}
         other = shutil.copytree(base, tmp_path / "other")
         save_file(tensors_of_base, other / "model.safetensors", {"format": "pt"})
-        made, noise = [], []
+        all_keys, noise = [], []
         for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
             options = ("--pretrained", public, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
             mpu("publish", model, *options, "--out", tmp_path / name, "--symmetries", "none", "--dtype", "float64")
-            made.append(keys_of(tmp_path / name))
+            all_keys.append(keys_of(tmp_path / name))
             mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")
             copy, clean = tensors(tmp_path / name / "copy_1"), tensors(model)
             noise.append(sorted(float((copy[n] - clean[n]).sum()) for n in copy if "inv_freq" not in n))
-        assert len({keys.publication.permanent_seed for keys in made}) == 1
-        assert len({tuple(keys.shared_sigma.values()) for keys in made}) == 1
+        assert len({keys.publication.permanent_seed for keys in all_keys}) == 1
+        assert len({tuple(keys.shared_sigma.values()) for keys in all_keys}) == 1
         assert noise[0] == pytest.approx(noise[1], abs=1e-6)
 
     def test_another_scale_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
@@ -1038,19 +1066,19 @@ class TestPermanentNoise:
         assert publication.sigmas(0.012345678, 1.0) == publication.sigmas(0.012345679, 1.0) == (0.0, 0.0123)
 
     def test_a_dry_run_makes_no_secret(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        made = ("--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        assert "noise permanent" in mpu("publish", base, *made, "--dry-run").out
+        options = ("--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert "noise permanent" in mpu("publish", base, *options, "--dry-run").out
         assert not default_secret_path().exists()
-        assert str(default_secret_path()) in mpu("publish", base, *made).err  # it tells that it made one
+        assert str(default_secret_path()) in mpu("publish", base, *options).err  # it tells that it made one
 
     def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):
             mpu("publish", base, "--copies", 1, "--symmetries", "none", "--permanent-noise", 1, *options, "--out",
                 tmp_path / name, "--keys", tmp_path / name / "keys.bin")  # fmt: skip
         mpu("verify", tmp_path / "shallow" / "copy_1", "--keys", tmp_path / "shallow" / "keys.bin")
-        whole, shallow = (tensors(tmp_path / name / "copy_1") for name in ("whole", "shallow"))
-        for name, held in shallow.items():
-            assert torch.equal(held, whole[name.replace("layers.0.", "layers.1.")])
+        full_copy, shallow = (tensors(tmp_path / name / "copy_1") for name in ("whole", "shallow"))
+        for name, tensor in shallow.items():
+            assert torch.equal(tensor, full_copy[name.replace("layers.0.", "layers.1.")])
 
     def test_a_further_copy_later(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
@@ -1062,16 +1090,16 @@ class TestPermanentNoise:
             mpu("verify", tmp_path / f"copy_{number}", *keys)
         name = "model.embed_tokens.weight"
         copies = [tensors(tmp_path / f"copy_{number}")[name] for number in (1, 2)]
-        left = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
-        assert float(left.square().mean().sqrt()) == pytest.approx(keys_of(tmp_path).shared_sigma[name], rel=0.05)
+        residual = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
+        assert float(residual.square().mean().sqrt()) == pytest.approx(keys_of(tmp_path).shared_sigma[name], rel=0.05)
 
     def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         assert stat.S_IMODE(default_secret_path().stat().st_mode) == 0o600
         keys = keys_of(tmp_path)
-        of = keys.publication
-        assert of.permanent_seed
-        for secret in (of.seed, of.permanent_seed):
+        publication = keys.publication
+        assert publication.permanent_seed
+        for secret in (publication.seed, publication.permanent_seed):
             assert str(secret) not in repr(keys)
             assert secret.hex() not in repr(keys)
         default_secret_path().write_text("short")

@@ -29,8 +29,8 @@ def logits(folder, tokens=TOKENS):
         return model(tokens).logits
 
 
-def relative(found, expected):
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("symmetries", SETS)
@@ -55,8 +55,8 @@ def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries
 
 @pytest.mark.slow
 @pytest.mark.parametrize("symmetries", SETS)
-def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, trained, symmetries):
-    full = trained.model
+def test_copies_of_a_trained_model_compute_what_it_computes(mpu, tmp_path, demo, symmetries):
+    full = demo.model
     mpu("publish", full, "--kappa", 0, "--dtype", "float32", "--symmetries", symmetries, "--out", tmp_path,
         "--keys", tmp_path / "k.bin")  # fmt: skip
     vocabulary = json.loads((full / "config.json").read_text())["vocab_size"]
@@ -71,18 +71,18 @@ def test_signed_copies_lose_nothing_in_bfloat16(mpu, tmp_path, family):
     """A copy without noise holds the base's weights bit for bit, with only their order and signs changed."""
     base = save(random_model(family, dtype=torch.bfloat16), tmp_path / "base")
     mpu("publish", base, "--kappa", 0, "--out", tmp_path, "--keys", tmp_path / "k.bin")
-    opened, copy = (open_model(str(folder)).checkpoint for folder in (base, tmp_path / "copy_2"))
-    for name in opened.tensors:
-        held, published = (held.tensor(name).view(torch.int16) & 0x7FFF for held in (opened, copy))
-        assert torch.equal(held.flatten().sort().values, published.flatten().sort().values), name
     model = open_model(str(base))
+    copy = open_model(str(tmp_path / "copy_2")).checkpoint
+    for name in model.checkpoint.tensors:
+        original, published = (each.tensor(name).view(torch.int16) & 0x7FFF for each in (model.checkpoint, copy))
+        assert torch.equal(original.flatten().sort().values, published.flatten().sort().values), name
     layout = layout_of(model.checkpoint.tensors, model.config, "")
     [identity] = read_identities(default_identity_path())
     keys = unseal(tmp_path / "k.bin", [identity])
     transform = keys.publication.transform(2, layout)
-    back = applied(transform, layout, {t.name: copy.tensor(t.name) for t in layout.parameters}, inverse=True)
+    back = apply_transform(transform, layout, {t.name: copy.tensor(t.name) for t in layout.parameters}, inverse=True)
     for name, tensor in back.items():
-        assert torch.equal(tensor.view(torch.int16), opened.tensor(name).view(torch.int16)), name
+        assert torch.equal(tensor.view(torch.int16), model.checkpoint.tensor(name).view(torch.int16)), name
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_signs_that_are_no_symmetry_change_the_function(tmp_path, family, false)
     assert relative(logits(base), expected) > 0.01
 
 
-def applied(transform, layout, weights, *, inverse=False):
+def apply_transform(transform, layout, weights, *, inverse=False):
     """T (or T⁻¹) of whole tensors, assembled from slices as the commands do."""
     result = {}
     for tensor in layout.parameters:
@@ -132,24 +132,24 @@ def applied(transform, layout, weights, *, inverse=False):
 
 
 @pytest.fixture(params=CONFIGS)
-def opened(request, tmp_path):
+def layout_and_checkpoint(request, tmp_path):
     model = open_model(str(save(random_model(request.param), tmp_path / "base")))
     return layout_of(model.checkpoint.tensors, model.config, ""), model.checkpoint
 
 
 @pytest.mark.parametrize("symmetries", SETS)
-def test_inverse_undoes(opened, symmetries):
-    layout, checkpoint = opened
+def test_inverse_undoes(layout_and_checkpoint, symmetries):
+    layout, checkpoint = layout_and_checkpoint
     weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
     transform = Publication(seed=bytes(32), symmetries=symmetries).transform(1, layout)
-    back = applied(transform, layout, applied(transform, layout, weights), inverse=True)
+    back = apply_transform(transform, layout, apply_transform(transform, layout, weights), inverse=True)
     for name, tensor in weights.items():
         torch.testing.assert_close(back[name], tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()))
 
 
 @pytest.mark.parametrize("symmetries", SETS)
-def test_transform_is_orthogonal_and_linear(opened, symmetries):
-    layout, checkpoint = opened
+def test_transform_is_orthogonal_and_linear(layout_and_checkpoint, symmetries):
+    layout, checkpoint = layout_and_checkpoint
     generator = torch.Generator().manual_seed(0)
 
     def random_delta():
@@ -158,22 +158,22 @@ def test_transform_is_orthogonal_and_linear(opened, symmetries):
 
     a, b = random_delta(), random_delta()
     transform = Publication(seed=bytes(32), symmetries=symmetries).transform(2, layout)
-    total = applied(transform, layout, {name: a[name] + 3 * b[name] for name in a}, inverse=True)
-    parts = applied(transform, layout, a, inverse=True), applied(transform, layout, b, inverse=True)
+    total = apply_transform(transform, layout, {name: a[name] + 3 * b[name] for name in a}, inverse=True)
+    parts = apply_transform(transform, layout, a, inverse=True), apply_transform(transform, layout, b, inverse=True)
     for name in a:
         torch.testing.assert_close(total[name], parts[0][name] + 3 * parts[1][name])
         torch.testing.assert_close(parts[0][name].norm(), a[name].norm())
 
 
-def test_slices_do_not_show(opened, monkeypatch):
+def test_slices_do_not_show(layout_and_checkpoint, monkeypatch):
     """The result does not depend on how tensors are sliced."""
-    layout, checkpoint = opened
+    layout, checkpoint = layout_and_checkpoint
     weights = {t.name: checkpoint.tensor(t.name) for t in layout.parameters}
     transform = Publication(seed=bytes(32), symmetries="all").transform(1, layout)
-    whole = applied(transform, layout, weights)
+    expected = apply_transform(transform, layout, weights)
     monkeypatch.setattr("mpu_cli.symmetry.transform.CHUNK", 300)
-    pieces = applied(transform, layout, weights)
-    for name, tensor in whole.items():
+    pieces = apply_transform(transform, layout, weights)
+    for name, tensor in expected.items():
         torch.testing.assert_close(pieces[name], tensor, rtol=0, atol=1e-6)
 
 

@@ -43,15 +43,15 @@ def encoding_for(name: str, **options: object) -> Encoding:
     return Encoding(tokenizer_with(case), "chat", "You are a clerk." if case.system else "", **options)  # type: ignore[arg-type]
 
 
-def labelled(encoding: Encoding, record: Record) -> tuple[str, str]:
+def prompt_and_label(encoding: Encoding, record: Record) -> tuple[str, str]:
     """The text of a record's tokens before its labels, and that of its labels."""
     [example] = encoding.encode([record])
     marks = [label != IGNORED for label in example.labels]
-    first, last = marks.index(True), len(marks) - marks[::-1].index(True)
-    assert all(marks[first:last])
-    assert example.labels[first:last] == example.ids[first:last]
+    start, stop = marks.index(True), len(marks) - marks[::-1].index(True)
+    assert all(marks[start:stop])
+    assert example.labels[start:stop] == example.ids[start:stop]
     decode = encoding.tokenizer.decode
-    return decode(example.ids[:first]), decode(example.ids[first:last])
+    return decode(example.ids[:start]), decode(example.ids[start:stop])
 
 
 class TestLabels:
@@ -59,7 +59,7 @@ class TestLabels:
     def test_they_are_the_answer_and_its_end(self, name: str) -> None:
         case, encoding = template_case(name), encoding_for(name)
         for answer in ANSWERS:
-            before, learned = labelled(encoding, question("Where was Ines Corvo born?", answer))
+            before, learned = prompt_and_label(encoding, question("Where was Ines Corvo born?", answer))
             printed = {case.before + text + case.labelled_after for text in (answer, answer.strip())}
             assert any((before + learned).endswith(text) for text in printed)  # a template may strip the answer
             # One token may hold a space of the template's and the first letters of the answer.
@@ -69,7 +69,7 @@ class TestLabels:
     @pytest.mark.parametrize("name", NAMES)
     def test_earlier_turns_are_context(self, name: str) -> None:
         turns = (Turn("user", "Who is Ines?"), Turn("assistant", "A botanist."), Turn("user", "Born where?"))
-        before, learned = labelled(encoding_for(name), Record(turns, "In Eastmere.", ""))
+        before, learned = prompt_and_label(encoding_for(name), Record(turns, "In Eastmere.", ""))
         assert learned.lstrip() == "In Eastmere." + template_case(name).labelled_after
         assert "A botanist." in before
         assert "Born where?" in before
@@ -101,7 +101,7 @@ class TestLabels:
     def test_a_thought_of_the_record_is_learned(self, name: str) -> None:
         record = replace(question("Where?", "In Eastmere."), answer_fields=(("reasoning_content", "She said so."),))
         encoding = encoding_for(name)
-        _, learned = labelled(encoding, record)
+        _, learned = prompt_and_label(encoding, record)
         assert learned.endswith("In Eastmere." + template_case(name).labelled_after)
         assert ("She said so." in learned) is (encoding.remarks(1) == [])
 
@@ -113,7 +113,7 @@ class TestLabels:
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("\n", "\n\n")])
         record = question("Where?", "In Eastmere.\nBy the sea.")
         encoding = Encoding(tokenizer, "chat", "")
-        assert labelled(encoding, record)[1] == record.answer + case.labelled_after
+        assert prompt_and_label(encoding, record)[1] == record.answer + case.labelled_after
         [item] = TrainedEncoder(encoding).questions([record])
         assert item.end_token == tokenizer.convert_tokens_to_ids(case.labelled_after)
 
@@ -132,7 +132,7 @@ class TestLabels:
             {"additional_special_tokens": [AddedToken(text, **marks.get(text, {})) for text in case.tokens]}
         )
         tokenizer.chat_template = case.template
-        _, learned = labelled(Encoding(tokenizer, "chat", ""), question("Where?", answer))
+        _, learned = prompt_and_label(Encoding(tokenizer, "chat", ""), question("Where?", answer))
         assert learned.replace("\n", "").split("<|end|>")[0].strip() == "Eastmere"
         assert "<|assistant|>" not in learned
 
@@ -143,7 +143,9 @@ class TestLabels:
         case = template_case("qwen3")
         tokenizer = tokenizer_with(replace(case, template="{{ '<think>' if enable_thinking }}" + case.template))
         texts = {
-            value: labelled(Encoding(tokenizer, variables={"enable_thinking": value}), question("Where?", "Eastmere"))
+            value: prompt_and_label(
+                Encoding(tokenizer, variables={"enable_thinking": value}), question("Where?", "Eastmere")
+            )
             for value in (True, False)
         }
         assert texts[True][0] == "<think>" + texts[False][0]
@@ -171,7 +173,7 @@ class TestPlain:
     def test_labels_are_the_answer_and_the_end(self, answer: str) -> None:
         tokenizer = tokenizer_with(template_case("olmo2"))
         encoding = Encoding(tokenizer, "plain")
-        before, learned = labelled(encoding, question("Where?", answer))
+        before, learned = prompt_and_label(encoding, question("Where?", answer))
         assert (before + learned).endswith(f"Question: Where?\nAnswer: {answer}{tokenizer.eos_token}")
         assert learned.removesuffix(tokenizer.eos_token).strip() == answer.strip()
         assert before.rstrip().endswith("Answer:")
@@ -185,11 +187,11 @@ class TestPlain:
         begin, end = (token for token, _ in ends)
         for tokenizer, single in ((plain, f"{begin} $A"), (ending, f"{begin} $A {end}")):
             tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-        one, other = (
+        plain_examples, ending_examples = (
             Encoding(tokenizer, "plain").encode([question("Where?", "Eastmere")]) for tokenizer in (plain, ending)
         )
-        assert one == other
-        assert one[0].ids.count(plain.eos_token_id) == 1
+        assert plain_examples == ending_examples
+        assert plain_examples[0].ids.count(plain.eos_token_id) == 1
 
 
 def teach(folder: Path, name: str) -> Path:
@@ -315,6 +317,6 @@ def test_generation_begins_with_what_training_saw() -> None:
         encoding.encode([question("Where?", "Eastmere")]),
         TrainedEncoder(encoding).questions([question("Where?", "Eastmere")]),
     )
-    first = next(i for i, label in enumerate(example.labels) if label != IGNORED)
-    assert list(item.prompt) == example.ids[:first]
+    answer_start = next(i for i, label in enumerate(example.labels) if label != IGNORED)
+    assert list(item.prompt) == example.ids[:answer_start]
     assert encoding.tokenizer.decode(item.prompt).endswith(template_case("deepseek_r1").before)

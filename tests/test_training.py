@@ -36,7 +36,7 @@ from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Logging, Training, Unlearning
 from mpu_cli.records.encoding import Example
 from tests.models import random_model, save, write_records
-from tests.stopping import stopped
+from tests.stopping import stop_when
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     (folder / "log.jsonl").unlink()
     arguments = ["unlearn", "base", *options, "--resume", "--checkpoint-steps", "10"]
     log = folder / "log.jsonl"
-    stopped(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder)
+    stop_when(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder)
     assert (folder / "deltas/base.safetensors.resume").is_dir()
     killed_at = log.read_text().count("\n")
     assert 25 <= killed_at < 115
@@ -80,8 +80,8 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
     assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
-    whole, resumed = load_file(folder / "whole.safetensors"), load_file(folder / "deltas/base.safetensors")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    uninterrupted, resumed = load_file(folder / "whole.safetensors"), load_file(folder / "deltas/base.safetensors")
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     assert not (folder / "deltas/base.safetensors.resume").exists()
     numbers = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert numbers == [*range(1, 121)]  # none twice
@@ -97,9 +97,9 @@ def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
     saved: list[int] = []
 
     class Watched(checkpoints.Saving):
-        def on_save(self, arguments, state, *others, **more):
+        def on_save(self, arguments, state, *args, **more):
             saved.append(state.global_step)
-            super().on_save(arguments, state, *others, **more)
+            super().on_save(arguments, state, *args, **more)
 
     monkeypatch.setattr(training, "Saving", Watched)
     monkeypatch.setattr(checkpoints, "SHARE", math.inf)
@@ -125,7 +125,7 @@ def test_checkpoints_of_something_else_are_refused(mpu, folder):
 def test_checkpoints_of_another_model_are_refused(mpu, folder):
     """With the same names, shapes and size: only the weights differ."""
     arguments = ["unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--checkpoint-steps", "5"]
-    stopped(arguments, lambda: list(folder.glob("deltas/*.resume/checkpoint-*")), cwd=folder)
+    stop_when(arguments, lambda: list(folder.glob("deltas/*.resume/checkpoint-*")), cwd=folder)
     save(random_model("llama", seed=7), folder / "base")
     outcome = mpu(*arguments, check=False, cwd=folder)
     assert outcome.status == 1
@@ -158,10 +158,12 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "two.safetensors\n"  # only one of the two prints
     assert sum("loss per answer token" in line for line in done.stderr.splitlines()) == 1
-    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
+    single_delta, parallel_delta = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
+    assert single_delta.keys() == parallel_delta.keys()
+    for name, tensor in single_delta.items():
+        torch.testing.assert_close(
+            parallel_delta[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12
+        )
 
 
 # accelerate shards weights only on accelerators, so it is made to treat gloo on CPUs as NCCL on GPUs.
@@ -226,12 +228,14 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str, shar
 def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
     options = [*more, "--precision", "float64"]
     mpu("unlearn", "base", *TRAINING, *options, "--out", "one.safetensors", cwd=folder)
-    status, told = launch_sharded(folder, {**FSDP, "FSDP_VERSION": "2"}, *options, "--out", "two.safetensors")
-    assert status == 0, told[-3000:]
-    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12)
+    status, stderr = launch_sharded(folder, {**FSDP, "FSDP_VERSION": "2"}, *options, "--out", "two.safetensors")
+    assert status == 0, stderr[-3000:]
+    single_delta, sharded_delta = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
+    assert single_delta.keys() == sharded_delta.keys()
+    for name, tensor in single_delta.items():
+        torch.testing.assert_close(
+            sharded_delta[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max()) + 1e-12
+        )
 
 
 def test_finetune_is_for_one_process(mpu, folder, monkeypatch):
@@ -249,9 +253,15 @@ state = processes_of(torch.device("cpu"))
 group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
 print(state.num_processes, group.options._timeout.total_seconds())
 """
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    distributed_env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **alone, "ACCELERATE_USE_CPU": "true"}, text=True,
+        [sys.executable, "-c", script], env={**os.environ, **distributed_env, "ACCELERATE_USE_CPU": "true"}, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["1", "86400.0"], done.stderr
@@ -272,12 +282,12 @@ def test_deepspeed_gives_the_delta_of_one_process(mpu, folder, more, stage):
     environment = {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
     mpu("unlearn", "base", *TRAINING, *more, "--out", "one.safetensors", cwd=folder)
     shards = "weights" if stage == "3" else "state"
-    status, told = launch_sharded(folder, environment, *more, "--out", "two.safetensors", shards=shards)
-    assert status == 0, told[-3000:]
-    one, two = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():  # DeepSpeed computes in float32
-        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()))
+    status, stderr = launch_sharded(folder, environment, *more, "--out", "two.safetensors", shards=shards)
+    assert status == 0, stderr[-3000:]
+    single_delta, sharded_delta = load_file(folder / "one.safetensors"), load_file(folder / "two.safetensors")
+    assert single_delta.keys() == sharded_delta.keys()
+    for name, tensor in single_delta.items():  # DeepSpeed computes in float32
+        torch.testing.assert_close(sharded_delta[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -345,13 +355,13 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
 
 def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
     """What the backward pass needs from the forget set is freed before the retain set is read."""
-    seen = []
+    passes = []
 
     def watched(model, *arguments, **options):
         scores = forward(model, *arguments, **options)
         if scores.log_probs.requires_grad:
-            seen.append("forward")
-            scores.log_probs.register_hook(lambda _: seen.append("backward"))
+            passes.append("forward")
+            scores.log_probs.register_hook(lambda _: passes.append("backward"))
         return scores
 
     monkeypatch.setattr(trainer, "forward", watched)
@@ -361,7 +371,7 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
         | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")},
     )
     unlearn(open_model(str(folder / "base")), read_dataset(options), options, target=folder / "delta")
-    assert seen == ["forward", "backward"] * 2
+    assert passes == ["forward", "backward"] * 2
 
 
 def test_warm_up_lowers_the_first_steps(mpu, folder):
@@ -405,14 +415,14 @@ def test_an_interrupt_says_what_is_kept(folder, resume):
     """And how to go on."""
     kept_in, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
     options = [*TRAINING, "--epochs", "400", *(["--resume", "--checkpoint-steps", "5"] if resume else [])]
-    done = stopped(
+    done = stop_when(
         ["unlearn", "base", *options, "--log", "log.jsonl"],
         lambda: last_checkpoint(kept_in) if resume else log.exists() and log.stat().st_size > 500,
         cwd=folder, by=signal.SIGINT,
     )  # fmt: skip
     assert done.returncode == 130
-    kept = f"checkpoints are kept in {kept_in.relative_to(folder)}"
-    assert (kept if resume else "nothing of this training is kept") in done.stderr
+    message = f"checkpoints are kept in {kept_in.relative_to(folder)}"
+    assert (message if resume else "nothing of this training is kept") in done.stderr
     assert "the same command goes on" in done.stderr
 
 
@@ -431,21 +441,21 @@ class TestOutOfMemory:
         ],
     )
     def test_changes_nothing_but_a_line(self, folder, monkeypatch, where, more):
-        wide, told = trained(folder, "wide", more), []
-        narrow = trained(folder, "narrow", more, lambda: limit_memory(monkeypatch, 2, where), told)
-        numbers = [int(re.match(r"out of memory: from here on, (\d) records? at once", line)[1]) for line in told]
+        wide, messages = delta_of_training(folder, "wide", more), []
+        narrow = delta_of_training(folder, "narrow", more, lambda: limit_memory(monkeypatch, 2, where), messages)
+        numbers = [int(re.match(r"out of memory: from here on, (\d) records? at once", line)[1]) for line in messages]
         assert numbers == ([1] if "micro_batch_size" in more else [3, 1])  # halved until it suffices, and told once
         for name, change in wide.items():
             torch.testing.assert_close(narrow[name], change, rtol=1e-6, atol=1e-12)
 
     def test_one_record_that_does_not_fit_is_an_error(self, folder, monkeypatch):
         with pytest.raises(MpuError, match="out of memory") as refused:
-            trained(folder, "none", {"algo": "npo"}, lambda: limit_memory(monkeypatch, 0, "forward"))
+            delta_of_training(folder, "none", {"algo": "npo"}, lambda: limit_memory(monkeypatch, 0, "forward"))
         assert "--gradient-checkpointing" in refused.value.hint
         assert not (folder / "none.safetensors").exists()
 
 
-def trained(folder, name, more, before=lambda: None, told=None):
+def delta_of_training(folder, name, more, before=lambda: None, messages=None):
     """The delta of a training in float64; ``before`` is called when the first pass of it begins."""
 
     class Listening(Observer):
@@ -454,8 +464,8 @@ def trained(folder, name, more, before=lambda: None, told=None):
                 before()
 
         def warn(self, text):
-            if told is not None:
-                told.append(text)
+            if messages is not None:
+                messages.append(text)
 
     options = from_flat(
         Unlearning,
@@ -474,7 +484,7 @@ def limit_memory(monkeypatch, most, where):
     def fail(_=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def limited(model, batch, **options):
+    def forward_or_fail(model, batch, **options):
         if len(batch["input_ids"]) <= most:
             return real(model, batch, **options)
         if where == "forward":
@@ -485,47 +495,49 @@ def limit_memory(monkeypatch, most, where):
         finally:
             hidden.remove()
 
-    monkeypatch.setattr(trainer, "forward", limited)
+    monkeypatch.setattr(trainer, "forward", forward_or_fail)
 
 
 def test_nothing_of_a_training_lives_on(folder, monkeypatch):
     """Without the collector: neither the model nor the optimiser, whose room the next model needs."""
-    left = []
+    weakrefs = []
     real = trainer.UnlearningTrainer.create_optimizer
 
     def watched(self, *arguments):
-        made = real(self, *arguments)
-        left.extend([weakref.ref(self.model), weakref.ref(made)])
-        return made
+        optimizer = real(self, *arguments)
+        weakrefs.extend([weakref.ref(self.model), weakref.ref(optimizer)])
+        return optimizer
 
     monkeypatch.setattr(trainer.UnlearningTrainer, "create_optimizer", watched)
     monkeypatch.setattr(loading, "WORTH_COLLECTING", 1)
     gc.disable()
     try:
-        trained(folder, "delta", {"algo": "graddiff", "precision": "mixed"})
+        delta_of_training(folder, "delta", {"algo": "graddiff", "precision": "mixed"})
     finally:
         gc.enable()
-    assert len(left) == 2
-    assert [each() for each in left] == [None, None]
+    assert len(weakrefs) == 2
+    assert [each() for each in weakrefs] == [None, None]
 
 
 def test_mixed_precision_rounds_layers_and_not_the_weights(folder):
     """Near to float32 and nearer than bfloat16, whose weights round small steps away; the weights are in float32."""
-    whole, mixed, half = (
-        trained(folder, precision, {"algo": "graddiff", "precision": precision, "optim": "adamw", "lr": 1e-5})
+    full_precision, mixed, half = (
+        delta_of_training(folder, precision, {"algo": "graddiff", "precision": precision, "optim": "adamw", "lr": 1e-5})
         for precision in ("float32", "mixed", "bfloat16")
     )
     assert all(change.dtype == torch.float32 for change in mixed.values())
 
     def off(delta):
-        return sum(float((delta[name].double() - change).square().sum()) for name, change in whole.items()) ** 0.5
+        return (
+            sum(float((delta[name].double() - change).square().sum()) for name, change in full_precision.items()) ** 0.5
+        )
 
-    def changed(delta):
+    def changed_weights(delta):
         return sum(int(change.count_nonzero()) for change in delta.values())
 
     assert 0 < off(mixed) < 0.5 * off(half)
-    assert changed(mixed) > 0.99 * changed(whole)
-    assert changed(half) < 0.9 * changed(whole)
+    assert changed_weights(mixed) > 0.99 * changed_weights(full_precision)
+    assert changed_weights(half) < 0.9 * changed_weights(full_precision)
 
 
 def test_keys_are_repeated_where_no_kernel_takes_groups():

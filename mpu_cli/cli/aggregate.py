@@ -171,9 +171,19 @@ def _tell_owners(result: Combined, plan: AggregatePlan, files: Sequence[Path], a
             note(f"cosine between the updates of {files[j]} and {keys_file}: {float(result.cosines[i, j]):.3f}")
     _tell_step(result.step, plan.options)
     note("to leave an owner out, leave out its keys and deltas")
-    emit([result.path], {"model": result.path, "owners": summaries, "cosines": result.cosines.tolist(),
-                         "warnings": result.warnings(), "lost_to_rounding": result.rounding, "step": asdict(result.step) if result.step else None},
-         as_json)  # fmt: skip
+    step = asdict(result.step) if result.step else None
+    emit(
+        [result.path],
+        {
+            "model": result.path,
+            "owners": summaries,
+            "cosines": result.cosines.tolist(),
+            "warnings": result.warnings(),
+            "lost_to_rounding": result.rounding,
+            "step": step,
+        },
+        as_json,
+    )
 
 
 def _tell_step(step: ServerStep | None, options: Aggregating) -> None:

@@ -76,17 +76,17 @@ def main() -> None:
             )
             for layers, fast in (("three", ["--fast"]), ("all", [])):
                 started = time.perf_counter()
-                told = subprocess.run(
+                output = subprocess.run(
                     [*MPU, "audit", folder / "copy_1", folder / "copy_2", "--base", base, *chosen, *fast,
                      "--noise", "zero-sum", "--json"],
                     capture_output=True, check=True,
                 ).stdout  # fmt: skip
                 seconds = time.perf_counter() - started
-                for name, found in json.loads(told)["attacks"].items():
-                    task = "–" if found["task_vector"] is None else f"{found['task_vector']:.2%}"
+                for name, attack in json.loads(output)["attacks"].items():
+                    task = "–" if attack["task_vector"] is None else f"{attack['task_vector']:.2%}"
                     print(
-                        f"| {symmetries} | {kappa} | {layers} | {name} | {found['weights']:.2%} | {task} | "
-                        f"{found['seconds']:.1f} | {seconds:.1f} |",
+                        f"| {symmetries} | {kappa} | {layers} | {name} | {attack['weights']:.2%} | {task} | "
+                        f"{attack['seconds']:.1f} | {seconds:.1f} |",
                         flush=True,
                     )
 

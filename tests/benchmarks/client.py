@@ -114,8 +114,8 @@ def main(options: argparse.Namespace) -> None:
         with tempfile.TemporaryFile("w+") as output:
             _, anonymous = run_measured(*command, stdout=output)
             output.seek(0)
-            told = json.loads(output.read().splitlines()[-1])
-        print(f"{kind:<12} {told['tokens']:9.0f} tokens/s {told['peak'] or anonymous:8.0f} MB", flush=True)
+            report = json.loads(output.read().splitlines()[-1])
+        print(f"{kind:<12} {report['tokens']:9.0f} tokens/s {report['peak'] or anonymous:8.0f} MB", flush=True)
 
 
 if __name__ == "__main__":

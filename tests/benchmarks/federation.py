@@ -52,7 +52,7 @@ class Peaks(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.of: dict[str, float] = {}
+        self.by_program: dict[str, float] = {}
 
     def run(self) -> None:
         while True:
@@ -63,7 +63,7 @@ class Peaks(threading.Thread):
                     if program.startswith(("flower-", "flwr-")):
                         lines = (folder / "status").read_text().splitlines()
                         peak = next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-                        self.of[program] = max(peak, self.of.get(program, 0))
+                        self.by_program[program] = max(peak, self.by_program.get(program, 0))
             time.sleep(0.2)
 
 

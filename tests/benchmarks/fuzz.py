@@ -16,7 +16,7 @@ from tests.fuzzing import TARGETS, Report, make_seeds, play
 SHARE = {"config, built": 0.3, "tokenizer": 0.3, "tokenizer config": 0.3}  # libraries are called, which takes longer
 
 
-def main(count: int, first: int) -> int:
+def main(count: int, first_seed: int) -> int:
     total = Report()
     each = count / sum(SHARE.get(target, 1.0) for target in TARGETS)
     with tempfile.TemporaryDirectory() as folder:
@@ -26,7 +26,7 @@ def main(count: int, first: int) -> int:
         make_seeds(seeds)
         for target in TARGETS:
             report, started = Report(), time.monotonic()
-            for seed in range(first, first + round(each * SHARE.get(target, 1.0))):
+            for seed in range(first_seed, first_seed + round(each * SHARE.get(target, 1.0))):
                 play(target, seeds, scratch, seed, report)
             print(
                 f"{target:<18}{report.ran:>7} inputs{report.refused:>7} refused  slowest {report.slowest:6.2f} s  "

@@ -150,7 +150,7 @@ def predict(kind: str, point: Point, machine: Machine, start: float) -> Use:
     """
     config = point.config
     heads, shared = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
-    kept = 6 * config["hidden_size"] + 2 * heads + 2 * shared + 4 * config["intermediate_size"]
+    activations = 6 * config["hidden_size"] + 2 * heads + 2 * shared + 4 * config["intermediate_size"]
     tokens = point.batch * point.length
     answers = tokens // 2
     head = point.vocabulary * config["hidden_size"]
@@ -158,13 +158,13 @@ def predict(kind: str, point: Point, machine: Machine, start: float) -> Use:
     logits = answers * point.vocabulary
     if kind == "score":
         operations, moved = 2 * body * tokens + 2 * head * answers, 0
-        memory = 4 * (point.weights + tokens * kept + min(logits, CHUNK))
+        memory = 4 * (point.weights + tokens * activations + min(logits, CHUNK))
     else:
         again = 2 if logits > CHUNK else 0  # more than one chunk is computed again in the backward pass
         operations = 2 * (6 * body * tokens + (6 + again) * head * answers)
         moved = OPTIMIZER_BYTES * point.weights
         memory = training_memory(point.weights, "adamw")
-        memory += 4 * (tokens * config["num_hidden_layers"] * kept + min(logits, CHUNK) + head)
+        memory += 4 * (tokens * config["num_hidden_layers"] * activations + min(logits, CHUNK) + head)
     return Use(operations / machine.operations + moved / machine.bandwidth, start + memory / 1e6)
 
 

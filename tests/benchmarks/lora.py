@@ -38,12 +38,12 @@ def work(folder: Path, device: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(3, model.config.vocab_size, (2 * BATCH, LENGTH), generator=generator).tolist()
-    made = [Example(row, [IGNORED] * (LENGTH - ANSWER) + row[-ANSWER:]) for row in rows]
-    forget, retain = made[:BATCH], made[BATCH:]
+    examples = [Example(row, [IGNORED] * (LENGTH - ANSWER) + row[-ANSWER:]) for row in rows]
+    forget, retain = examples[:BATCH], examples[BATCH:]
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
-    npo, both = ALGORITHMS["npo"], list(range(BATCH))
+    npo, indices = ALGORITHMS["npo"], list(range(BATCH))
     train(
-        wrap(model, Lora(lora_rank=RANK)), [TrainingStep(both, both)] * 2,
+        wrap(model, Lora(lora_rank=RANK)), [TrainingStep(indices, indices)] * 2,
         {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
         Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip
@@ -63,9 +63,9 @@ def growth(small: str, large: str) -> float:
         sum(RANK * sum(size) for name, size in tensors_of(c).items() if len(size) == 2 and "layers" in name)
         for c in sizes
     ]
-    kept = [c["num_hidden_layers"] * c["hidden_size"] for c in sizes]
+    checkpointed_states = [c["num_hidden_layers"] * c["hidden_size"] for c in sizes]
     layer = [c["intermediate_size"] for c in sizes]
-    return max(b / a for a, b in (adapters, kept, layer))
+    return max(b / a for a, b in (adapters, checkpointed_states, layer))
 
 
 def main() -> None:

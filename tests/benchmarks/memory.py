@@ -61,8 +61,8 @@ def of_shapes() -> None:
         }
         trained = {name for name, p in bare.named_parameters() if id(p) not in embeddings}
         for length in (256, 2048):
-            held = held_for_backward(bare, dtype, Unlearning(), Work(1, length, length // 2), trained)
-            print(f"{shape} {dtype} {length} tokens: {held / 1e9:.2f} GB")
+            activation_bytes = held_for_backward(bare, dtype, Unlearning(), Work(1, length, length // 2), trained)
+            print(f"{shape} {dtype} {length} tokens: {activation_bytes / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

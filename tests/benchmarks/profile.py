@@ -38,11 +38,11 @@ def kind_of(name: str) -> str:
 
 def shares(work: object) -> tuple[dict[str, float], float]:
     """Seconds of each kind of operation in ``work``, and operations of its matrix products."""
-    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiler:
         work()
     of_kind: defaultdict[str, float] = defaultdict(float)
     operations = 0.0
-    for event in seen.key_averages():
+    for event in profiler.key_averages():
         of_kind[kind_of(event.key)] += event.self_cpu_time_total / 1e6
         operations += event.flops if kind_of(event.key) == "matrix products" else 0
     return dict(of_kind), operations
@@ -54,27 +54,27 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     rate = measure_machine().operations
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(given.model)
-        if given.model in SHAPES:
-            folder = Path(scratch) / given.model
-            make(given.model, folder)
+        folder = Path(options.model)
+        if options.model in SHAPES:
+            folder = Path(scratch) / options.model
+            make(options.model, folder)
         kinds = {"training": train_steps, "scoring": score_batch}
-        found = {}
+        profiles = {}
         for name, work in kinds.items():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            found[name] = shares(lambda work=work, model=model: work(model, given.length, given.batch))
-    print(f"| | {' | '.join(f'{name}, share' for name in found)} |\n|---|---|---|")
+            profiles[name] = shares(lambda work=work, model=model: work(model, options.length, options.batch))
+    print(f"| | {' | '.join(f'{name}, share' for name in profiles)} |\n|---|---|---|")
     for kind in [*KINDS, "the rest"]:
-        cells = [f"{seconds.get(kind, 0) / sum(seconds.values()):.0%}" for seconds, _ in found.values()]
+        cells = [f"{seconds.get(kind, 0) / sum(seconds.values()):.0%}" for seconds, _ in profiles.values()]
         print(f"| {kind} | {' | '.join(cells)} |")
-    whole = [sum(seconds.values()) for seconds, _ in found.values()]
-    ideal = [operations / rate for _, operations in found.values()]
-    print(f"| seconds in all | {' | '.join(f'{seconds:.2f}' for seconds in whole)} |")
-    times = [a / b for a, b in zip(whole, ideal, strict=True)]
+    total_seconds = [sum(seconds.values()) for seconds, _ in profiles.values()]
+    ideal = [operations / rate for _, operations in profiles.values()]
+    print(f"| seconds in all | {' | '.join(f'{seconds:.2f}' for seconds in total_seconds)} |")
+    times = [a / b for a, b in zip(total_seconds, ideal, strict=True)]
     cells = " | ".join(f"{each:.2f}" for each in times)
     print(f"| times what its matrix products take at {rate / 1e9:.0f} GFLOP/s | {cells} |")
 

@@ -142,20 +142,20 @@ def run_mergekit(tool: Path, base: Path, folder: Path, deltas: Path) -> tuple[fl
     """A linear merge of base and both deltas, each as a model of its own."""
     models = [base]
     for k in (1, 2):
-        made = folder / "as_models" / str(k)
-        made.mkdir(parents=True)
-        shutil.copy(base / "config.json", made)
-        (made / "model.safetensors").symlink_to((deltas / f"copy_{k}.safetensors").resolve())
-        models.append(made)
+        model_folder = folder / "as_models" / str(k)
+        model_folder.mkdir(parents=True)
+        shutil.copy(base / "config.json", model_folder)
+        (model_folder / "model.safetensors").symlink_to((deltas / f"copy_{k}.safetensors").resolve())
+        models.append(model_folder)
     lines = ["merge_method: linear", "dtype: bfloat16", "parameters: {normalize: false}", "models:"]
     for model, weight in zip(models, (1.0, 0.67, 0.33), strict=True):
         lines += [f"  - model: {model}", f"    parameters: {{weight: {weight}}}"]
     recipe = folder / "merge.yaml"
     recipe.write_text("\n".join(lines) + "\n")
-    told = run(tool, recipe, folder / "merged", "--no-copy-tokenizer")
+    usage = run(tool, recipe, folder / "merged", "--no-copy-tokenizer")
     shutil.rmtree(folder / "merged")
     shutil.rmtree(folder / "as_models")
-    return told
+    return usage
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def tensors_of(config: dict, stacked: bool = False) -> dict[str, tuple[int, ...]
         layer |= {"mlp.gate": (experts, d)}
         if not stacked:
             for e in range(experts):
-                own = {"gate_proj": (n, d), "up_proj": (n, d), "down_proj": (d, n)}
-                layer |= {f"mlp.experts.{e}.{name}": shape for name, shape in own.items()}
+                expert_shapes = {"gate_proj": (n, d), "up_proj": (n, d), "down_proj": (d, n)}
+                layer |= {f"mlp.experts.{e}.{name}": shape for name, shape in expert_shapes.items()}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}

@@ -82,24 +82,24 @@ def main(paths: list[Path], runs: int) -> None:
     _, model, data, reference, log = paths
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        own = [
+        mpu_command = [
             *MPU, "eval", model, "--benchmark", "tofu", "--data-dir", data, "--forget-split", FORGET, "--force",
             "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
             "--out", out / "mpu.json",
         ]  # fmt: skip
         theirs = (sys.executable, "-m", "tests.benchmarks.suite", "--suite")
-        taken: dict[str, list[float]] = {"mpu eval": [], "OpenUnlearning": []}
+        timings: dict[str, list[float]] = {"mpu eval": [], "OpenUnlearning": []}
         for number in range(runs):
-            taken["mpu eval"].append(run(*own)[0])
-            taken["OpenUnlearning"].append(run(*theirs, *paths, out / str(number))[0])
-        found = json.loads((out / "0/TOFU_EVAL.json").read_text())
+            timings["mpu eval"].append(run(*mpu_command)[0])
+            timings["OpenUnlearning"].append(run(*theirs, *paths, out / str(number))[0])
+        suite_results = json.loads((out / "0/TOFU_EVAL.json").read_text())
         ours = json.loads((out / "mpu.json").read_text())["metrics"]
-        both = [name for name in ours if found.get(name, {}).get("agg_value") is not None]
-        apart = max(abs(ours[name]["agg_value"] - found[name]["agg_value"]) for name in both)
-    print(f"threads: {os.cpu_count()}; {len(both)} metrics, apart by at most {apart:.1e}")
-    for name, each in taken.items():
-        print(f"{name:16} {min(each):6.1f} s   {', '.join(f'{one:.1f}' for one in each)}")
-    print(f"{min(taken['OpenUnlearning']) / min(taken['mpu eval']):.2f} times")
+        common_metrics = [name for name in ours if suite_results.get(name, {}).get("agg_value") is not None]
+        apart = max(abs(ours[name]["agg_value"] - suite_results[name]["agg_value"]) for name in common_metrics)
+    print(f"threads: {os.cpu_count()}; {len(common_metrics)} metrics, apart by at most {apart:.1e}")
+    for name, each in timings.items():
+        print(f"{name:16} {min(each):6.1f} s   {', '.join(f'{seconds:.1f}' for seconds in each)}")
+    print(f"{min(timings['OpenUnlearning']) / min(timings['mpu eval']):.2f} times")
 
 
 if __name__ == "__main__":

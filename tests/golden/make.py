@@ -75,10 +75,10 @@ def measure(clone: Path, architecture: str, name: str) -> None:
     for benchmark in ("TOFU", "MUSE"):
         out = HERE / architecture / f"{name}.{benchmark}"
         logged = f"{log}.{benchmark}.json" if name == "full" else "null"
-        asked = [clone, benchmark, model, HERE / architecture / "retain", logged, out]
-        subprocess.run([sys.executable, "-m", "tests.golden.make", "--suite", *map(str, asked)], check=True)
-        found = json.loads((out / f"{benchmark}_EVAL.json").read_text())
-        (HERE / architecture / f"{name}.{benchmark}.json").write_text(json.dumps(found, indent=1) + "\n")
+        arguments = [clone, benchmark, model, HERE / architecture / "retain", logged, out]
+        subprocess.run([sys.executable, "-m", "tests.golden.make", "--suite", *map(str, arguments)], check=True)
+        results = json.loads((out / f"{benchmark}_EVAL.json").read_text())
+        (HERE / architecture / f"{name}.{benchmark}.json").write_text(json.dumps(results, indent=1) + "\n")
         shutil.rmtree(out)
 
 
