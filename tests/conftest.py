@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from mpu_cli.cli.main import main
-from tests.models import DemoModel, make_demo_model, random_model, save, write_records
+from tests.helpers.models import DemoModel, make_demo_model, random_model, save, write_records
+from tests.helpers.paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Outcome:
         return json.loads(self.out)
 
 
-ROOT = Path(__file__).parents[1]
 LATER = ("slow", "exhaustive")  # tiers that run only if -m asks for them, or if a file or a test is named
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from mpu_cli.experiment.memory import PROCESS
 from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
-from tests.models import random_model, save, write_records
-from tests.stopping import stop_when
+from tests.helpers.models import random_model, save, write_records
+from tests.helpers.paths import ROOT
+from tests.helpers.stopping import stop_when
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
 STEEP = ("adamw", "muon", "bfloat16")  # where a last bit can become the sign of a step
 TRAININGS = {
@@ -86,7 +86,7 @@ def check(mpu: Callable, root: Path, device: str, trainings: dict[str, list[str]
 def run_on_simulated_device(root: Path, command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """Run commands of ``mpu`` on the simulated device, all of which must work and leave nothing on it."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator"], input=json.dumps(command_lines), text=True,
+        [sys.executable, "-m", "tests.helpers.accelerator"], input=json.dumps(command_lines), text=True,
         capture_output=True, cwd=root, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -177,7 +177,7 @@ def test_the_simulation_finds_what_is_left() -> None:
     """Or the test above shows nothing: operations that would fail on a GPU fail there."""
     script = """
 import torch
-from tests import accelerator
+from tests.helpers import accelerator
 accelerator.register()
 there, here = torch.ones(3, 4).to("sim"), torch.ones(3, 4)
 mistakes = {

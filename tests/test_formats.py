@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.models import random_model, save
+from tests.helpers.models import random_model, save
+from tests.helpers.paths import ROOT
 
-PAGE = (Path(__file__).parents[1] / "docs/formats.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
 SEED = bytes.fromhex("9367af1f19240f0479cccae331aa0f0da0809963a420aeb61163ad718f18043a")
 
 

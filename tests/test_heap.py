@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what Linux tells of a process")
 
@@ -36,7 +37,7 @@ def measure(script: str) -> list[tuple[float, float]]:
     """For each work of a script, run in a process of its own, the MiB held before blocks are freed and after work."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE + script],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).resolve().parents[1],
+        capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     numbers = [float(number) for number in done.stdout.split()]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
@@ -63,7 +64,8 @@ from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encoding import Example
-from tests.models import random_model
+from tests.helpers.paths import ROOT
+from tests.helpers.models import random_model
 
 examples = [Example(list(range(start, start + 9)), list(range(start, start + 9))) for start in (3, 20)]
 items = [Item(tuple(each.ids), 2, tuple(each.ids[:2]), "") for each in examples]

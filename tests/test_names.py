@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.paths import ROOT
+
 PACKAGE = ROOT / "mpu_cli"
 # Ordinary words that fit everything, and so say nothing of what they name.
 WORDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.models import CONFIGS, random_model, save, write_records
-from tests.protocol import clean_update, distance, updates
+from tests.helpers.models import CONFIGS, random_model, save, write_records
+from tests.helpers.protocol import clean_update, distance, updates
 
 SMOOTH = {"sgd": ["--optim", "sgd", "--lr", "0.05"], "adamw-blockwise": ["--optim", "adamw-blockwise", "--lr", "1e-3"]}
 

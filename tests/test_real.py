@@ -16,7 +16,8 @@ from filelock import FileLock
 
 from mpu_cli.cli.main import main
 from mpu_cli.demo.people import make_people
-from tests.models import load
+from tests.helpers.models import load
+from tests.helpers.paths import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +42,7 @@ class Real:
 
 def make() -> ModuleType:
     """examples/real/make.py"""
-    maker = importlib.util.spec_from_file_location("make", Path(__file__).parents[1] / "examples/real/make.py")
+    maker = importlib.util.spec_from_file_location("make", ROOT / "examples/real/make.py")
     module = importlib.util.module_from_spec(maker)
     maker.loader.exec_module(module)
     return module

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, GenerationConfig
 
-from tests.models import CONFIGS, FAMILY_CONFIGS, random_model, read, save
+from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, random_model, read, save
 
 ALL = [*CONFIGS, *FAMILY_CONFIGS]
 THOROUGH = ("llama", "gpt2", "qwen3_moe", "llava", "glm4_moe", "falcon-7b", "nemotron_h")

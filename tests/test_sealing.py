@@ -12,7 +12,7 @@ from pathlib import Path
 import pyrage
 import pytest
 
-from tests.models import random_model, save, write_records
+from tests.helpers.models import random_model, save, write_records
 
 TRAINING = ("--template", "plain", "--epochs", 1)
 

@@ -32,23 +32,8 @@ from mpu_cli.server.keys import Keys
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from mpu_cli.api.arguments import MeasureArguments
     from mpu_cli.options.keywords import MeasureKeywords
-
-    class MeasureArguments(MeasureKeywords, total=False):
-        """Those of ``measure``."""
-
-        out: PathLike
-        base: PathLike | None
-        delta: PathLike | None
-        show: int
-        lm_eval: Sequence[str]
-        endpoint: str | None
-        endpoint_model: str | None
-        plot: PathLike | None
-        before: PathLike | None
-        force: bool
-        options: Measuring | None
-        observer: Observer
 
 
 @dataclass(frozen=True)

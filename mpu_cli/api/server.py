@@ -39,37 +39,8 @@ from mpu_cli.server.round import plan_aggregate as _plan_aggregate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from mpu_cli.api.arguments import AggregateArguments, PublishArguments
     from mpu_cli.options.keywords import AggregateKeywords, PublishKeywords
-
-    class PublishArguments(PublishKeywords, total=False):
-        """Those of ``plan_publish``."""
-
-        config: PathLike | None
-        out: PathLike | None
-        keys: PathLike | None
-        only: Sequence[int] | None
-        existing_keys: Keys | None
-        copy_recipients: Sequence[str]
-        recipients: Sequence[str]
-        passphrase: str | None
-        identity: PathLike | None
-        run: str | None
-        round: int | None
-        seed: int | None
-        force: bool
-        options: Publishing | None
-
-    class AggregateArguments(AggregateKeywords, total=False):
-        """Those of ``plan_aggregate``."""
-
-        base: PathLike | None
-        config: PathLike | None
-        out: PathLike | None
-        as_adapter: bool
-        identity: PathLike | None
-        passphrase: str | None
-        force: bool
-        options: Aggregating | None
 
 
 def plan_publish(

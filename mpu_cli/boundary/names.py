@@ -1,7 +1,7 @@
 """The names that ``boundary.cleaning`` lets through, file by file.
 
-CONFIG: the fields of transformers' config classes of the supported families (tests/test_boundary.py compares), without
-those that name labels. None of them makes a library read, fetch or run something.
+CONFIG: the fields of transformers' config classes of the supported families (tests/boundary/test_boundary.py compares),
+without those that name labels. None of them makes a library read, fetch or run something.
 """
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -56,8 +56,7 @@ def mpu(*arguments: object) -> dict[str, Any]:
     ended = run_mpu([*(str(argument) for argument in arguments), "--json"])
     if ended.status:
         raise MpuError(f"mpu {arguments[0]}: {ended.reason}")
-    document: dict[str, Any] = json.loads(ended.stdout)
-    return document
+    return cast(dict[str, Any], json.loads(ended.stdout))
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ class Round:
         shutil.rmtree(out, ignore_errors=True)
         document = mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", out,
                        *self.settings.aggregate)  # fmt: skip
-        warnings: list[str] = document["warnings"]
-        return warnings
+        return cast(list[str], document["warnings"])
 
     def _refused_alone(self, owners: Sequence[str]) -> dict[str, str]:
         """The owners whose deltas cannot be aggregated even without the others', and why."""

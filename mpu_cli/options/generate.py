@@ -58,12 +58,12 @@ def _annotation(declaration: Declaration) -> str:
     unlike_its_name: dict[type, str] = {Path: "str | Path", tuple: "str | Sequence[str]"}
     kind = unlike_its_name.get(declaration.kind, declaration.kind.__name__)
     if declaration.choices:
-        kind = f"Literal[{', '.join(_quoted(choice) for choice in declaration.choices)}]"
-    words = [f"Literal[{', '.join(_quoted(word) for word in declaration.words)}]"] if declaration.words else []
+        kind = f"Literal[{', '.join(_literal(choice) for choice in declaration.choices)}]"
+    words = [f"Literal[{', '.join(_literal(word) for word in declaration.words)}]"] if declaration.words else []
     return " | ".join([kind, *words, *(["None"] if declaration.optional else [])])
 
 
-def _quoted(text: str) -> str:
+def _literal(text: str) -> str:
     return f'"{text}"'
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.benchmarks.shapes import make
-from tests.federation import BUNDLE, network, wait_for
+from tests.helpers.federation import BUNDLE, network, wait_for
 
 TRAINING = [
     "--algo",

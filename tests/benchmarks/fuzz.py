@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzzing import TARGETS, Report, make_seeds, play
+from tests.helpers.fuzzing import TARGETS, Report, make_seeds, play
 
 SHARE = {"config, built": 0.3, "tokenizer": 0.3, "tokenizer config": 0.3}  # libraries are called, which takes longer
 

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.sharded 0.5b DIR fsdp|zero3
 
-gloo on a CPU, which accelerate is made to treat as NCCL on GPUs (tests/test_training.py). Prints each process's
+gloo on a CPU, which accelerate is made to treat as NCCL on GPUs (tests/client/test_training.py). Prints each process's
 anonymous resident memory before its weights are distributed, and ends there: on a CPU, what training then takes on the
 device is in the same memory.
 """
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks.shapes import make
-from tests.models import save_tokenizer, write_records
-from tests.test_training import DEEPSPEED, FSDP, SHARDED
+from tests.client.test_training import DEEPSPEED, FSDP, SHARDED
+from tests.helpers.models import save_tokenizer, write_records
 
 ENGINES = {"fsdp": {**FSDP, "FSDP_VERSION": "2"}, "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}}
 STOP = """

@@ -1,8 +1,8 @@
 """The model families that mpu supports. To add one, put its table into one of these modules, its name into the list at
-the end of that, and its config into tests/models.py, and run `mpu check-family` on a checkpoint of it.
+the end of that, and its config into tests/helpers/models.py, and run `mpu check-family` on a checkpoint of it.
 
 What holds in which family was read from transformers' modelling code and is checked on small random models
-(tests/test_families.py).
+(tests/architectures/test_families.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,227 @@
+"""Options from files and variables, help, and what is printed where."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+
+from mpu_cli.architectures.symmetries import SETS
+from mpu_cli.checkpoint.dtypes import OPTION
+from mpu_cli.cli.levels import ESSENTIAL
+from mpu_cli.cli.main import app
+from mpu_cli.client.checks import PRECISIONS
+from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
+from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.options.declare import declared_options
+from mpu_cli.options.publishing import Publishing
+from mpu_cli.options.unlearning import Loss, Unlearning
+from mpu_cli.server.scheme import SCHEMES
+from tests.helpers.models import random_model, save, write_records
+
+
+def test_choices_are_those_of_the_tables():
+    """Options list their choices without importing their implementations; the two must stay in sync."""
+
+    def choices(group, name):
+        return set(declared_options(group)[name].choices)
+
+    assert choices(Unlearning, "algo") == set(ALGORITHMS)
+    assert choices(Unlearning, "optim") == set(OPTIMIZERS)
+    assert choices(Unlearning, "precision") == set(PRECISIONS)
+    assert choices(Unlearning, "retain_loss") == set(RETAIN)
+    assert choices(Publishing, "dtype") == set(OPTION)
+    assert choices(Publishing, "symmetries") == set(SETS)
+    assert choices(Publishing, "noise") == set(SCHEMES)
+    assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
+
+
+def test_standard_output_carries_paths_only(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    assert mpu("publish", base, "--copies", 2, cwd=tmp_path).out == "copy_1\ncopy_2\n"
+    for k in (1, 2):
+        outcome = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
+        assert outcome.out == f"deltas/copy_{k}.safetensors\n"
+    assert mpu("invert", "deltas", cwd=tmp_path).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
+    assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
+
+
+def test_json_is_one_document(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    assert mpu("publish", base, "--copies", 2, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
+    for k in (1, 2):
+        mpu("unlearn", f"copy_{k}", "--epochs", 1, "--json", cwd=tmp_path)
+    document = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
+    assert [c["copy"] for c in document["copies"]] == [1, 2]
+    assert mpu("verify", "copy_1", "--json", cwd=tmp_path).json["ok"]
+    kinds = {path: mpu("inspect", path, "--json", cwd=tmp_path).json["kind"] for path in
+             ("copy_1", "deltas/copy_1.safetensors", "keys.bin", "unlearned", "base")}  # fmt: skip
+    assert len(set(kinds.values())) == 5
+    assert len(mpu("inspect", "base", "--tensors", "--json", cwd=tmp_path).json["list"]) == 20
+
+
+def test_debug_shows_the_traceback(mpu, tmp_path):
+    for arguments in (["--debug", "publish", "gone.safetensors"], ["publish", "gone.safetensors", "--debug"]):
+        assert "Traceback" in mpu(*arguments, check=False, cwd=tmp_path).err
+
+
+def test_a_closed_pipe_is_no_error(shell, tmp_path):
+    save(random_model("llama"), tmp_path / "base")
+    assert (
+        "Traceback"
+        not in shell("mpu inspect base --tensors | head -n1; mpu inspect base --tensors --json | true").stderr
+    )
+
+
+def test_help_tells_defaults():
+    done = subprocess.run(
+        [sys.executable, "-m", "mpu_cli", "publish", "--help-all"], capture_output=True, text=True, check=True
+    )
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert "(default: each tensor's own)" in text
+    assert "(default: none, noise is scaled to BASE)" in text
+
+
+def test_options_by_variables(mpu, tmp_path, monkeypatch):
+    base = save(random_model("llama"), tmp_path / "base")
+    for name, value in (("COPIES", "3"), ("ROUND", "5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
+        monkeypatch.setenv(f"MPU_PUBLISH_{name}", value)
+    monkeypatch.setenv("MPU_VERSION", "1.0")  # somebody else's
+    document = mpu("publish", base, "--out", tmp_path).json
+    assert (len(document["copies"]), document["round"], document["keys"]) == (3, 5, str(tmp_path / "k"))
+
+
+def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
+    from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+
+    for algorithm in ("npo", "npo\nrun  FORGED\x1b[2J"):
+        facts = delta_facts(DeltaManifest(None, algorithm))
+        save_file({"a\x1b[31m": torch.zeros(1)}, tmp_path / "d.safetensors", as_metadata(facts))
+        shown = mpu("inspect", tmp_path / "d.safetensors", "--tensors", check=False)
+        assert ("algorithm: not of the form" in shown.err) == (algorithm != "npo")
+        assert "\x1b" not in shown.out + shown.err
+        assert not any(line.startswith("run") for line in shown.out.splitlines())
+
+
+def test_a_text_with_odd_line_separators_is_a_line(mpu, tmp_path):
+    save(random_model("llama"), tmp_path / "base")
+    (tmp_path / "forget.jsonl").write_text('{"question": "w4\u2028w5", "answer": "w6\u0085"}\n', encoding="utf-8")
+    arguments = ["--algo", "gradascent", "--epochs", 1, "--batch-size", 1, "--trust-copy"]
+    assert len(mpu("unlearn", "base", *arguments, "--json", cwd=tmp_path).json["steps"]) == 1
+
+
+class TestOptionsFromAFile:
+    def test_the_command_line_comes_first_then_a_variable_then_the_file(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In any position; names with hyphens or underscores; lists as on the command line with commas."""
+        (root / "mpu.toml").write_text(
+            '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[aggregate]\nkeys = "other.bin"\n'
+        )
+        monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
+        outcome = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=root)
+        assert "κ = 0.75 and permanent noise of 0.125" in outcome.err
+        assert outcome.json["noise"]["factors"] == [1, -1, 2]
+        monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
+        monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.5")
+        assert "permanent noise of 0.5" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
+        monkeypatch.delenv("MPU_PUBLISH_SHARED_NOISE")
+        former = mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err  # the name that it had before
+        assert "permanent noise of 0.25" in former
+        assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("[publish]\nkapa = 1", "did you mean kappa?"),
+            ("kappa = 1", "put options into a table"),
+            ("[publisch]\nkappa = 1", "publisch: not a command"),
+            ("[publish", "not TOML"),
+            ("[publish]\nkappa = 'much'", "--kappa"),
+        ],
+    )
+    def test_mistakes(self, mpu: Callable, root: Path, text: str, named: str) -> None:
+        (root / "mpu.toml").write_text(text)
+        refused = mpu("publish", "base", "--config", "mpu.toml", check=False, cwd=root)
+        assert refused.is_one_error
+        assert named in refused.err
+        assert not list(root.glob("copy_*"))
+
+    def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
+        refused = mpu("publish", "base", "--config", "base/config.json", check=False, cwd=root)
+        assert refused.is_one_error
+        assert "--model-config" in refused.err
+
+    def test_unknown_variables_are_named(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")
+        outcome = mpu("inspect", root / "base")
+        assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in outcome.err
+
+
+def test_tables_fit_a_narrow_terminal(root: Path) -> None:
+    """60 columns: publish has a line for each copy, and no number is cut."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 60, 0, 0))
+    command = [sys.executable, "-m", "mpu_cli", "publish", "base", "--copies", "3", "--dtype", "float64"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    done = subprocess.Popen(
+        command, cwd=root, stderr=slave, stdout=subprocess.DEVNULL, env=environment | {"TERM": "xterm"}
+    )
+    os.close(slave)
+    shown = b""
+    with suppress(OSError):  # the terminal is gone once the command has ended
+        while piece := os.read(master, 4096):
+            shown += piece
+    assert done.wait() == 0
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()]
+    rows = [line for line in lines if line.startswith("model.")]
+    assert len(rows) == 3 * 4  # embedding, norm and two layers, in three copies
+    assert max(map(len, rows)) <= 60
+    assert all(re.search(r"[123]  \d\.\d\de-\d\d  \d\.\d\de-\d\d +\d+\.\d%$", row) for row in rows)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_at_any_width(mpu, monkeypatch, width):
+    """Sentences are whole at any width, and markup eats no word."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    lines = [line.strip("│ ").rstrip() for line in mpu("--help").out.splitlines() if line.startswith("│")]
+    assert any(line.startswith("demo") for line in lines)
+    assert "such as ." not in " ".join(lines)
+    words = " ".join(" ".join(lines).split())
+    assert "forgetting against utility, and each numeric axis of the grid" in words
+
+
+@pytest.mark.parametrize("command", ESSENTIAL)
+def test_help_in_two_levels(mpu, command):
+    """The options that matter, each of which exists, and how to see the rest."""
+    short_help, full_help = mpu(command, "--help").out, mpu(command, "--help-all").out
+    assert len(short_help.splitlines()) < len(full_help.splitlines())
+    assert f"more options: mpu {command} --help-all" in " ".join(short_help.split())
+    flags = {flag for each in typer.main.get_command(app).commands[command].params for flag in each.opts}
+    assert set(ESSENTIAL[command].split()) <= flags
+
+
+def test_an_option_that_is_nearly_right(mpu, tmp_path):
+    (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
+    outcome = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
+    assert (outcome.status, "did you mean batch_size?" in outcome.err) == (2, True)

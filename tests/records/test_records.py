@@ -1,0 +1,412 @@
+"""Records in all formats, from files, benchmark folders and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mpu_cli.client.datasets import alternates
+from mpu_cli.client.reference_model import forward
+from mpu_cli.client.refusals import REFUSALS
+from mpu_cli.errors import MpuError
+from mpu_cli.observer import Observer
+from mpu_cli.records.batches import pad
+from mpu_cli.records.encoding import IGNORED, Encoding
+from mpu_cli.records.forms import parse_columns, parse_record
+from mpu_cli.records.reading import read_records
+from mpu_cli.records.record import Record, Turn, question
+from tests.helpers.chat_templates import template_case, tokenizer_with
+from tests.helpers.models import load, needs_shared, random_model, save, write_records
+from tests.helpers.paths import SHARED
+
+ROWS = [{"question": f"w{i} w4", "answer": f"w5 w{i}"} for i in range(3, 8)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")[1]
+
+
+def test_formats_of_files_hold_the_same(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    read = [
+        [(r.question, r.answer) for r in read_records(tmp_path / f"a.{end}")]
+        for end in ("json", "jsonl", "csv", "parquet")
+    ]
+    assert read[0] == [(row["question"], row["answer"]) for row in ROWS]
+    assert all(other == read[0] for other in read)
+
+
+def test_forms_of_records_give_the_same_tokens(tmp_path, tokenizer):
+    forms = [
+        {"question": "w4 w5", "answer": "w6"},
+        {"prompt": "w4 w5", "completion": "w6"},
+        {"messages": [{"role": "user", "content": "w4 w5"}, {"role": "assistant", "content": "w6"}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, forms)))
+    qa_example, *other_examples = Encoding(tokenizer, system_prompt="").encode(read_records(tmp_path / "a.jsonl"))
+    assert all(other == qa_example for other in other_examples)
+
+
+def test_earlier_turns_are_read_and_not_learned(tmp_path, tokenizer):
+    row = {
+        "messages": [
+            {"role": r, "content": c}
+            for r, c in (("user", "w4"), ("assistant", "w5"), ("user", "w6"), ("assistant", "w7"))
+        ]
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    chat, plain = (
+        Encoding(tokenizer, template, "").encode(read_records(tmp_path / "a.jsonl"))[0]
+        for template in ("chat", "plain")
+    )
+    for example in (chat, plain):
+        assert tokenizer.decode([i for i in example.labels if i != IGNORED]).split() == ["w7", "</s>"]
+        assert 5 in example.ids
+    shots = Encoding(tokenizer, "chat", "", few_shot=[question("w4", "w5")]).encode([question("w6", "w7")])
+    assert shots[0] == chat
+
+
+def test_texts_are_learned_whole_and_in_pieces(tokenizer):
+    ids = tokenizer("w4 w5 w6 " * 100).input_ids
+    examples = Encoding(tokenizer, max_length=64).encode([Record((), "w4 w5 w6 " * 100, "")])
+    assert [i for example in examples for i in example.ids] == ids
+    assert all(example.labels == example.ids for example in examples)
+    assert [len(example.ids) for example in examples] == [64] * 4 + [44]
+
+
+def test_a_text_counts_every_token_but_its_first(tmp_path):
+    model, tokenizer = load(save(random_model("llama"), tmp_path / "base"), torch.float32, "cpu")
+    [example] = Encoding(tokenizer).encode([Record((), "w4 w5 w6 w7", "")])
+    assert len(forward(model, pad([example])).log_probs) == len(example.ids) - 1
+
+
+def test_numbers_and_parts_are_texts():
+    rows = [
+        {"question": "In which year?", "answer": 1984},
+        {"question": "How tall?", "answer": 1.84},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "w4 "}, {"type": "text", "text": "w5"}]},
+                      {"role": "assistant", "content": "w6"}]},
+        {"prompt": [{"role": "user", "content": "w4"}], "completion": [{"role": "assistant", "content": "w5"}]},
+        {"instruction": "Translate.", "input": "w4", "output": "w5"},
+        {"system": "w9", "conversations": [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]},
+        {"question": None, "answer": None, "text": None, "messages": [{"role": "user", "content": "w4"},
+                                                                      {"role": "assistant", "content": "w5"}]},
+    ]  # fmt: skip
+    records = [parse_record(row, "") for row in rows]
+    assert [record.answer for record in records] == ["1984", "1.84", "w6", "w5", "w5", "w5", "w5"]
+    assert [record.question for record in records[2:5]] == ["w4 w5", "w4", "Translate.\n\nw4"]
+    assert records[5].turns[0] == Turn("system", "w9")
+    for answer in (True, float("nan"), {"text": "w5"}, None):
+        with pytest.raises(MpuError, match="'answer' is missing, empty or not a text"):
+            parse_record({"question": "w4", "answer": answer}, "")
+
+
+class TestColumns:
+    ROW = {  # noqa: RUF012 (not changed)
+        "instruction": "w3", "response": "w4", "question": "w5", "answer": "w6",
+        "messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}],
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("columns", "expected"),
+        [
+            (None, ("w7", "w8")),
+            ("question=instruction,answer=response", ("w3", "w4")),
+            ("question=question,answer=answer", ("w5", "w6")),
+            ("prompt=instruction,completion=response", ("w3", "w4")),
+        ],
+    )
+    def test_those_that_are_named_win_in_every_command(self, mpu, tmp_path, columns, expected):
+        """In training, in the scores and in what is said: one rule."""
+        (tmp_path / "a.jsonl").write_text(json.dumps(self.ROW) + "\n")
+        [record] = read_records(tmp_path / "a.jsonl", columns=parse_columns(columns))
+        assert (record.question, record.answer) == expected
+        model = save(random_model("llama"), tmp_path / "model")
+        option = ("--columns", columns) if columns else ()
+        outcome = mpu(
+            "eval", model, "--benchmark", "qa", "--forget", "a.jsonl", *option, "--show", 1, "--json", cwd=tmp_path
+        )
+        rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_ROUGE"]["value_by_index"]
+        assert rows["0"]["ground_truth"] == expected[1]
+        assert ("'messages' is read" in outcome.err) is (columns is None)
+
+    def test_fields_that_are_no_part_of_the_records_are_named(self, tmp_path):
+        notes = Notes()
+        (tmp_path / "a.jsonl").write_text(json.dumps({"question": "w3", "answer": "w4", "context": "w5", "id": 3}))
+        read_records(tmp_path / "a.jsonl", observer=notes)
+        assert notes.texts == [f"{tmp_path}/a.jsonl: fields that are not part of the records: context, id"]
+
+    @pytest.mark.parametrize(
+        ("row", "hint"),
+        [
+            ({"prompt": "w3", "chosen": "w4", "rejected": "w5"}, "question=prompt,answer=rejected,alternate=chosen"),
+            (
+                {"id": "1", "context": "w3", "question": "w4", "answers": {"text": ["w5"]}},
+                "'answers' is a list or an object",
+            ),
+            ({"Where was Ines born?": "w3", "In Eastmere.": "w4"}, "the first line seems to be a record"),
+            ({"query": "w3", "reply": "w4", "title": "w5"}, "question=query,answer=reply"),
+        ],
+    )
+    def test_hints_name_the_answer_or_nothing(self, row, hint):
+        with pytest.raises(MpuError) as refused:
+            parse_record(row, "a.jsonl, line 1")
+        assert hint in refused.value.hint
+
+
+class Notes(Observer):
+    def __init__(self):
+        self.texts = []
+
+    def note(self, text):
+        self.texts.append(text)
+
+
+class TestDialogues:
+    MESSAGES = [  # noqa: RUF012 (not changed)
+        {"role": "system", "content": "w9"}, {"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"},
+        {"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"},
+    ]  # fmt: skip
+
+    def test_all_turns(self, tmp_path):
+        """Each answer after what precedes it, in training and evaluation alike."""
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": self.MESSAGES}))
+        notes = Notes()
+        [last] = read_records(tmp_path / "a.jsonl", observer=notes)
+        assert "1 of 1 dialogues have earlier answers" in notes.texts[0]
+        earlier_record, final_record = read_records(tmp_path / "a.jsonl", turns="all")
+        assert replace(final_record, location="") == replace(last, location="")
+        assert (earlier_record.answer, [turn.content for turn in earlier_record.turns]) == ("w4", ["w9", "w3"])
+
+    def test_eval_asks_with_the_whole_dialogue(self, mpu, tmp_path):
+        """The score of a dialogue is the loss that training reports for it: with its system and earlier turns."""
+        model = save(random_model("llama"), tmp_path / "model")
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": self.MESSAGES}))
+        network, tokenizer = load(model, torch.float32, "cpu")
+        [example] = Encoding(tokenizer).encode(read_records(tmp_path / "a.jsonl"))
+        with torch.no_grad():
+            loss = float(network(**pad([example])).loss)
+        for turns, count in (("last", 1), ("all", 2)):
+            mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--turns", turns, "--force", cwd=tmp_path)
+            rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_Prob"]["value_by_index"]
+            assert len(rows) == count
+            assert rows[str(count - 1)]["avg_loss"] == pytest.approx(loss, abs=1e-4)
+
+    def test_two_user_turns_under_strict_roles(self):
+        case = template_case("strict_no_system")
+        record = Record((Turn("user", "w3"), Turn("user", "w4")), "w5", "a.jsonl, line 1")
+        with pytest.raises(MpuError, match=r"a.jsonl, line 1: .* rejected it") as refused:
+            Encoding(tokenizer_with(case), system_prompt="").encode([record])
+        assert "two user turns in a row" in refused.value.hint
+
+
+class TestFolders:
+    """Those of ``datasets.load_dataset``, compared with it."""
+
+    @staticmethod
+    def write(folder, *names, row=0):
+        for number, name in enumerate(names):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(ROWS[(row + number) % len(ROWS)]) + "\n"
+            if path.suffix == ".gz":
+                path.write_bytes(gzip.compress(content.encode()))
+            else:
+                path.write_text(content)
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("a.jsonl",), ("a.jsonl", "b.jsonl"), ("data/forget.jsonl",), ("a.jsonl", "b.ndjson"),
+            ("a.jsonl", "b.jsonl.gz"), ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"),
+        ],
+    )  # fmt: skip
+    def test_what_is_read_is_what_datasets_reads(self, tmp_path, names):
+        import datasets
+
+        folder = tmp_path / "clone"
+        self.write(folder, *names)
+        (folder / "README.md").write_text("# Records\n\nOf people.\n")
+        (folder / "LICENSE.txt").write_text("Permission is granted.\n")
+        notes = Notes()
+        records = read_records(folder, observer=notes)
+        expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+        assert sorted(r.question for r in records) == sorted(expected["question"])
+        assert all(f"{folder / name} (1)" in notes.texts[0] for name in names)
+
+    @pytest.mark.parametrize(
+        ("names", "complaint"),
+        [
+            (("a.jsonl", "a.csv"), "a.csv"),
+            (("a.jsonl", "B.JSONL"), "B.JSONL"),
+            (("a.jsonl", "notes.docx"), "notes.docx"),
+            (("train.jsonl", "test.jsonl"), "the splits train, test"),
+            (("README.md",), "no file of records in it"),
+        ],
+    )
+    def test_what_would_be_skipped_is_refused(self, tmp_path, names, complaint):
+        self.write(tmp_path / "folder", *names)
+        with pytest.raises(MpuError, match=complaint):
+            read_records(tmp_path / "folder")
+
+    def test_a_split_by_name(self, tmp_path):
+        self.write(tmp_path / "folder", "train.jsonl", "test.jsonl")
+        for name, row in (("train", ROWS[0]), ("test", ROWS[1])):
+            [record] = read_records(f"{tmp_path}/folder:{name}")
+            assert record.question == row["question"]
+        with pytest.raises(MpuError, match="no split 'validation'"):
+            read_records(f"{tmp_path}/folder:validation")
+
+    def test_saved_to_disk(self, tmp_path):
+        import datasets
+
+        table = datasets.Dataset.from_list(ROWS)
+        table.save_to_disk(tmp_path / "one")
+        datasets.DatasetDict({"forget": table, "other": table.select([0])}).save_to_disk(tmp_path / "several")
+        questions = [row["question"] for row in ROWS]
+        assert [r.question for r in read_records(tmp_path / "one")] == questions
+        assert [r.question for r in read_records(f"{tmp_path}/several:forget")] == questions
+        with pytest.raises(MpuError, match="the splits forget, other"):
+            read_records(tmp_path / "several")
+
+    @pytest.mark.parametrize("name", ["rec/forgets", "owner/name", "copies@old:train"])
+    def test_a_path_that_does_not_exist_stays_on_this_machine(self, monkeypatch, name):
+        """Nothing but hub:… is looked up."""
+        import socket
+
+        def refuse(*_, **__):
+            raise AssertionError("it was looked up")
+
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        with pytest.raises(MpuError, match="no such file"):
+            read_records(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (json.dumps({"train": ROWS, "test": ROWS}), "an object with records under 'train', 'test'"),
+        (json.dumps({"question": {"0": "w3"}, "answer": {"0": "w4"}}), "an object of columns"),
+        (json.dumps(ROWS[0], indent=2), None),
+        (json.dumps({"data": ROWS}), None),
+        ("".join(json.dumps(row) + "\n" for row in ROWS), None),
+    ],
+)
+def test_json_documents(tmp_path, content, complaint):
+    (tmp_path / "a.json").write_text(content)
+    if complaint is None:
+        assert read_records(tmp_path / "a.json")[0].question == ROWS[0]["question"]
+        return
+    with pytest.raises(MpuError, match=complaint):
+        read_records(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "answers"),
+    [
+        ("sep=;\r\nquestion;answer\r\nWhere?;In Eastmere, I think.\r\n", ["In Eastmere, I think."]),
+        ('"question";"answer"\n"Where, then, do you think?";"In Eastmere."\n', ["In Eastmere."]),
+        ("question,answer\nWhere?,In Eastmere.\n,\n\n", ["In Eastmere."]),
+    ],
+)
+def test_tables(tmp_path, content, answers):
+    (tmp_path / "A.CSV").write_text(content, newline="")
+    assert [record.answer for record in read_records(tmp_path / "A.CSV")] == answers
+
+
+def test_a_table_with_a_column_twice(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,answer\nw3,w4,w5\n")
+    with pytest.raises(MpuError, match="two columns are called 'answer'"):
+        read_records(tmp_path / "a.csv")
+
+
+@needs_shared
+def test_tofu_by_name():
+    records = read_records("tofu:forget01", SHARED / "data/tofu")
+    assert [r.question for r in records] == [r.question for r in read_records(SHARED / "data/tofu/forget01.json")]
+    with pytest.raises(MpuError, match="forget05, forget05_perturbed"):
+        read_records("tofu:forget02", SHARED / "data/tofu")
+
+
+def test_muse_by_name(tmp_path):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/forget.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    assert [r.answer for r in read_records("muse-books:forget", tmp_path)] == ["one", "two"]
+
+
+def test_the_hub_out_of_reach_is_one_line():
+    with pytest.raises(MpuError, match="owner/name") as refused:
+        read_records("hub:owner/name@config:split")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"messages": []}, "question and an answer"),
+        ({"messages": [{"role": "user", "content": "w4"}, {"role": "user", "content": "w4"}]}, "assistant's"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "content": "w4"}]}, "role and content"),
+        ({"messages": 3}, "question and an answer"),
+        ({"prompt": "w4"}, "'completion'"),
+        ({"text": " "}, "'text'"),
+        ({"question": "w4", "answer": "w5", "alternate": [3]}, "'alternate'"),
+        ({"nothing": 1}, "its fields: nothing"),
+    ],
+)
+def test_what_is_no_record(tmp_path, row, complaint):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row))
+    with pytest.raises(MpuError, match=complaint) as refused:
+        read_records(tmp_path / "a.jsonl")
+    assert "line 2" in str(refused.value)
+
+
+def test_alternates():
+    records = [question("q", "a", alternate="mine"), *(question("q", "a") for _ in range(50))]
+    drawn = alternates(records, REFUSALS)
+    assert drawn[0].answer == "mine"
+    assert {r.answer for r in drawn[1:]} <= set(REFUSALS)
+    assert len({r.answer for r in drawn[1:]}) > 10
+    assert alternates(records, REFUSALS) == drawn  # in every round
+    # a record's alternate does not depend on whether the others have their own
+    assert alternates([question("q", "a"), *records[1:]], REFUSALS)[1:] == drawn[1:]
+
+
+def test_alternates_from_a_file(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    (tmp_path / "other.txt").write_text("w9 w8\n\nw7\n")
+    for out, more in (("a.safetensors", []), ("b.safetensors", ["--alternates", "other.txt"])):
+        mpu("unlearn", base, "--algo", "dpo", "--lr", "1e-3", "--out", out, *more, cwd=tmp_path)
+    assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "other.txt").write_text("\n")
+    outcome = mpu(
+        "unlearn", base, "--algo", "dpo", "--alternates", "other.txt", "--out", "c", check=False, cwd=tmp_path
+    )
+    assert "contains no alternates" in outcome.err
+
+
+def test_corpora_of_wmdp(tmp_path):
+    """From a folder, as it is distributed; texts that RMU's script leaves out are left out."""
+    texts = ["a heading", "w" * 50, "x" * 49, "y" * 500]
+    for name in ("cyber-forget-corpus.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for source in ("wmdp:cyber-forget-corpus", "wikitext:test"):
+        assert [record.answer for record in read_records(source, tmp_path)] == [texts[1], texts[3]]
+    with pytest.raises(MpuError, match=r"no split 'bio' of wmdp .available: cyber-forget-corpus, test"):
+        read_records("wmdp:bio", tmp_path)
