@@ -33,6 +33,7 @@ from mpu_cli.cli.publish import publish
 from mpu_cli.cli.report import report
 from mpu_cli.cli.run import run
 from mpu_cli.cli.sweep import sweep
+from mpu_cli.cli.trace import trace
 from mpu_cli.cli.tune import tune
 from mpu_cli.cli.unlearn import unlearn
 from mpu_cli.cli.verify import verify
@@ -73,6 +74,7 @@ register(SERVER, publish)
 register(SERVER, aggregate)
 register(SERVER, verify)
 register(SERVER, audit)
+register(SERVER, trace)
 register(SERVER, keygen)
 register(CLIENT, unlearn)
 register(CLIENT, watch)

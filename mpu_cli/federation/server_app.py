@@ -177,9 +177,8 @@ class Round:
         deltas = [self.folder / owner / "deltas" for owner in owners]
         keys = [part for owner in owners for part in ("--keys", self.keys(owner))]
         shutil.rmtree(out, ignore_errors=True)
-        document = mpu("aggregate", *deltas, *keys, "--identity", self.identity, "--base", self.base, "--out", out,
-                       *self.settings.aggregate)  # fmt: skip
-        return cast(list[str], document["warnings"])
+        options = (*keys, "--identity", self.identity, "--base", self.base, "--out", out, *self.settings.aggregate)
+        return cast(list[str], mpu("aggregate", *deltas, *options)["warnings"])
 
     def _refused_alone(self, owners: Sequence[str]) -> dict[str, str]:
         """The owners whose deltas cannot be aggregated even without the others', and why."""

@@ -28,6 +28,9 @@ class PublishKeywords(TypedDict, total=False):
     # Scale of noise that is the same in every copy, in task vectors: no combination of copies removes it, and the
     # update is affected to first order. Must be at least 0. Default: 0.0.
     permanent_noise: float
+    # Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's
+    # noise; 0 for none (default: 0.1 where --pretrained chooses the noise, else 0). Must be at least 0.
+    mark: float | None
     # Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the
     # update leaves these layers as they are.
     omit_layers: str | None
@@ -52,7 +55,8 @@ class PublishKeywords(TypedDict, total=False):
     budget_rounds: int
     # Store weights in this dtype (default: each tensor's own).
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None
-    # Lower the noise of a block to at most this share of the RMS of its weights. Must be above 0.
+    # Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top. Must be above
+    # 0.
     max_noise: float | None
     # Publish although an earlier publication of the base had permanent noise of another scale, with which this one
     # can be averaged, or spent ε that this one adds to. Default: False.

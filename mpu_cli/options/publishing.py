@@ -23,6 +23,7 @@ KAPPA = 0.01  # the paper's
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
 HIDING_KAPPA, HIDING_PERMANENT = 1.0, 10.0
 MOST_OF_WEIGHTS = 0.1  # of the RMS of a block's weights: with larger noise little comes over from a copy to the model
+HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that docs/tracing.md lists
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -92,6 +93,21 @@ class PermanentNoise(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mark(Options):
+    """Noise by which a publication's copies are told from those of others."""
+
+    PANEL: ClassVar[str] = "Noise and symmetries"
+
+    mark: float | None = option(
+        None,
+        "Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's "
+        f"noise; 0 for none (default: {HIDING_MARK:g} where --pretrained chooses the noise, else 0).",
+        metavar="SHARE",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Depth(Options):
     """Which of the model's layers the copies have."""
 
@@ -111,7 +127,7 @@ class Depth(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disguise(Depth, PermanentNoise, Copies):
+class Disguise(Depth, Mark, PermanentNoise, Copies):
     """What every copy of a publication is hidden in."""
 
     def check_cancels(self) -> None:
@@ -209,7 +225,10 @@ class Publishing(Options):
     calibration: CalibrationOptions = group(CalibrationOptions)
     stored: Stored = group(Stored)
     max_noise: float | None = option(
-        None, "Lower the noise of a block to at most this share of the RMS of its weights.", metavar="SHARE", above=0
+        None,
+        "Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top.",
+        metavar="SHARE",
+        above=0,
     )
     publish_again: bool = option(
         False,
@@ -233,7 +252,10 @@ class Publishing(Options):
             # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
             copy_options = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
             copies = 1 if copy_options == (None, None, None, None) else self.disguise.copies
-            hiding = replace(self.disguise, copies=copies, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT)
+            mark = HIDING_MARK if self.disguise.mark is None else self.disguise.mark
+            hiding = replace(
+                self.disguise, copies=copies, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT, mark=mark
+            )
             if hiding.count == 1:
                 hiding = replace(hiding, kappa=0.0)
             return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)

@@ -16,7 +16,7 @@ from mpu_cli.checkpoint.writer import CheckpointWriter
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import Observer
 from mpu_cli.server.base_scan import BaseScan, BlockScale
-from mpu_cli.server.noise import Noise
+from mpu_cli.server.noise import Noise, Scales
 from mpu_cli.server.publication import Publication
 from mpu_cli.server.register import SAME_SCALE
 from mpu_cli.symmetry.transform import Transform, as_matrix, measured_slices, row_slices
@@ -116,13 +116,14 @@ class CopyWriter:
         self.sigma[block] = sigma
         if permanent:
             self.shared_sigma[block] = permanent
-        return [self._write(tensor, sigma) for tensor in tensors]
+        scales = self.publication.scales(sigma, permanent)
+        return [self._write(tensor, scales) for tensor in tensors]
 
     def _finish(
         self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale, writing: Sequence[list[Future]]
     ) -> BlockReport:
         """Wait until a block is written, and report how much of its noise survives."""
-        sigma = self.sigma[block]
+        scales = self.publication.scales(self.sigma[block], self.shared_sigma.get(block, 0.0))
         measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
         count = 0
         for tensor, futures in zip(tensors, writing, strict=True):
@@ -139,7 +140,7 @@ class CopyWriter:
             scale.task,
             tuple(
                 CopySurvival(
-                    math.hypot(factor * sigma, self.shared_sigma.get(block, 0.0)),
+                    scales.of_copy(factor),
                     math.sqrt(squared / count),
                     unchanged / count,
                 )
@@ -148,7 +149,7 @@ class CopyWriter:
             scale.weights,
         )
 
-    def _write(self, tensor: TensorLayout, sigma: float) -> list[Future]:
+    def _write(self, tensor: TensorLayout, scales: Scales) -> list[Future]:
         """Start writing one tensor of every copy; each slice returns its sums for ``CopySurvival`` and the number of
         weights in them, or None if it was not measured."""
         weights = as_matrix(self.base.tensor(tensor.name))
@@ -156,9 +157,8 @@ class CopyWriter:
         names = [transform.name(tensor) for transform in self.transforms]
         targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
         maps = [transform.of(tensor) for transform in self.transforms]
-        shared = self.shared_sigma.get(tensor.block, 0.0)
         name = self.full_names[tensor.name]
-        subkeys = self.noise.subkeys(name, sigma, shared, self.permanent_names.get(name))
+        subkeys = self.noise.subkeys(name, scales, self.permanent_names.get(name))
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
         if self.publication.calibration:
@@ -167,7 +167,7 @@ class CopyWriter:
         def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
             clean = weights[start:stop].to(dtype)
             draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-            noisy = self.noise.of_copies(draws, sigma, shared, clean.view(-1)) if subkeys else [clean] * len(maps)
+            noisy = self.noise.of_copies(draws, scales, clean.view(-1)) if subkeys else [clean] * len(maps)
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
             for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
                 turned = mapping.forward(noisy[k].view(clean.shape), start)

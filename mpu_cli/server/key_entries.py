@@ -64,4 +64,6 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     permanent_seed: Seed | None = None
     grouped: bool = False
     names_in_memory: bool = False
+    mark: Scale = 0.0
+    recipients: dict[Word, Text] = msgspec.field(default_factory=dict)
     authenticator: Text | None = None

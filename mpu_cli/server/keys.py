@@ -30,11 +30,18 @@ from mpu_cli.sealing import (
 )
 from mpu_cli.server.calibration import Calibration
 from mpu_cli.server.key_entries import KeyEntries
+from mpu_cli.server.noise import Scales
 from mpu_cli.server.publication import Publication, default_secret_path, server_secret
 from mpu_cli.server.scheme import SCHEMES, ZeroSum
 
-FORMAT, VERSION = "mpu-keys", 7
-SINCE = {4: ("omitted_layers", "permanent_seed"), 5: ("grouped",), 6: ("authenticator",), 7: ("names_in_memory",)}
+FORMAT, VERSION = "mpu-keys", 8
+SINCE = {
+    4: ("omitted_layers", "permanent_seed"),
+    5: ("grouped",),
+    6: ("authenticator",),
+    7: ("names_in_memory",),
+    8: ("mark", "recipients"),
+}
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -53,7 +60,8 @@ class Keys:
 
     ``publication`` without what matters only when publishing (``dtype``, ``max_noise``); ``sigma`` and
     ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the noise that all
-    copies share; ``reference``: the address of the pretrained model that the noise was scaled to; ``authentic``:
+    copies share; ``reference``: the address of the pretrained model that the noise was scaled to; ``recipients``: whom
+    copies were sealed for, age public keys by the copies' numbers, as far as that is known; ``authentic``:
     whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever knows the
     public key can seal others.
     """
@@ -65,6 +73,11 @@ class Keys:
     reference: str | None
     shared_sigma: dict[str, float] = field(default_factory=dict)
     authentic: bool = False
+    recipients: dict[str, str] = field(default_factory=dict)
+
+    def scales(self, block: str) -> Scales:
+        """σ of all noise of a block."""
+        return self.publication.scales(self.sigma.get(block, 0.0), self.shared_sigma.get(block, 0.0))
 
     @property
     def run(self) -> str:
@@ -101,6 +114,8 @@ def _facts(keys: Keys) -> dict[str, object]:
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
         "grouped": publication.grouped,
         "names_in_memory": publication.names_in_memory,
+        "mark": publication.mark,
+        "recipients": keys.recipients,
     }
 
 
@@ -285,9 +300,13 @@ def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
         permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
         grouped=entries.grouped,
         names_in_memory=entries.names_in_memory,
+        mark=entries.mark,
     )
     base = BaseIdentity(entries.base.path, entries.base.config, entries.base.fingerprint)
-    return Keys(publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma)
+    return Keys(
+        publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma,
+        recipients=entries.recipients,
+    )  # fmt: skip
 
 
 def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:

@@ -19,7 +19,7 @@ from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.sealing import default_identity_path, own_secret
 from mpu_cli.server.calibration import Calibration, calibrate
-from mpu_cli.server.noise import Noise
+from mpu_cli.server.noise import Noise, Scales
 from mpu_cli.server.scheme import Scheme, ZeroSum, default_scheme, scheme_of
 from mpu_cli.symmetry.transform import Transform
 
@@ -42,8 +42,9 @@ class Publication:
     derive that from the server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2
     and delta nets; publications before version 5 of the keys left them in place. ``again``: publish although the
     register says that publications of this base could be averaged, or that its ε is spent. ``names_in_memory``: see
-    ``permanent_names``. The same publication of
-    the same base has the same bytes. Raises UsageError for numbers out of range.
+    ``permanent_names``. ``mark``: the size of noise of the publication's own that is the same in all of its copies, as
+    a share of the other noise of the copy that has least. The same publication of the same base has the same bytes.
+    Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -63,9 +64,11 @@ class Publication:
     grouped: bool = False
     again: bool = False
     names_in_memory: bool = False
+    mark: float = 0.0
 
     def __post_init__(self) -> None:
-        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa)  # raises for numbers that are out of range
+        # raises for numbers that are out of range
+        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, mark=self.mark)
         if self.round < 1:
             raise UsageError(f"--round {self.round}: must be at least 1")
         if not self.run:
@@ -85,6 +88,11 @@ class Publication:
             cancelling = min(cancelling, room / max(self.scheme.scales))
         # The same on every processor, whose sums differ in the last bits.
         return cancelling, float(f"{permanent:.3g}") if self.permanent_seed or self.derive_permanent_seed else permanent
+
+    def scales(self, sigma: float, permanent: float) -> Scales:
+        """All scales of a block, from σ of its cancelling and of its permanent noise."""
+        least = math.hypot(permanent, sigma * min(self.scheme.scales))
+        return Scales(sigma, permanent, self.mark * least)
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -137,7 +145,7 @@ class Publication:
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
             round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, grouped=other.grouped,
-            names_in_memory=other.names_in_memory,
+            names_in_memory=other.names_in_memory, mark=other.mark,
         )  # fmt: skip
 
     def for_layout(self, layout: Layout) -> Publication:
@@ -158,6 +166,7 @@ class Publication:
         facts += [asdict(self.calibration)] if self.calibration else []
         facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
         facts += [{"omitted_layers": self.omitted}] if self.omitted else []
+        facts += [{"mark": self.mark}] if self.mark else []
         # The paper's noise, the only one of the first version, is not named.
         facts += [] if isinstance(self.scheme, ZeroSum) else [self.scheme.kind]
         identity = json.dumps(facts)
@@ -212,6 +221,7 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
         omitted=disguise.omitted_layers,
         derive_permanent_seed=seed is None and calibration is None and disguise.permanent_noise > 0,
         again=options.publish_again,
+        mark=disguise.mark or 0.0,
     )
 
 

@@ -158,9 +158,8 @@ def plan_publish(
 def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     """Write what ``plan`` says, all or nothing.
 
-    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md).
-    Raises MpuError if the base or the pretrained model holds NaN, an output exists, or
-    the copies made before are of another base, or earlier publications forbid this one (``register``).
+    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md). Raises
+    MpuError if either holds NaN, an output exists, copies made before are of another base, or the register forbids it.
     """
     target, written = plan.target, plan.manifests_to_write
     _check_tokens(plan)
@@ -244,6 +243,7 @@ def _write_copies(
         BaseIdentity(plan.base.address, str(plan.base.config_path.resolve()), fingerprint),
         plan.pretrained.address if plan.pretrained else None,
         writing.shared_sigma,
+        recipients={str(copy): str(to) for copy, to in zip(plan.copies, plan.target.recipients, strict=False)},
     )
     return reports, keys
 

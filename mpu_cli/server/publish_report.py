@@ -152,6 +152,11 @@ def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
     factors = "" if secret_factors else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
     yield Remark(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
+    if publication.mark:
+        yield Remark(
+            f"traceable: `mpu trace` finds these copies by their coordinates and a mark of {publication.mark:.0%} of "
+            "their noise (docs/tracing.md)"
+        )
     tensors = plan.full_base.checkpoint.tensors
     layout = layout_of(tensors, plan.full_base.config, plan.full_base.source)
     if bare := published_as_they_are(layout, tensors):

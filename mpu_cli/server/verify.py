@@ -147,10 +147,9 @@ class _Again:
             if self.keys.publication.calibration
             else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         )
-        sigma = self.keys.sigma.get(tensor.block, 0.0)
-        shared = self.keys.shared_sigma.get(tensor.block, 0.0)
+        scales = self.keys.scales(tensor.block)
         name_in_base = self.full_names[tensor.name]
-        subkeys = self.noise.subkeys(name_in_base, sigma, shared, self.permanent_names.get(name_in_base))
+        subkeys = self.noise.subkeys(name_in_base, scales, self.permanent_names.get(name_in_base))
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
@@ -158,7 +157,7 @@ class _Again:
             noise, noisy = torch.zeros_like(weights), weights
             if subkeys:
                 draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-                [noise], [noisy] = (self.noise.of_copies(draws, sigma, shared, to) for to in (None, weights.view(-1)))
+                [noise], [noisy] = (self.noise.of_copies(draws, scales, to) for to in (None, weights.view(-1)))
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
             again = mapping.forward(noisy, start)
@@ -180,8 +179,7 @@ class _Again:
                 eps = torch.finfo(part.stored.dtype).eps
                 allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
                 rounding &= bool((apart <= allowed).all())  # false for NaN too
-        cancelling_sigma = self.keys.publication.scheme.scales[self.number - 1] * self.keys.sigma.get(block, 0.0)
-        requested_sigma = math.hypot(cancelling_sigma, self.keys.shared_sigma.get(block, 0.0))
+        requested_sigma = self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1])
         return BlockCheck(block, requested_sigma, math.sqrt(survived / count), difference, changed / count, rounding)
 
 

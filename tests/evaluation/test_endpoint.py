@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.federation import free_ports, wait_for
+from tests.helpers.endpoint import serving
 from tests.helpers.models import DemoModel
-from tests.helpers.paths import ROOT
-
-
-@contextmanager
-def serve(model: Path, *options: str) -> Iterator[str]:
-    """The address of a server process for ``model``."""
-    [port] = free_ports(1)
-    process = subprocess.Popen([sys.executable, "-m", "tests.helpers.endpoint", str(model), str(port), *options],
-                               cwd=ROOT)  # fmt: skip
-
-    def is_up() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        wait_for(is_up)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow
@@ -42,7 +18,7 @@ def test_numbers_are_those_of_the_weights(mpu: Callable, tmp_path: Path, demo: D
     records = ["--benchmark", "qa", "--forget", demo.forget, "--retain", demo.retain, "--holdout", demo.retain]
     mpu("eval", demo.model, *records, "--out", tmp_path / "files.json")
     forms = json.loads((tmp_path / "files.json").read_text())["metrics"]
-    with serve(demo.model) as url:
+    with serving(demo.model) as url:
         evaluation = mpu("eval", demo.model, *records, "--endpoint", url, "--out", tmp_path / "served.json", "--json")
         document = json.loads((tmp_path / "served.json").read_text())
         assert set(forms) - set(evaluation.json["metrics"]) == {"mia_min_k_plus_plus", "mia_gradnorm"}
@@ -54,7 +30,7 @@ def test_numbers_are_those_of_the_weights(mpu: Callable, tmp_path: Path, demo: D
                       tmp_path / "x.json", check=False)  # fmt: skip
         assert refused.status == 2
         assert "cannot be computed from what --endpoint returns" in refused.err
-    with serve(demo.model, "--no-echo") as url:
+    with serving(demo.model, "--no-echo") as url:
         outcome = mpu("eval", demo.model, *records, "--endpoint", url, "--out", tmp_path / "x.json", check=False)
         assert "no log-probabilities" in outcome.err
         rouge = next(name for name in forms if "ROUGE" in name)

@@ -7,12 +7,19 @@ prompts of token ids, echo, logprobs, max_tokens and stop.
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.federation import free_ports, wait_for
+from tests.helpers.paths import ROOT
 
 
 def completion(model, tokenizer, prompt: list[int], request: dict, echoes: bool) -> dict:
@@ -35,6 +42,25 @@ def completion(model, tokenizer, prompt: list[int], request: dict, echoes: bool)
             choice["logprobs"] = {"token_logprobs": [None, *values], "top_logprobs": [None, *tops]}
             choice["text"] = tokenizer.decode(sequence)
     return choice
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[str]:
+    """The address of a server process for ``model``."""
+    [port] = free_ports(1)
+    process = subprocess.Popen([sys.executable, "-m", "tests.helpers.endpoint", str(model), str(port), *options],
+                               cwd=ROOT)  # fmt: skip
+
+    def is_up() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_for(is_up)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def serve(folder: Path, port: int, echoes: bool) -> None:

@@ -1,0 +1,268 @@
+"""`mpu trace` names the copy that a model came from, and none for models that came from none."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from mpu_cli.api.server import open_keys
+from mpu_cli.architectures.layout import layout_of
+from mpu_cli.models.source import open_model
+from mpu_cli.sealing import default_identity_path, open_folder, read_identities
+from mpu_cli.server.keys import _facts, keys_of_entries, seal, unseal
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.transform import as_matrix
+from mpu_cli.tracing.suspect import count_agreements, log_chance
+from tests.helpers.endpoint import serving
+from tests.helpers.models import DemoModel, random_model, save
+
+NOISE = ("--kappa", 0.05, "--mark", 0.5)
+FAMILIES = ("gpt2", "olmo2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "bamba", "falcon_h1", "mistral3", "gemma3")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save(random_model("llama"), tmp_path / "base")
+
+
+def publish(mpu: Callable, base: Path, name: str | Path, *options: object) -> Path:
+    out = base.parent / name  # or where ``name`` says, if it is a path
+    mpu("publish", base, *(options or NOISE), "--out", out, "--keys", out.with_suffix(".bin"))
+    return out
+
+
+def keys(*folders: Path) -> list[object]:
+    return [part for folder in folders for part in ("--keys", folder.with_suffix(".bin"))]
+
+
+def trace_json(mpu: Callable, suspect: Path, *arguments: object) -> list[dict]:
+    return mpu("trace", suspect, *arguments, "--json").json["publications"]
+
+
+def save_changed(folder: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    """A model file with the tensors of ``folder`` after ``change``; None leaves one out."""
+    weights = {name: change(name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    target.mkdir(exist_ok=True)
+    save_file({name: x.contiguous() for name, x in weights.items() if x is not None}, target / "model.safetensors")
+    return target
+
+
+def undo_copy(folder: Path, copy: int) -> dict[str, torch.Tensor]:
+    """A copy in its base's coordinates, undone with the keys."""
+    model = open_model(str(folder / f"copy_{copy}"))
+    layout = layout_of(model.checkpoint.tensors, model.config, "")
+    transform = open_keys(folder.with_suffix(".bin")).publication.transform(copy, layout)
+    weights = {}
+    for tensor in layout.parameters:
+        stored, mapping = model.checkpoint.tensor(transform.name(tensor)), transform.of(tensor)
+        matrix = as_matrix(stored)
+        weights[tensor.name] = mapping.backward(mapping.take(matrix, 0, len(matrix)), 0).view(stored.shape)
+    return weights
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_each_copy_is_named_by_its_coordinates_and_its_noise(mpu: Callable, tmp_path: Path, family: str) -> None:
+    """Also in bfloat16; and neither the base nor another model of its shape is named."""
+    base = save(random_model(family), tmp_path / "base")
+    one_client, other_client = publish(mpu, base, "first"), publish(mpu, base, "second", *NOISE, "--copies", 2)
+    for folder, copy in ((one_client, 1), (one_client, 3), (other_client, 2)):
+        suspect = save_changed(folder / f"copy_{copy}", tmp_path / "leak", lambda _, x: x.bfloat16())
+        for publication, other in zip(
+            trace_json(mpu, suspect, *keys(one_client, other_client)), (one_client, other_client), strict=True
+        ):
+            assert publication["copies_named"] == ([copy] if other == folder else [])
+            if other == folder:
+                evidence = publication["copies"][copy - 1]
+                assert evidence["agreements"] > 0.95 * evidence["coordinates"]
+                assert evidence["noise"]["z"] > 20
+                assert publication["mark"]["z"] > 20
+                assert evidence["noise"]["share"] == pytest.approx(1, abs=0.1)
+                assert publication["mark"]["share"] == pytest.approx(1, abs=0.1)
+    for innocent in (base, save(random_model(family, seed=1), tmp_path / "other")):
+        assert not any(
+            publication["named"] for publication in trace_json(mpu, innocent, *keys(one_client, other_client))
+        )
+
+
+def test_z_is_standard_normal_for_models_that_came_from_no_copy(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    """Whatever their weights are: heavy tails, one layer in which everything was changed, another seed's copies."""
+    publications = [publish(mpu, base, f"p{i}", *NOISE, "--copies", 2, "--seed", i) for i in range(60)]
+    torch.manual_seed(0)
+
+    def heavy(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.01 * torch.distributions.StudentT(1.1).sample(x.shape) * (10 if ".1.mlp" in name else 1)
+
+    suspects = [
+        save_changed(base, tmp_path / "heavy", heavy),
+        publish(mpu, base, "other", *NOISE, "--seed", 999) / "copy_1",
+    ]
+    for suspect in suspects:
+        evidence = trace_json(mpu, suspect, *keys(*publications))
+        z = [each["mark"]["z"] for each in evidence] + [each["copies"][0]["noise"]["z"] for each in evidence]
+        assert stats.kstest(z, "norm").pvalue > 1e-3
+        assert not any(each["named"] for each in evidence)
+
+
+def test_agreements_are_as_unlikely_as_is_said() -> None:
+    """Of uniform signed permutations, the share that agrees in k places is at most the bound, and near it."""
+    generator = torch.Generator().manual_seed(0)
+    n, draws = 12, 4000
+    counts = []
+    identity = AxisMap(torch.arange(n), signs=torch.ones(n))
+    for _ in range(draws):
+        signs = 1.0 - 2.0 * torch.randint(2, (n,), generator=generator)
+        counts.append(count_agreements(AxisMap(torch.randperm(n, generator=generator), signs=signs), identity))
+    for k in (1, 2, 3):
+        share, bound = sum(count >= k for count in counts) / draws, math.exp(log_chance(k, signed=True))
+        assert share < bound + 4 * math.sqrt(bound / draws)
+        assert share > 0.5 * bound
+    assert log_chance(5, signed=False) == pytest.approx(-math.log(120))
+
+
+@pytest.mark.parametrize("symmetries", ["signed", pytest.param("all", marks=pytest.mark.slow)])
+def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: Path, symmetries: str) -> None:
+    """The noise is found in whatever coordinates the model is."""
+    folder = publish(mpu, base, "first")
+    again = ("--kappa", 0, "--symmetries", symmetries, "--copies", 2, "--run", "x", "--round", 1)
+    mpu("publish", folder / "copy_2", *again, "--out", tmp_path / "again", "--keys", tmp_path / "again.bin")
+    [publication] = trace_json(mpu, tmp_path / "again/copy_1", *keys(folder))
+    assert publication["copies_named"] == [2]
+    assert publication["copies"][1]["agreements"] < 5
+    assert publication["mark"]["z"] > 20
+
+
+def test_clients_who_put_their_copies_together_are_all_named(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    """The mean of two clients' copies; and all copies of one, whose own noise cancels, which leaves the mark."""
+    one_client, other_client, third_client = (publish(mpu, base, name) for name in ("first", "second", "third"))
+    mean = {name: (x + undo_copy(other_client, 1)[name]) / 2 for name, x in undo_copy(one_client, 2).items()}
+    target = tmp_path / "leak"
+    target.mkdir()
+    save_file({name: x.contiguous() for name, x in mean.items()}, target / "model.safetensors")
+    evidence = trace_json(mpu, target, *keys(one_client, other_client, third_client))
+    assert [publication["named"] for publication in evidence] == [True, True, False]
+    assert [evidence[i]["mark"]["share"] for i in (0, 1)] == pytest.approx([0.5, 0.5], abs=0.05)
+    weights = open_keys(third_client.with_suffix(".bin")).publication.scheme.weights.tolist()
+    copies = [undo_copy(third_client, k) for k in (1, 2, 3)]
+    combined = {n: sum(w * copy[n] for w, copy in zip(weights, copies, strict=True)) for n in copies[0]}
+    save_file({name: x.contiguous() for name, x in combined.items()}, target / "model.safetensors")
+    outcome = mpu("trace", target, *keys(one_client, other_client, third_client))
+    assert "made from the copies, their noise cancelled, of" in outcome.out
+    assert outcome.out.count(".bin") == 1
+
+
+def test_missing_layers_and_tensors(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    """A suspect is traced on what it has; layers are recognised by their weights, not by their numbers."""
+    folder = publish(mpu, base, "first")
+
+    def without_first_layer(name: str, x: torch.Tensor) -> torch.Tensor | None:
+        return None if ".layers.0." in name else x
+
+    cut = save_changed(folder / "copy_1", tmp_path / "cut", without_first_layer)
+    weights = load_file(cut / "model.safetensors")
+    count = len({name.split(".")[2] for name in weights if ".layers." in name})
+    for i in range(1, count + 1):
+        weights = {name.replace(f".layers.{i}.", f".layers.{i - 1}."): x for name, x in weights.items()}
+    save_file(weights, cut / "model.safetensors")
+    [publication] = trace_json(mpu, cut, *keys(folder))
+    assert publication["copies_named"] == [1]
+    assert publication["tensors"][0] < publication["tensors"][1]
+    blocks = publication["mark"]["blocks"]
+    assert all(z > 3 for block, z in blocks.items() if ".layers." in block)
+    assert sum(".layers." in block for block in blocks) == count
+
+
+def test_what_cannot_be_traced_is_one_line(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    folder = publish(mpu, base, "first")
+    other = save(random_model("gpt2"), tmp_path / "gpt2")
+    wide = save_changed(
+        base, tmp_path / "wide", lambda n, x: torch.cat([x, x]) if "embed" in n or "lm_head" in n else x
+    )
+    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    bare = publish(mpu, base, "bare", "--kappa", 0, "--symmetries", "none", "--copies", 2)
+    for suspect, complaint in (
+        (other, "architecture"), (wide, "vocabulary"), (tmp_path / "x.safetensors", "architecture"),
+        (tmp_path / "adapter", "merge"), (tmp_path / "gone", "no such file"),
+    ):  # fmt: skip
+        outcome = mpu("trace", suspect, *keys(folder), check=False)
+        assert outcome.is_one_error
+        assert complaint in outcome.err
+    assert "no mark" in mpu("trace", base, *keys(bare), check=False).err
+    assert mpu("trace", *keys(folder), check=False).status == 2
+
+
+def test_a_copy_names_its_recipient(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    """The keys know whom copies were sealed for, and say so."""
+    for client in ("a", "b", "c"):
+        mpu("keygen", "--out", tmp_path / f"{client}.txt")
+    identities = [read_identities(tmp_path / f"{client}.txt") for client in ("a", "b", "c")]
+    public = [str(identity.to_public()) for [identity] in identities]
+    out, file = tmp_path / "sealed", tmp_path / "sealed.bin"
+    mpu("publish", base, *NOISE, "--copy-recipients", ",".join(public), "--out", out, "--keys", file)
+    assert open_keys(file).recipients == {str(k): recipient for k, recipient in enumerate(public, 1)}
+    (tmp_path / "opened").mkdir()
+    suspect = open_folder(out / "copy_2.age", identities[1], tmp_path / "opened")
+    assert f"copy 2, sealed for {public[1]}, of" in mpu("trace", suspect, "--keys", file).out
+
+
+def test_keys_of_earlier_versions_have_no_mark(mpu: Callable, base: Path) -> None:
+    """They are read as before, and their copies traced by coordinates and noise."""
+    folder = publish(mpu, base, "first", "--kappa", 0.05)
+    path = folder.with_suffix(".bin")
+    opened = unseal(path, read_identities(default_identity_path()))
+    table = json.loads(json.dumps({n: v for n, v in _facts(opened).items() if n not in ("mark", "recipients")}))
+    earlier = keys_of_entries(table, path)
+    assert (earlier.publication.mark, earlier.recipients) == (0.0, {})
+    path.write_bytes(seal(earlier, [identity.to_public() for identity in read_identities(default_identity_path())]))
+    [publication] = trace_json(mpu, folder / "copy_2", "--keys", path, "--trust-keys")
+    assert (publication["mark"], publication["copies_named"]) == (None, [2])
+
+
+def test_verify_checks_the_mark(mpu: Callable, base: Path) -> None:
+    folder = publish(mpu, base, "first")
+    mpu("verify", folder / "copy_1", *keys(folder), "--no-logits")
+    path = folder.with_suffix(".bin")
+    opened = open_keys(path)
+    public = [identity.to_public() for identity in read_identities(default_identity_path())]
+    path.write_bytes(seal(replace(opened, publication=replace(opened.publication, mark=0.0)), public))
+    outcome = mpu("verify", folder / "copy_1", *keys(folder), "--no-logits", "--trust-keys", check=False)
+    assert outcome.status == 1
+
+
+def test_a_figure_and_a_page(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    folder = publish(mpu, base, "first")
+    mpu("trace", folder / "copy_1", *keys(folder), "--plot", tmp_path / "z.html")
+    page = (tmp_path / "z.html").read_text()
+    assert "<svg" in page
+    assert "layers.0" in page
+
+
+@pytest.mark.slow
+def test_a_served_model(mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
+    """By log-probabilities alone, from a process that serves one of two clients' copies; the base is not named."""
+    noise = ("--kappa", 0, "--permanent-noise", 0.05, "--mark", 1, "--copies", 1)
+    one_client, other_client = (publish(mpu, demo.model, tmp_path / name, *noise) for name in ("first", "second"))
+    rows = [json.loads(line) for line in demo.retain.read_text().splitlines()]
+    words = [word for row in rows for word in row["answer"].split()]
+    generator, texts = random.Random(0), tmp_path / "texts.jsonl"
+    shuffled = ({"question": "?", "answer": " ".join(generator.choices(words, k=30))} for _ in range(200))
+    texts.write_text("".join(json.dumps(row) + "\n" for row in shuffled))
+    for model, named in ((one_client / "copy_1", [True, False]), (demo.model, [False, False])):
+        with serving(model) as url:
+            outcome = mpu("trace", "--endpoint", url, "--texts", texts, *keys(one_client, other_client), "--json")
+        assert [publication["named"] for publication in outcome.json["publications"]] == named
+    outcome = mpu("trace", "--endpoint", url, *keys(one_client), check=False)
+    assert "--texts" in outcome.err
