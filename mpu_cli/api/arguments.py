@@ -56,6 +56,8 @@ class MeasureArguments(MeasureKeywords, total=False):
     endpoint_model: str | None
     plot: PathLike | None
     before: PathLike | None
+    identity: PathLike | None
+    texts: bool
     force: bool
     options: Measuring | None
     observer: Observer

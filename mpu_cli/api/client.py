@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.api.paths import PathLike
+from mpu_cli.api.sealed import opened_copy
 from mpu_cli.checkpoint.reader import INDEX, open_checkpoint
-from mpu_cli.checkpoint.transaction import Transaction, remove_abandoned
 from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.checks import check_logging, check_options
 from mpu_cli.client.dataset import Dataset, read_dataset
@@ -28,7 +27,6 @@ from mpu_cli.options.declare import declared_options, with_keywords
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.outputs import SUFFIX, delta_path, name_of_copy, round_of_copy
 from mpu_cli.records.files import RECORD_SUFFIXES
-from mpu_cli.sealing import default_identity_path, is_sealed, open_folder, read_identities
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,7 +160,7 @@ def unlearn_all(plan: UnlearnPlan, *, show: int = 0, observer: Observer = SILENT
     they are trained on.
     """
     for task in plan.tasks:
-        with _open_copy(task, plan.identity, observer) as source:
+        with opened_copy(task.copy, task.target.parent, plan.identity, observer) as source:
             if plan.logging.resume and not plan.force and _has_delta(task, Path(source)):
                 observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
                 yield Unlearned(task, None, record_warnings=plan.warnings)
@@ -219,25 +217,6 @@ def _tasks(copies: Sequence[str], out: str | None, reference_file: Path | None) 
     if twice := sorted({str(t.target) for t in tasks if [o.target for o in tasks].count(t.target) > 1}):
         raise UsageError(f"{twice[0]}: would be the delta of two copies", "unlearn on them one after the other")
     return tasks
-
-
-@contextmanager
-def _open_copy(task: UnlearningTask, identity: Path | None, observer: Observer) -> Iterator[str]:
-    """Where to read a copy: itself or, if it is sealed, a directory beside its delta that is removed afterwards."""
-    path = Path(task.copy)
-    if not path.is_file() or not is_sealed(path):
-        yield task.copy
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(
-            f"{task.copy}: a sealed copy cannot be opened by several processes",
-            f"open it before you start them: age -d -i IDENTITY {task.copy} | tar x",
-        )
-    identities = read_identities(identity or default_identity_path())
-    for folder in remove_abandoned(task.target.parent):
-        observer.warn(f"{folder}: removed; a stopped command had left an opened copy there")
-    with Transaction() as transaction:
-        yield str(open_folder(path, identities, transaction.scratch(task.target.parent)))
 
 
 def _has_delta(task: UnlearningTask, opened: Path) -> bool:

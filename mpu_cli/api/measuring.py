@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpu_cli.api.paths import PathLike
+from mpu_cli.api.sealed import opened_copy
 from mpu_cli.auditing.assumptions import Attempt, audit_as_believed
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.errors import MpuError, UsageError
@@ -67,6 +68,8 @@ def measure(
     endpoint_model: str | None = None,
     plot: PathLike | None = None,
     before: PathLike | None = None,
+    identity: PathLike | None = None,
+    texts: bool = True,
     force: bool = False,
     options: Measuring | None = None,
     observer: Observer = SILENT,
@@ -84,6 +87,8 @@ def measure(
         endpoint: the address of a served model, which is measured with the tokenizer of ``model``; ``endpoint_model``
             is its name there.
         plot: a figure to draw, beside the result ``before`` unlearning.
+        identity: opens a sealed copy (default: your own).
+        texts: whether the result holds questions, answers and generations.
         force: replace files that exist.
         options: how to measure; ``keywords`` are single options, which win over it.
 
@@ -106,19 +111,21 @@ def measure(
     if base and not adapted:
         raise UsageError("--base: only an adapter has one")
     source = (str(base) if base else adapter_base(Path(model))) if adapted else str(model)
-    result = _evaluate(
-        open_model(source, links=False),
-        benchmark,
-        how,
-        adapter=Path(model) if adapted else None,
-        delta=Path(delta) if delta else None,
-        show=show,
-        lm_eval=lm_eval,
-        endpoint=endpoint_at(endpoint, endpoint_model, os.environ.get(KEY)) if endpoint else None,
-        out=Path(out),
-        force=force,
-        observer=observer,
-    )
+    with opened_copy(source, Path(out).parent, Path(identity) if identity else None, observer) as opened:
+        result = _evaluate(
+            open_model(opened, links=False),
+            benchmark,
+            how,
+            adapter=Path(model) if adapted else None,
+            delta=Path(delta) if delta else None,
+            show=show,
+            lm_eval=lm_eval,
+            endpoint=endpoint_at(endpoint, endpoint_model, os.environ.get(KEY)) if endpoint else None,
+            out=Path(out),
+            texts=texts,
+            force=force,
+            observer=observer,
+        )
     if plot:
         draw(
             result.forms, Path(plot), title=str(model), retain=log.metrics if log else None,

@@ -20,6 +20,7 @@ def audit_delta(
     delta: Annotated[Path, typer.Argument(help="The delta, before it is sent.", metavar="DELTA")],
     records: Records,
     prompts: Prompts,
+    identity: options.Identity = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what a server reads off DELTA about the --forget and --retain records: tokens, longest record, experts.
@@ -31,11 +32,13 @@ def audit_delta(
 
     has_retain = records.retain != Records().retain or Path(records.retain).exists()
     with terminal() as observer:
+        from mpu_cli.api.sealed import opened_copy
         from mpu_cli.client.audit_delta import audit
 
         forget = read_named(records.forget, records.reading, observer=observer)
         retain = read_named(records.retain, records.reading, observer=observer) if has_retain else []
-        readings = audit(copy, delta, forget, retain, prompts)
+        with opened_copy(copy, delta.parent, identity, observer) as opened:
+            readings = audit(opened, delta, forget, retain, prompts)
     rows = [
         [each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…", each.rule, _share(each.told_apart),
          _share(each.precision), _share(each.recall), each.fact or ""]

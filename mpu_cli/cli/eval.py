@@ -93,6 +93,15 @@ def eval_(
         Path | None,
         typer.Option(help="For --plot: result of the model before unlearning.", rich_help_panel=OUTPUT, metavar="FILE"),
     ] = None,
+    texts: Annotated[
+        bool,
+        typer.Option(
+            "--texts/--no-texts",
+            help="Whether the result file holds questions, answers and generations; leave them out of what you send.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = True,
+    identity: options.Identity = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -105,12 +114,14 @@ def eval_(
     with terminal() as observer:
         measured = measure(
             model, records, out=out, base=base, delta=delta, show=show, lm_eval=names_in(lm_eval), endpoint=endpoint,
-            endpoint_model=endpoint_model, plot=plot, before=before, force=force, options=measuring,
-            observer=observer,
+            endpoint_model=endpoint_model, plot=plot, before=before, force=force, identity=identity,
+            texts=texts, options=measuring, observer=observer,
         )  # fmt: skip
     result = measured.result
     _tell(f"{endpoint or model} on {measured.benchmark}", result.forms, measured.log)
     show_answers(result.shown)
+    if texts:
+        note(f"{out}: only you can read it; it holds questions and answers, which --no-texts leaves out")
     if delta:
         note("this is the copy with its delta; the server's model may forget less (docs/protection.md)")
     if measured.log is None and "privleak" in result.forms:

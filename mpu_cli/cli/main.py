@@ -16,6 +16,7 @@ import typer
 from mpu_cli.cli.aggregate import aggregate
 from mpu_cli.cli.audit import audit
 from mpu_cli.cli.audit_delta import audit_delta
+from mpu_cli.cli.check import check, receipt
 from mpu_cli.cli.check_family import check_family
 from mpu_cli.cli.compare import compare
 from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
@@ -77,9 +78,11 @@ register(SERVER, audit)
 register(SERVER, trace)
 register(SERVER, keygen)
 register(CLIENT, unlearn)
+register(CLIENT, check)
 register(CLIENT, watch)
 register(CLIENT, audit_delta, "audit-delta")
 register(BOTH_PARTIES, eval_, "eval")
+register(BOTH_PARTIES, receipt)
 register(BOTH_PARTIES, compare)
 register(BOTH_PARTIES, tune)
 register(BOTH_PARTIES, plan)

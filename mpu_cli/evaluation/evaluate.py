@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mpu_cli.boundary.files import PRIVATE_FILE, private_umask
 from mpu_cli.checkpoint.transaction import Transaction
@@ -103,19 +103,22 @@ def evaluate(
     lm_eval: Sequence[str] = (),
     endpoint: Endpoint | None = None,
     out: Path,
+    texts: bool = True,
     force: bool = False,
     observer: Observer = SILENT,
 ) -> EvalResult:
     """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
-    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``.
+    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``. Without ``texts``
+    the result has no questions, answers and generations.
     Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
     with private_umask():  # results hold questions, answers and generations
         return _evaluate(
-            model, benchmark, options, adapter, delta, show, lm_eval, endpoint, out=out, force=force, observer=observer
-        )
+            model, benchmark, options, adapter, delta, show, lm_eval, endpoint, out=out, texts=texts, force=force,
+            observer=observer,
+        )  # fmt: skip
 
 
 def _evaluate(
@@ -129,6 +132,7 @@ def _evaluate(
     endpoint: Endpoint | None,
     *,
     out: Path,
+    texts: bool,
     force: bool,
     observer: Observer,
 ) -> EvalResult:
@@ -182,11 +186,25 @@ def _evaluate(
             "retain_log": None if log is None else {"path": str(log), "sha256": digest_of(log), **_values(log, forms)},
             "seconds": round(time.monotonic() - started, 3),
             "resumed": resumed,
-            "metrics": forms,
+            "metrics": forms if texts else {name: _without_texts(form) for name, form in forms.items()},
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
     return EvalResult(out, forms, _answers_to_show(entries, shown_split, show) if shown_split else [])
+
+
+def _without_texts(form: MetricResult) -> MetricResult:
+    """``form`` without what each record's entry holds as text."""
+    by_index = form.get("value_by_index")
+    if not isinstance(by_index, dict):
+        return form
+    entries = {
+        index: {name: value for name, value in entry.items() if not isinstance(value, str)}
+        if isinstance(entry, dict)
+        else entry
+        for index, entry in by_index.items()
+    }
+    return cast(MetricResult, {**form, "value_by_index": entries})
 
 
 def _answers_to_show(entries: Mapping[str, Any], split: Split, count: int) -> list[Shown]:

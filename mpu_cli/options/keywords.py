@@ -88,12 +88,14 @@ class UnlearnKeywords(TypedDict, total=False):
     few_shot: str | None
     # Folder with the files of TOFU or MUSE, instead of the Hub.
     data_dir: str | Path | None
-    # Names of your fields, such as question=instruction,answer=response; they win over every other form that a record
-    # has.
+    # Names of your fields, such as question=instruction,answer=response, in files that have them; they win over every
+    # other form that a record has.
     columns: str | None
     # What a record is in a file of plain text: the file, or each paragraph; blank lines are between them. Default:
     # file.
     split: Literal["file", "paragraphs"]
+    # Skip rows that are not records, such as those with an empty answer, and count them. Default: False.
+    skip_bad: bool
     # Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it. Default: last.
     turns: Literal["last", "all"]
     # System prompt for the chat template; '' for none. Default: You are a helpful assistant..
@@ -236,12 +238,14 @@ class MeasureKeywords(TypedDict, total=False):
     holdout: str | None
     # Folder with the files of TOFU or MUSE, instead of the Hub.
     data_dir: str | Path | None
-    # Names of your fields, such as question=instruction,answer=response; they win over every other form that a record
-    # has.
+    # Names of your fields, such as question=instruction,answer=response, in files that have them; they win over every
+    # other form that a record has.
     columns: str | None
     # What a record is in a file of plain text: the file, or each paragraph; blank lines are between them. Default:
     # file.
     split: Literal["file", "paragraphs"]
+    # Skip rows that are not records, such as those with an empty answer, and count them. Default: False.
+    skip_bad: bool
     # Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it. Default: last.
     turns: Literal["last", "all"]
     # System prompt for the chat template; '' for none. Default: You are a helpful assistant..

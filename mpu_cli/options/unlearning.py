@@ -36,12 +36,15 @@ class RecordFormat(Options):
     data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
     columns: str | None = option(
         None,
-        "Names of your fields, such as question=instruction,answer=response; they win over every other form that a "
-        "record has.",
+        "Names of your fields, such as question=instruction,answer=response, in files that have them; they win over "
+        "every other form that a record has.",
         metavar="NAME=COLUMN,…",
     )
     split: Literal["file", "paragraphs"] = option(
         "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
+    )
+    skip_bad: bool = option(
+        False, "Skip rows that are not records, such as those with an empty answer, and count them."
     )
     turns: Literal["last", "all"] = option(
         "last", "Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it."

@@ -30,6 +30,7 @@ SHAREGPT_ROLES = {
     "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
     "function": "tool", "observation": "tool",
 }  # fmt: skip
+MISTYPED = 0.75  # similarity from which a field is taken for the one that --columns meant
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
@@ -46,12 +47,16 @@ def parse_columns(text: str | None) -> dict[str, str]:
 def rename_columns(row: object, columns: Mapping[str, str], location: str) -> object:
     """``row`` with the fields that ``columns`` names under our names, and without those of any other form.
 
-    Raises MpuError if it has no such field.
+    A row that has none of these fields, nor one of nearly that name, is of another file's form and stays as it is.
+    Raises MpuError if it has some of them only, or if it has no form either.
     """
     if not columns or not isinstance(row, dict):
         return row
     if missing := [theirs for theirs in columns.values() if theirs not in row]:
         lowered = {name.lower(): name for name in map(str, row)}
+        mistyped = any(get_close_matches(theirs.lower(), lowered, 1, MISTYPED) for theirs in missing)
+        if len(missing) == len(columns) and not mistyped and _is_record(row, location):
+            return row
         close = get_close_matches(missing[0].lower(), lowered, 1, 0.5)
         raise MpuError(
             f"{location}: no field {missing[0]!r} (its fields: {_names(row)})",
@@ -61,6 +66,14 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
     main = {field for fields in MAIN_FIELDS.values() for field in fields}
     dropped = {*columns.values(), *(main if main & renamed.keys() else ())}
     return {name: value for name, value in row.items() if name not in dropped} | renamed
+
+
+def _is_record(row: Mapping[str, object], location: str) -> bool:
+    try:
+        parse_record(row, location)
+    except MpuError:
+        return False
+    return True
 
 
 def form_of(row: Mapping[str, object]) -> str | None:

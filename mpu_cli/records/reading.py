@@ -55,6 +55,7 @@ def read_records(
     split: str = "file",
     turns: str = "last",
     observer: Observer = SILENT,
+    skip_bad: bool = False,
 ) -> list[Record]:
     """The records of ``source``, which may be several, one a line.
 
@@ -67,17 +68,16 @@ def read_records(
     ``columns`` maps our names of fields to the source's; ``unit`` names the field that says whose record it is;
     ``split``: whether a file of plain text is one record, "file", or one for each of its "paragraphs"; ``turns``:
     whether the answer of a dialogue is its "last" assistant turn, or each of "all". What is not read of the rows is
-    reported to ``observer``. Raises MpuError if a row is not a record, naming its place, or if there are no records.
+    reported to ``observer``, as are the rows that ``skip_bad`` skips because they are not records. Raises MpuError if a
+    row is not a record, naming its place, or if there are no records.
     """
     records: list[Record] = []
     for name in str(source).splitlines():
-        rows = source_rows(name, data_dir, columns, split)
-        for location, row in rows:
-            record = parse_record(row, location)
-            if unit is not None:
-                record = replace(record, unit=unit_of(row, unit, location))
-            records += records_of_turns(record, turns)
-        report_rows(name, rows, {unit} if unit else set(), observer)
+        parsed = parsed_rows(name, data_dir, columns, split, observer, skip_bad=skip_bad)
+        for (location, row), record in parsed:
+            with_unit = record if unit is None else replace(record, unit=unit_of(row, unit, location))
+            records += records_of_turns(with_unit, turns)
+        report_rows(name, [row for row, _ in parsed], {unit} if unit else set(), observer)
     if turns == "last" and (count := sum(record.earlier_answers > 0 for record in records)):
         observer.note(
             f"{count} of {len(records)} dialogues have earlier answers, which are context only; --turns all takes each "
@@ -91,23 +91,38 @@ def read_named(
 ) -> list[Record]:
     """``read_records`` with the options of a command."""
     columns = parse_columns(reading.columns)
-    return read_records(source, reading.data_dir, columns, unit, reading.split, reading.turns, observer)
+    return read_records(
+        source, reading.data_dir, columns, unit, reading.split, reading.turns, observer, reading.skip_bad
+    )
 
 
-def source_rows(
+def parsed_rows(
     source: str | Path,
     data_dir: Path | None = None,
     columns: Mapping[str, str] | None = None,
     split: str = "file",
-) -> list[Row]:
-    """The rows of one ``source``, as ``read_records`` takes it, each with its place."""
-    rows = [
-        (location, rename_columns(row, columns or {}, location))
-        for location, row in _rows_of_source(source, data_dir, split)
-    ]
-    if not rows:
+    observer: Observer = SILENT,
+    *,
+    skip_bad: bool = False,
+) -> list[tuple[Row, Record]]:
+    """The rows of one ``source``, as ``read_records`` takes it, each with its place, its fields by our names, and the
+    record that it is. Raises MpuError as ``read_records`` does."""
+    parsed: list[tuple[Row, Record]] = []
+    skipped: list[str] = []
+    for location, stored in _rows_of_source(source, data_dir, split):
+        try:
+            row = rename_columns(stored, columns or {}, location)
+            parsed.append(((location, row), parse_record(row, location)))
+        except MpuError as error:
+            if not skip_bad:
+                raise
+            skipped.append(error.problem)
+    if skipped:
+        total = len(parsed) + len(skipped)
+        observer.warn(f"{source}: skipped {len(skipped)} of {total} rows, such as {skipped[0]}")
+    if not parsed:
         raise MpuError(f"{source}: contains no records")
-    return rows
+    return parsed
 
 
 def _rows_of_source(source: str | Path, data_dir: Path | None, split: str) -> Iterable[Row]:

@@ -80,7 +80,8 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
     with_all_copies = f", with all copies {leakage.all_copies:.0%}" if several else ""
     yield Remark(
         f"of what fine-tuning changed, the best known attack is off by {leakage.one_copy:.0%} with one copy"
-        f"{with_all_copies} (`mpu audit` carries it out); what a copy computes is not hidden: docs/protection.md"
+        f"{with_all_copies} (`mpu audit` carries it out); what a copy computes is not hidden (--probe FILE "
+        "measures it; docs/protection.md)"
     )
     if publication.max_noise is not None and leakage.one_copy < HARDLY:
         yield Remark(

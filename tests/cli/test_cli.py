@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.demo.people import make_people
 from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.records.encoding import Encoding
@@ -45,20 +46,25 @@ def forget_loss(model, folder):
 
 @pytest.mark.slow
 def test_the_commands_of_readme(workplace, demo, shell):
-    """The blocks of README from the three steps on, as they stand there, with a trained model in the place of the
+    """The blocks of README from the four steps on, as they stand there, with a trained model in the place of the
     demo's."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```sh\n(.*?)```", readme[readme.index("## The three steps") :], re.S)
+    blocks = re.findall(r"```sh\n(.*?)```", readme[readme.index("## The four steps") :], re.S)
     assert len(blocks) == 2
     model, records = workplace / "mpu-demo/models/target", workplace / "mpu-demo/records"
     shutil.copytree(demo.model, model)
     records.mkdir()
     for name in ("forget", "retain"):
         shutil.copy(workplace / f"{name}.jsonl", records)
+    unseen = make_people(12, 0)[10:]  # of whom the first ten are the model's
+    (records / "holdout.jsonl").write_text("".join(json.dumps(row) + "\n" for person in unseen for row in person))
+    # This model has no words for unseen people, so they are no bar; .ci/run requires that the demo's own model passes.
+    blocks[0] = f"{blocks[0].rstrip()} || [ $? = 1 ]"
     done = shell("set -e\n" + "\n".join(blocks))
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if not line.startswith("deltas")] == [
-        "copy_1", "copy_2", "unlearned", "eval.json", "again",
+        "copy_1", "copy_2", "unlearned", "round_2/copy_1", "round_2/copy_2",
+        "fail: not forgotten, the rest is kept", "again",
     ]  # fmt: skip
     for out in ("unlearned", "again"):
         assert forget_loss(workplace / out, workplace) > forget_loss(model, workplace)

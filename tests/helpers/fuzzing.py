@@ -32,10 +32,12 @@ from mpu_cli.client.ledger import read_ledger
 from mpu_cli.errors import MpuError
 from mpu_cli.evaluation import endpoint
 from mpu_cli.evaluation.encoding import Item
+from mpu_cli.evaluation.receipt import as_text, check_signatures, new_receipt, read_receipt, with_signature
 from mpu_cli.evaluation.retain import read_retain_log
+from mpu_cli.evaluation.verdict import SetScore, Verdict
 from mpu_cli.federation.spool import COPY, FILE, validate_name
 from mpu_cli.federation.watching import read_answers
-from mpu_cli.manifest import delta_manifest, read_copy_manifest
+from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
 from mpu_cli.models.loading import skeleton
 from mpu_cli.models.source import open_model
 from mpu_cli.models.staging import staged_adapter, staged_model
@@ -165,6 +167,10 @@ def _delta(folder: Path) -> None:
     delta_manifest(checkpoint.metadata, checkpoint.path)
     for name in checkpoint.tensors:
         checkpoint.tensor(name)
+
+
+def _read_receipt(path: Path) -> None:
+    check_signatures(read_receipt(path), path)
 
 
 def _archive(folder: Path) -> None:
@@ -344,6 +350,9 @@ def _make_documents(folder: Path, copy: Path) -> None:
     (folder / "documents/recipe.toml").write_text("[unlearn]\nalgo = ['npo', 'graddiff']\nlr = 1e-5\n")
     write_records(folder / "documents/records.jsonl", 3, 1)
     (folder / "documents/eval.json").write_text(json.dumps(result))
+    verdict = Verdict(SetScore(2, 0.5, 0.5), None, SetScore(2, 0.25))
+    receipt = new_receipt(verdict, CopyManifest("run", 1, 1, 3, "a", "signed", ()), "blake3:0", date="d", version="1")
+    (folder / "documents/receipt.json").write_text(as_text(with_signature(receipt, "client", bytes(32))))
     (folder / "run/run.json").write_text(json.dumps(run))
     (folder / "run/log.jsonl").write_text(json.dumps({"step": "publish", "round": 1}) + "\n")
     factors = {
@@ -384,6 +393,7 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "register": ("documents", _line_of("published.jsonl"), _describe_and_read("published.jsonl", read_register)),
     "answered": ("documents", _line_of("answered.jsonl"), _read_answers),
     "result": ("documents", _json_file("eval.json"), _describe_and_read("eval.json", read_retain_log)),
+    "receipt": ("documents", _json_file("receipt.json"), lambda folder: _read_receipt(folder / "receipt.json")),
     "run": ("run", _json_file("run.json"), _describe_and_read("run.json")),
     "log": ("run", _line_of("log.jsonl"), _describe_and_read("")),
     "adapter config": ("adapter", _json_file("adapter_config.json"), _describe_and_read("", _adapter)),
@@ -417,6 +427,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "evaluation/endpoint.py": ("reply",),
     "evaluation/findings.py": "results of its own that are resumed",
     "evaluation/provenance.py": ("tokenizer config",),
+    "evaluation/receipt.py": ("receipt",),
     "evaluation/retain.py": ("result",),
     "experiment/finished.py": "results of its own that are resumed",
     "experiment/jobs.py": "what mpu itself printed",

@@ -175,6 +175,8 @@ class Notes(Observer):
     def note(self, text):
         self.texts.append(text)
 
+    warn = note
+
 
 class TestDialogues:
     MESSAGES = [  # noqa: RUF012 (not changed)
@@ -410,3 +412,33 @@ def test_corpora_of_wmdp(tmp_path):
         assert [record.answer for record in read_records(source, tmp_path)] == [texts[1], texts[3]]
     with pytest.raises(MpuError, match=r"no split 'bio' of wmdp .available: cyber-forget-corpus, test"):
         read_records("wmdp:bio", tmp_path)
+
+
+def test_columns_are_for_the_files_that_have_them(tmp_path):
+    """A table with other names beside a file that has ours; a name that is mistyped is an error in both."""
+    (tmp_path / "a.csv").write_text("Frage,Antwort\nw1,w2\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "w3", "answer": "w4"}) + "\n")
+    sources = f"{tmp_path / 'a.csv'}\n{tmp_path / 'b.jsonl'}"
+    records = read_records(sources, columns={"question": "Frage", "answer": "Antwort"})
+    assert [record.answer for record in records] == ["w2", "w4"]
+    for columns in ({"question": "Frage", "answer": "Antwrt"}, {"answer": "answr"}):
+        with pytest.raises(MpuError, match="no field"):
+            read_records(sources, columns=columns)
+
+
+def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
+    """An empty answer, and no record at all; through the command, with the warning; all of them is still an error."""
+    good, bad = {"question": "w3", "answer": "w4"}, [{"question": "w3", "answer": " "}, {"x": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [good, *bad, good]))
+    notes = Notes()
+    assert len(read_records(tmp_path / "a.jsonl", observer=notes, skip_bad=True)) == 2
+    assert any("skipped 2 of 4 rows" in text and "line 2" in text for text in notes.texts)
+    model = save(random_model("llama"), tmp_path / "model")
+    arguments = ("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--metrics", "forget_Q_A_Prob")
+    assert mpu(*arguments, check=False, cwd=tmp_path).is_one_error
+    assert "skipped 2 of 4 rows" in mpu(*arguments, "--skip-bad", cwd=tmp_path).err
+    rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_Prob"]["value_by_index"]
+    assert len(rows) == 2
+    (tmp_path / "b.jsonl").write_text(json.dumps(bad[0]) + "\n")
+    with pytest.raises(MpuError, match="contains no records"):
+        read_records(tmp_path / "b.jsonl", skip_bad=True)

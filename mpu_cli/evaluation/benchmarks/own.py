@@ -22,7 +22,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import parse_columns, parse_record
-from mpu_cli.records.reading import report_rows, source_rows
+from mpu_cli.records.reading import parsed_rows, report_rows
 from mpu_cli.records.record import Record, records_of_turns
 
 SETS = ("forget", "retain", "holdout")
@@ -123,7 +123,8 @@ def read_own(
     columns = parse_columns(reading.columns)
 
     def rows_of(source: str | Path) -> list[Row]:
-        rows = source_rows(source, reading.data_dir, columns, reading.split)
+        parsed = parsed_rows(source, reading.data_dir, columns, reading.split, observer, skip_bad=reading.skip_bad)
+        rows = [row for row, _ in parsed]
         report_rows(str(source), rows, set(), observer)
         return rows
 

@@ -1,0 +1,111 @@
+"""``check``: whether the model that a copy was made from forgot the client's records and kept the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.api.measuring import measure
+from mpu_cli.api.paths import PathLike
+from mpu_cli.api.sealed import opened_copy
+from mpu_cli.boundary.files import private_scratch
+from mpu_cli.checkpoint.fingerprint import fingerprint
+from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.client.tag import own_client_secret
+from mpu_cli.errors import MpuError
+from mpu_cli.evaluation.receipt import Receipt, new_receipt, with_signature
+from mpu_cli.evaluation.verdict import VERBATIM, SetScore, Verdict
+from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.models.source import Model, open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.version import __version__
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict on a copy, and a receipt of it that the client signed (None for what is not a copy of mpu)."""
+
+    verdict: Verdict
+    receipt: Receipt | None
+
+
+def check(
+    copy: PathLike,
+    measuring: Measuring,
+    *,
+    unseen: PathLike | None = None,
+    before: PathLike | None = None,
+    identity: PathLike | None = None,
+    observer: Observer = SILENT,
+) -> Check:
+    """Measure ``copy`` on the records to forget and to retain that ``measuring`` names, and judge.
+
+    Args:
+        copy: a copy of the server's new model; a sealed one is opened with ``identity``.
+        measuring: the records, how they become text, and how the model is run.
+        unseen: records of the same kind that the model never saw.
+        before: a copy, or any model, from before unlearning, measured on the same records.
+
+    Raises MpuError for records or models that cannot be read.
+    """
+    records = measuring.benchmark
+    if not records.forget:
+        raise MpuError("no records to forget", "name them with --forget")
+    with private_scratch() as scratch, opened_copy(str(copy), scratch, _path(identity), observer) as source:
+        sets = {"forget": records.forget} | ({"retain": records.retain} if records.retain else {})
+        after = _scores(source, sets, measuring, scratch / "after.json", observer)
+        unseen_scores = (
+            _scores(source, {"forget": str(unseen)}, measuring, scratch / "unseen.json", observer) if unseen else {}
+        )
+        receipt_of = open_model(source, links=False)
+        earlier: Mapping[str, SetScore] = {}
+        if before:
+            with opened_copy(str(before), scratch, _path(identity), observer) as earlier_source:
+                earlier = _scores(earlier_source, sets, measuring, scratch / "before.json", observer)
+        verdict = Verdict(
+            after["forget"],
+            after.get("retain"),
+            unseen_scores.get("forget"),
+            earlier.get("forget"),
+            earlier.get("retain"),
+        )
+        return Check(verdict, _receipt(verdict, receipt_of))
+
+
+def _path(path: PathLike | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _scores(
+    source: str, sets: Mapping[str, str], measuring: Measuring, out: Path, observer: Observer
+) -> dict[str, SetScore]:
+    """The scores of a model on sets of records, by the names that `mpu eval` gives them."""
+    names = tuple(f"{name}_Q_A_{metric}" for name in sets for metric in ("Prob", "ROUGE"))
+    benchmark = replace(
+        measuring.benchmark, benchmark="qa", forget=sets.get("forget"), retain=sets.get("retain"), holdout=None
+    )
+    how = replace(measuring, benchmark=benchmark, metrics=names, retain_log=None)
+    forms = measure(source, out=out, options=how, observer=observer).result.forms
+    return {name: _score(forms[f"{name}_Q_A_Prob"], forms[f"{name}_Q_A_ROUGE"]) for name in sets}
+
+
+def _score(probability: Mapping[str, Any], rouge: Mapping[str, Any]) -> SetScore:
+    recalls = [entry.get("rougeL_recall") for entry in rouge["value_by_index"].values()]
+    numbers = [value for value in recalls if isinstance(value, int | float)]
+    verbatim = sum(value >= VERBATIM for value in numbers) / len(numbers) if numbers else None
+    return SetScore(len(probability["value_by_index"]), float(probability["agg_value"]), verbatim)
+
+
+def _receipt(verdict: Verdict, copy: Model) -> Receipt | None:
+    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    if manifest is None:
+        return None
+    with worker_pool() as pool:
+        weights = fingerprint(copy.checkpoint, pool)
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    receipt = new_receipt(verdict, manifest, weights, date=date, version=__version__)
+    return with_signature(receipt, "client", own_client_secret())
