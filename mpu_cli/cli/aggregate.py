@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -128,10 +129,11 @@ def _tell(
     _tell_step(result.step, options)
     if options.server_lr == 1 and (keys.publication.permanent or keys.publication.omitted):
         note(
-            "copies that know less forget less: if `mpu eval` still shows the records, take a longer step "
+            "copies that know less forget less: if the client's `mpu check` fails, take a longer step "
             "(--server-lr auto --probe FILE finds the longest that your own records allow)"
         )
     note(f"rounding on storage: {result.rounding:.1%} of the update")
+    note(f"next: `mpu publish {shlex.quote(str(result.path))}`; the client runs `mpu check` on a copy of it")
     emit(
         [result.path],
         {
