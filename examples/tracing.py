@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -281,6 +282,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--columns")
     parser.add_argument("--steps", type=int, nargs="*", default=[100])
+    parser.add_argument("--rows", default=".", metavar="REGEX", help="make only the rows that this matches")
     parser.add_argument("--served", type=int, nargs="*", default=[], metavar="N", help="trace with so many texts, too")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -292,6 +294,8 @@ def main() -> None:
         keys = [part for client in "ABC" for part in ("--keys", leak.folder / f"{client}.bin")]
         print("\n".join(lines), flush=True)
         for what, make in rows(leak):
+            if not re.search(arguments.rows, what):
+                continue
             model = make()
             public = ["--pretrained", arguments.pretrained] if "public model" in what else []
             found = json.loads(leak.mpu("trace", model, *keys, "--base", arguments.target, *public, "--json"))
@@ -312,8 +316,9 @@ def main() -> None:
         if arguments.served:
             lines += ["", *served(leak)]
             print("\n".join(lines[-6:]), flush=True)
-        lines += ["", *errors(leak)]
-        print("\n".join(lines[-2:]), flush=True)
+        if arguments.rows == ".":
+            lines += ["", *errors(leak)]
+            print("\n".join(lines[-2:]), flush=True)
     if arguments.out:
         arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -130,13 +130,16 @@ def verdict_of(result: Trace) -> str:
     for publication in named:
         smallest = _p(result.log10_p(min(publication.log_p_values)))
         copies = result.named_copies(publication)
-        which = " and ".join(_copy(copy) for copy in copies) or _without_copy(publication)
+        mixed = any(result.is_significant(copy.noise.log_p) for copy in publication.copies if copy.noise)
+        which = " and ".join(_copy(copy) for copy in copies) or _without_copy(publication, mixed)
         parts.append(f"{which} of {publication.label} (corrected p-value {smallest})")
     return f"{result.suspect}: made from {'; and from '.join(parts)}"
 
 
-def _without_copy(publication: PublicationEvidence) -> str:
-    return _copy(publication.copies[0]) if len(publication.copies) == 1 else "the copies, their noise cancelled,"
+def _without_copy(publication: PublicationEvidence, mixed: bool) -> str:
+    if len(publication.copies) == 1:
+        return _copy(publication.copies[0])
+    return "several copies, mixed," if mixed else "the copies, their noise cancelled,"
 
 
 def _copy(copy: CopyEvidence) -> str:

@@ -12,6 +12,7 @@ from mpu_cli.server.keys import Keys
 from mpu_cli.tracing.suspect import log_chance
 
 LEVEL = 1e-6  # a copy is named if its p-value, corrected for all tests, is below this
+SAME_SHARE = 0.1  # relative difference of two shares up to which they count as equal
 SAME_Z = 1 - 1e-6  # of another z, above which two noises are multiples of one draw
 
 
@@ -94,9 +95,12 @@ class Trace:
         return any(self.is_significant(log_p) for log_p in publication.log_p_values)
 
     def named_copies(self, publication: PublicationEvidence) -> list[CopyEvidence]:
-        """The copies whose coordinates the model has; else the copy whose noise it has, to the right amount: the noise
-        of several copies may be multiples of one draw, and where no amount is known all of these are named. Empty if
-        only the mark is found."""
+        """The copies whose coordinates the model has; else the copy whose noise it has, to the right amount.
+
+        The noise of several copies may be multiples of one draw. It is the copy's if there is as much of it as of the
+        mark, which all copies have alike; where no amount is known, all of these copies are named. Empty if only the
+        mark is found, or a mixture of copies.
+        """
         by_coordinates = [each for each in publication.copies if self.is_significant(each.log_p_coordinates)]
         if by_coordinates:
             return by_coordinates
@@ -105,4 +109,8 @@ class Trace:
         if any(math.isnan(noise.share) for _, noise in by_noise):
             largest = max(noise.z for _, noise in by_noise)
             return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
-        return [min(by_noise, key=lambda pair: abs(pair[1].share - 1))[0]] if by_noise else []
+        marked = publication.mark is not None and self.is_significant(publication.mark.log_p)
+        expected = publication.mark.share if publication.mark and marked else 1.0
+        off = {each.copy: abs(noise.share / expected - 1) for each, noise in by_noise}
+        nearest = [each for each, _ in by_noise if off[each.copy] == min(off.values())]
+        return nearest if nearest and (not marked or off[nearest[0].copy] < SAME_SHARE) else []

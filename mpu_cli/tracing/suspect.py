@@ -24,6 +24,7 @@ from mpu_cli.symmetry.axis import AxisMap
 from mpu_cli.symmetry.sampling import Maps
 from mpu_cli.symmetry.transform import TensorMap, Transform, as_matrix, name_in_copy, row_slices, tensor_map
 
+TAILS = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
 ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
 MODEL_AXES = (("model",), ("|model|",))
 
@@ -48,9 +49,12 @@ class Suspect:
     checkpoint: Checkpoint
     names: Mapping[str, str]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The suspect's tensor for the base's ``name``. Raises KeyError if it lacks it."""
-        return self.checkpoint.tensor(self.names[name])
+    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The suspect's tensor for the base's ``name``, float32, to align it by: weights that are not finite, or far
+        larger than those of the base's tensor, ``like``, are clipped, or they alone would decide. Raises KeyError if
+        it lacks it."""
+        bound = TAILS * float(like.float().square().mean().sqrt())
+        return self.checkpoint.tensor(self.names[name]).float().nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
 
 
 def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
@@ -96,7 +100,12 @@ def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: A
     if not complete or len(complete) == len(layers):
         return suspect
     ours = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in layers])
-    theirs = torch.stack([_profile([suspect.tensor(t.name) for t in layers[i]], layers[i], residual) for i in complete])
+    theirs = torch.stack(
+        [
+            _profile([suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]], layers[i], residual)
+            for i in complete
+        ]
+    )
     mean = ours.mean(0)
     similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(complete), len(complete) :]
     rows, columns = linear_sum_assignment(similarity.nan_to_num(-1).numpy(), maximize=True)
@@ -165,10 +174,8 @@ class Frames:
 
     def _by_alignment(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
         def load(block: Sequence[TensorLayout]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-            return (
-                {t.name: self.suspect.tensor(t.name).float() for t in block},
-                {t.name: self.base.tensor(t.name).float() for t in block},
-            )
+            theirs = {t.name: self.base.tensor(t.name).float() for t in block}
+            return {name: self.suspect.tensor(name, like) for name, like in theirs.items()}, theirs
 
         if not self._outer:
             outside = [t for t in self.layout.parameters if t.layer is None and t.name in self.suspect.names]
@@ -189,7 +196,7 @@ class Frames:
             if clean.shape[1] == 1 and len(tensors) > 1:
                 continue  # norms are much alike in any order
             start, stop = row_slices([mapping], *clean.shape)[0]
-            x = mapping.backward(mapping.take(other, start, stop).float(), start).flatten()
+            x = mapping.backward(mapping.take(other, start, stop).float().nan_to_num(0.0, 0.0, 0.0), start).flatten()
             y = clean[start:stop].float().flatten()
             norm = math.sqrt(float(x @ x) * float(y @ y))
             cosines.append(float(x @ y) / norm if norm else 0.0)
@@ -214,7 +221,8 @@ def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap
     """The order and the signs in which the suspect has the base's model dimension."""
     embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
     tensors = [t for t in embeddings if t.name in suspect.names][:1] or embeddings[:1]
-    ours, theirs = ({t.name: source.tensor(t.name) for t in tensors} for source in (suspect, base))
+    theirs = {t.name: base.tensor(t.name) for t in tensors}
+    ours = {name: suspect.tensor(name, like) for name, like in theirs.items()}
     return residual_map(layout, ours, theirs, "every")
 
 

@@ -47,6 +47,8 @@ from mpu_cli.tracing.suspect import (
     open_suspect,
 )
 
+HUGE = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
+
 
 def trace(
     source: str,
@@ -141,12 +143,15 @@ class _Tracer:
         cancelling = templates.shape[1] - 1
 
         def work(start: int, stop: int) -> torch.Tensor:
-            undone = mapping.backward(mapping.take(theirs, start, stop).float(), start).flatten()
+            reference = clean[start:stop].float().flatten()
+            rows = mapping.take(theirs, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
+            bound = HUGE * float(reference.abs().max())  # what was made huge would hide the rest
+            undone = mapping.backward(rows.clamp(-bound, bound), start).flatten()
             draws = self._noise.draws(keys, start * columns, stop * columns)
-            regressors = [clean[start:stop].float().flatten()]
+            regressors = [reference]
             regressors += [draws[cancelling]] if scales.permanent else []
             regressors += [] if public is None else [public[start:stop].float().flatten()]
-            residue = clip(_residual(undone - regressors[0], torch.stack(regressors)))
+            residue = clip(_residual(clip(undone - reference), torch.stack(regressors)))
             square = float(residue.double().square().sum())
             if not square > 0 or not math.isfinite(square):
                 return torch.zeros(len(templates), 3, dtype=torch.float64)

@@ -160,6 +160,11 @@ def test_clients_who_put_their_copies_together_are_all_named(mpu: Callable, base
     outcome = mpu("trace", target, *keys(one_client, other_client, third_client))
     assert "made from the copies, their noise cancelled, of" in outcome.out
     assert outcome.out.count(".bin") == 1
+    mean = {n: sum(copy[n] for copy in copies) / 3 for n in copies[0]}
+    save_file({name: x.contiguous() for name, x in mean.items()}, target / "model.safetensors")
+    assert (
+        "made from several copies, mixed, of" in mpu("trace", target, *keys(one_client, other_client, third_client)).out
+    )
 
 
 def test_missing_layers_and_tensors(mpu: Callable, base: Path, tmp_path: Path) -> None:
@@ -181,6 +186,22 @@ def test_missing_layers_and_tensors(mpu: Callable, base: Path, tmp_path: Path) -
     blocks = publication["mark"]["blocks"]
     assert all(z > 3 for block, z in blocks.items() if ".layers." in block)
     assert sum(".layers." in block for block in blocks) == count
+
+
+def test_weights_that_are_made_absurd(mpu: Callable, base: Path, tmp_path: Path) -> None:
+    """NaN, infinite and huge weights in rows that a model may never use hide nothing of the others."""
+    folder = publish(mpu, base, "one")
+
+    def spoil(name: str, x: torch.Tensor) -> torch.Tensor:
+        if "embed" in name:
+            x[:3] = torch.tensor([float("nan"), float("inf"), 1e30])[:, None]
+        if "layers.0.mlp.down" in name:
+            x[0, 0] = -1e30
+        return x
+
+    [publication] = trace_json(mpu, save_changed(folder / "copy_1", tmp_path / "absurd", spoil), *keys(folder))
+    assert publication["copies_named"] == [1]
+    assert min(publication["mark"]["blocks"]["model.embed_tokens.weight"], publication["mark"]["z"]) > 10
 
 
 def test_what_cannot_be_traced_is_one_line(mpu: Callable, base: Path, tmp_path: Path) -> None:
@@ -253,8 +274,10 @@ def test_a_figure_and_a_page(mpu: Callable, base: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_served_model(mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
     """By log-probabilities alone, from a process that serves one of two clients' copies; the base is not named."""
-    noise = ("--kappa", 0, "--permanent-noise", 0.05, "--mark", 1, "--copies", 1)
-    one_client, other_client = (publish(mpu, demo.model, tmp_path / name, *noise) for name in ("first", "second"))
+    noise = ("--kappa", 0, "--permanent-noise", 0.2, "--mark", 0.1, "--copies", 1)
+    one_client, other_client = (
+        publish(mpu, demo.model, tmp_path / name, *noise, "--seed", seed) for name, seed in (("one", 5), ("other", 6))
+    )
     rows = [json.loads(line) for line in demo.retain.read_text().splitlines()]
     words = [word for row in rows for word in row["answer"].split()]
     generator, texts = random.Random(0), tmp_path / "texts.jsonl"
