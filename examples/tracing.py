@@ -109,8 +109,17 @@ class Leak:
         columns = ["--columns", arguments.columns] if arguments.columns else []
         records = ["--forget", arguments.forget, "--retain", arguments.retain, *columns]
         self.mpu("unlearn", self.template, *records, *options, "--out", delta, "--force")
-        change = load_file(delta)
+        change = merge_factors(load_file(delta))
         return self.store({name: x + change[name] if name in change else x for name, x in self.copies["A1"].items()})
+
+
+def merge_factors(delta: Weights) -> Weights:
+    """A LoRA delta's change to each tensor, the product of its factors; another delta as it is."""
+    return {
+        name.removesuffix(".lora_B"): x @ delta[name.removesuffix("B") + "A"] if name.endswith(".lora_B") else x
+        for name, x in delta.items()
+        if not name.endswith(".lora_A")
+    }
 
 
 def mix(first: Weights, second: Weights, share: float) -> Weights:

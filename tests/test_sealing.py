@@ -107,12 +107,11 @@ class TestSealedCopies:
 
     def test_inspect(self, mpu: Callable, folder: Path) -> None:
         assert "sealed for its client" in mpu("inspect", folder / "sealed/copy_1.age").out
-        for command in (
-            ["audit", "--base", folder / "base"],
-            ["eval", "--benchmark", "qa", "--forget", folder / "forget.jsonl"],
-        ):
-            refused = mpu(command[0], folder / "sealed/copy_1.age", *command[1:], check=False)
-            assert "is sealed" in refused.err
+        refused = mpu("audit", folder / "sealed/copy_1.age", "--base", folder / "base", check=False)
+        assert "is sealed" in refused.err
+        records = ("--benchmark", "qa", "--forget", folder / "forget.jsonl", "--out", folder / "eval.json")
+        assert "another identity" in mpu("eval", folder / "sealed/copy_1.age", *records, check=False).err
+        mpu("eval", folder / "sealed/copy_1.age", *records, "--identity", folder / "a.txt")
         keys = (folder / "keys_sealed/keys.bin").rename(folder / "keys.age")  # the name does not matter
         assert "symmetries" in mpu("inspect", keys).out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -15,10 +16,10 @@ from mpu_cli.boundary.files import private_scratch
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.client.tag import own_client_secret
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.receipt import Receipt, new_receipt, with_signature
 from mpu_cli.evaluation.verdict import VERBATIM, SetScore, Verdict
-from mpu_cli.manifest import read_copy_manifest
+from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
@@ -27,7 +28,7 @@ from mpu_cli.version import __version__
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict on a copy, and a receipt of it that the client signed (None for what is not a copy of mpu)."""
+    """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for)."""
 
     verdict: Verdict
     receipt: Receipt | None
@@ -39,6 +40,7 @@ def check(
     *,
     unseen: PathLike | None = None,
     before: PathLike | None = None,
+    with_receipt: bool = False,
     identity: PathLike | None = None,
     observer: Observer = SILENT,
 ) -> Check:
@@ -49,22 +51,30 @@ def check(
         measuring: the records, how they become text, and how the model is run.
         unseen: records of the same kind that the model never saw.
         before: a copy, or any model, from before unlearning, measured on the same records.
+        with_receipt: whether the result has a receipt, signed with the client's secret, which is made on first use.
 
     Raises MpuError for records or models that cannot be read.
     """
     records = measuring.benchmark
     if not records.forget:
         raise MpuError("no records to forget", "name them with --forget")
-    with private_scratch() as scratch, opened_copy(str(copy), scratch, _path(identity), observer) as source:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("check: does not work in several processes")
+    # Beside the sealed file, where the next command finds what a killed one left.
+    beside = Path(copy).parent
+    with private_scratch() as scratch, opened_copy(str(copy), beside, _path(identity), observer) as source:
+        opened = open_model(source, links=False)
+        manifest = read_copy_manifest(opened.folder, opened.checkpoint.metadata)
+        if with_receipt and manifest is None:
+            raise MpuError(f"{copy}: not an mpu copy (no mpu.json), so there is no receipt for it")
         sets = {"forget": records.forget} | ({"retain": records.retain} if records.retain else {})
         after = _scores(source, sets, measuring, scratch / "after.json", observer)
         unseen_scores = (
             _scores(source, {"forget": str(unseen)}, measuring, scratch / "unseen.json", observer) if unseen else {}
         )
-        receipt_of = open_model(source, links=False)
         earlier: Mapping[str, SetScore] = {}
         if before:
-            with opened_copy(str(before), scratch, _path(identity), observer) as earlier_source:
+            with opened_copy(str(before), Path(before).parent, _path(identity), observer) as earlier_source:
                 earlier = _scores(earlier_source, sets, measuring, scratch / "before.json", observer)
         verdict = Verdict(
             after["forget"],
@@ -73,7 +83,8 @@ def check(
             earlier.get("forget"),
             earlier.get("retain"),
         )
-        return Check(verdict, _receipt(verdict, receipt_of))
+        signed_receipt = _receipt(verdict, opened, manifest) if with_receipt and manifest else None
+        return Check(verdict, signed_receipt)
 
 
 def _path(path: PathLike | None) -> Path | None:
@@ -89,7 +100,7 @@ def _scores(
         measuring.benchmark, benchmark="qa", forget=sets.get("forget"), retain=sets.get("retain"), holdout=None
     )
     how = replace(measuring, benchmark=benchmark, metrics=names, retain_log=None)
-    forms = measure(source, out=out, options=how, observer=observer).result.forms
+    forms = measure(source, out=out, texts=False, options=how, observer=observer).result.forms
     return {name: _score(forms[f"{name}_Q_A_Prob"], forms[f"{name}_Q_A_ROUGE"]) for name in sets}
 
 
@@ -100,10 +111,7 @@ def _score(probability: Mapping[str, Any], rouge: Mapping[str, Any]) -> SetScore
     return SetScore(len(probability["value_by_index"]), float(probability["agg_value"]), verbatim)
 
 
-def _receipt(verdict: Verdict, copy: Model) -> Receipt | None:
-    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    if manifest is None:
-        return None
+def _receipt(verdict: Verdict, copy: Model, manifest: CopyManifest) -> Receipt:
     with worker_pool() as pool:
         weights = fingerprint(copy.checkpoint, pool)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")

@@ -50,7 +50,8 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     if not permutations:
         return AxisMap(torch.arange(layout.sizes["model"]))
     # A narrow embedding has other columns; then those of the positions do.
-    [embedding] = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)][:1]
+    embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
+    [embedding] = [t for t in embeddings if t.name in copy][:1]
     rows = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
     if permutations[0].signed:
         ours, theirs = ((x - x.mean(0)).T for x in rows)

@@ -34,7 +34,7 @@ Word = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,80}\Z")]
 Hexadecimal = Annotated[str, Meta(pattern=r"\A[0-9a-f]{2,128}\Z")]
 Seed = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RunName = Annotated[
-    str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*\Z")
+    str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]*\Z")
 ]
 Count = Annotated[int, Meta(ge=1, le=10**6)]
 LayerNumber = Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
@@ -65,7 +65,12 @@ def read_document(
     schema: type[Schema], path: Path, hint: str = "get it again", *, limit: int = SMALL, links: bool = True
 ) -> Schema:
     """The JSON object in a file of at most ``limit`` bytes, by its schema. Raises MpuError."""
-    return parse_document(schema, read_json_object(path, limit, links=links), path, hint)
+    value = read_json_object(path, limit, links=links)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half a character, which could not be written again
+        raise MpuError(f"{path}: holds text that is not Unicode", hint) from error
+    return parse_document(schema, value, path, hint)
 
 
 def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True) -> dict[str, object]:

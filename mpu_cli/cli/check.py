@@ -33,13 +33,13 @@ def check(
     unseen: Annotated[
         str | None,
         typer.Option(
-            help="Records of the same kind that the model never saw: those to forget should be as improbable.",
+            help="Records of the same kind that the model never saw: those to forget should be no more probable.",
             metavar="DATA",
         ),
     ] = None,
     before: Annotated[
         str | None,
-        typer.Option(help="A copy from before unlearning, which says how well the rest was known.", metavar="COPY"),
+        typer.Option(help="A copy from before unlearning, against which --retain is judged.", metavar="COPY"),
     ] = None,
     receipt: Annotated[
         Path | None,
@@ -51,10 +51,11 @@ def check(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say whether the server's new model forgot your records and kept the others: measured on a copy of it, by you.
+    """Check on a copy of the server's new model that it forgot your records and kept the others.
 
-    Passes if the answers to forget are at most as probable as those to --unseen records, within 0.05, and those to keep
-    as probable as --before, within 0.05. Exits with status 1 otherwise. Prints the verdict.
+    Passes if answers to --forget records are at most 0.05 more probable than answers to --unseen records, and answers
+    to --retain records at most 0.05 less probable than under --before. Without these options it cannot pass. Prints
+    the verdict; exits with status 1 unless it is a pass.
     """
     from dataclasses import replace
 
@@ -68,21 +69,22 @@ def check(
     if receipt and receipt.exists() and not force:
         raise MpuError(f"{receipt}: already exists", "choose another name, or use --force to replace it")
     with terminal() as observer:
-        result = run_check(copy, measuring, unseen=unseen, before=before, identity=identity, observer=observer)
+        result = run_check(
+            copy, measuring, unseen=unseen, before=before, with_receipt=receipt is not None, identity=identity,
+            observer=observer,
+        )  # fmt: skip
     verdict = result.verdict
     _tell(verdict)
-    if receipt:
-        if result.receipt is None:
-            raise MpuError(f"{copy}: not a copy of mpu, so there is no receipt for it")
+    if receipt and result.receipt and result.receipt.client:
         with Transaction(force=force) as transaction:
             transaction.add(receipt).write_text(as_text(result.receipt), encoding="utf-8")
-        note(f"{receipt}: signed with your key; it holds numbers only, no records. The server signs it with "
-             "`mpu receipt FILE --keys keys.bin`")  # fmt: skip
+        note(f"{receipt}: holds numbers only, no records; your public key is {result.receipt.client.public_key}")
+        note("the server signs it, too, with `mpu receipt FILE --keys KEYS`, of the publication that COPY is from")
     if verdict.request:
         note(f"next: {verdict.request}")
     note(
-        "measured on the copy: its noise can make it know less than the server's model does; ask the server how well a "
-        "copy knows records (`mpu publish --probe`)"
+        "measured on a noisy copy, which may know less than the server's model; the server can measure how much less, "
+        "on records of its own (`mpu publish --probe`)"
     )
     emit(
         [verdict.sentence],
@@ -122,35 +124,66 @@ def receipt(
         Path | None,
         typer.Option(help="Server: check that the copy is of this publication, and sign the receipt.", metavar="FILE"),
     ] = None,
+    copy: Annotated[
+        Path | None,
+        typer.Option(help="Server: the copy as it was sent, to check that its weights were measured.", metavar="COPY"),
+    ] = None,
+    client_key: Annotated[
+        str | None, typer.Option(help="The client's public key: fail if another one signed.", metavar="HEX")
+    ] = None,
+    server_key: Annotated[
+        str | None, typer.Option(help="The server's public key: fail if another one signed.", metavar="HEX")
+    ] = None,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,
     trust_keys: options.TrustKeys = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check a receipt's signatures and say what it attests; with --keys, sign it as the server.
+    """Check a receipt's signatures and print its verdict; with --keys, countersign FILE in place as the server.
 
-    A signature says that whoever holds the key stands by the numbers, not that they are true: the client's, that it
-    measured them; the server's, that the copy is of its publication. Compare public keys with what the parties say.
+    The client signs that it measured these numbers; the server, that the copy's id is from its publication, and with
+    --copy that its weights were measured. Neither signature proves that the numbers are true, and anyone can sign as
+    somebody: pass the keys that the parties gave you as --client-key and --server-key.
     """
     from mpu_cli.boundary.documents import as_entries
+    from mpu_cli.checkpoint.fingerprint import fingerprint
+    from mpu_cli.checkpoint.pool import worker_pool
+    from mpu_cli.checkpoint.reader import open_checkpoint
     from mpu_cli.cli.secrets import open_keys
-    from mpu_cli.evaluation.receipt import as_text, check_origin, check_signatures, read_receipt, with_signature
+    from mpu_cli.evaluation.receipt import (
+        as_text,
+        check_origin,
+        check_signatures,
+        check_weights,
+        public_key_of,
+        read_receipt,
+        with_signature,
+    )
     from mpu_cli.resumption import write_atomically
     from mpu_cli.server.publication import server_secret
 
     document = read_receipt(file)
     public_keys = check_signatures(document, file)
     if keys:
+        signing_key = public_key_of("server", server_secret(note))
+        if public_keys.get("server") == signing_key:
+            raise UsageError(f"{file}: you signed it already")
         if "server" in public_keys:
-            raise UsageError(f"{file}: the server signed it already")
+            raise MpuError(f"{file}: somebody else signed it as the server", "get the one that only the client signed")
         check_origin(document, open_keys(keys, identity, passphrase_file, trust_keys), file)
+        if copy:
+            with worker_pool() as pool:
+                check_weights(document, fingerprint(open_checkpoint(copy), pool), file)
         document = with_signature(document, "server", server_secret(note))
         write_atomically(file, as_text(document))
         public_keys = check_signatures(document, file)
+    for party, expected in (("client", client_key), ("server", server_key)):
+        if expected is not None and public_keys.get(party) != expected.strip().lower():
+            raise MpuError(f"{file}: not signed by the {party} with that public key")
     for party, public_key in public_keys.items():
-        note(f"signed by the {party}, public key {public_key}")
+        note(f"signed as the {party} with the public key {public_key}")
     if "server" not in public_keys:
-        note("the server did not sign it: that the copy is of its publication is the client's word")
-    copy = document.copy
-    note(f"copy {copy.copy} of run {copy.run}, round {copy.round}; {document.forget.records} records to forget")
-    emit([document.verdict], {**as_entries(document), "valid": True}, as_json)
+        note("not signed by the server: only the client says that the copy is from its publication")
+    measured, count = document.copy, document.forget.records
+    note(f"copy {measured.copy} of run {measured.run}, round {measured.round}; {count} records to forget")
+    emit([document.verdict], {**as_entries(document), "signatures_match": True}, as_json)

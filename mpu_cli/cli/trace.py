@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import emit, note, table, terminal
+from mpu_cli.cli.output import emit, note, table, terminal, warn
 from mpu_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from mpu_cli.tracing.evidence import CopyEvidence, NoiseEvidence, PublicationEvidence, Trace
+    from mpu_cli.tracing.evidence import CopyEvidence, NoiseEvidence, Trace
 
 
 def trace(
@@ -50,7 +50,8 @@ def trace(
     texts: Annotated[
         Path | None,
         typer.Option(
-            help="For --endpoint: records to send, a few hundred, such as those that BASE was fine-tuned on.",
+            help="For --endpoint: a few hundred varied records to score. Whoever runs the server sees them, so "
+            "send none that are confidential.",
             metavar="FILE",
         ),
     ] = None,
@@ -73,10 +74,9 @@ def trace(
 ) -> None:
     """Find the copy, and so the client, that a model came from.
 
-    Two things are compared with the keys: the secret order of the model's coordinates, and the noise and the mark that
-    are left in its weights; of a served model, what they change in its log-probabilities. Each gives a p-value that
-    holds whatever the model is, corrected for the number of tests; a copy is named below one in a million. Prints a
-    verdict.
+    Tests the weights for the secret coordinates, the noise and the mark of each publication; with --endpoint, tests the
+    log-probabilities for the effect of noise and mark. The p-values hold for any model. A copy is named if its p-value,
+    corrected for the number of tests, is below one in a million. Prints a verdict.
     """
     if (suspect is None) == (endpoint is None):
         raise UsageError("name one model to trace", "SUSPECT for its weights, or --endpoint URL for a served one")
@@ -84,6 +84,8 @@ def trace(
         raise UsageError("--endpoint requires --texts", "give records to send, such as those that BASE was tuned on")
     if (texts or endpoint_model) and not endpoint:
         raise UsageError("--texts and --endpoint-model require --endpoint")
+    if endpoint and pretrained:
+        raise UsageError("--pretrained is for weights, which --endpoint does not give")
     from mpu_cli.cli.secrets import open_keys
     from mpu_cli.models.source import open_model
     from mpu_cli.server.keys import published_base
@@ -111,12 +113,15 @@ def trace(
             public = open_model(pretrained) if pretrained else None
             result = run_trace(str(suspect), publications, public, observer=observer)
     _tell(result)
+    for publication in publications:
+        if not publication.keys.publication.seed_is_secret:
+            warn(f"{publication.label}: made with --seed; whoever guesses it can make a model with this mark")
+    verdict = verdict_of(result)
+    emit([verdict], _document(result, verdict), as_json)
     if plot:
         from mpu_cli.tracing.plot import draw_trace
 
         draw_trace(result, plot, force=force)
-    verdict = verdict_of(result)
-    emit([verdict], _document(result, verdict), as_json)
 
 
 def verdict_of(result: Trace) -> str:
@@ -130,16 +135,9 @@ def verdict_of(result: Trace) -> str:
     for publication in named:
         smallest = _p(result.log10_p(min(publication.log_p_values)))
         copies = result.named_copies(publication)
-        mixed = any(result.is_significant(copy.noise.log_p) for copy in publication.copies if copy.noise)
-        which = " and ".join(_copy(copy) for copy in copies) or _without_copy(publication, mixed)
+        which = " and ".join(_copy(copy) for copy in copies) or "one or more copies (which ones is unknown)"
         parts.append(f"{which} of {publication.label} (corrected p-value {smallest})")
     return f"{result.suspect}: made from {'; and from '.join(parts)}"
-
-
-def _without_copy(publication: PublicationEvidence, mixed: bool) -> str:
-    if len(publication.copies) == 1:
-        return _copy(publication.copies[0])
-    return "several copies, mixed," if mixed else "the copies, their noise cancelled,"
 
 
 def _copy(copy: CopyEvidence) -> str:

@@ -39,6 +39,7 @@ PARTIES = ("client", "server")
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 PublicKey = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Fingerprint = Annotated[str, Meta(pattern=r"\A(blake3:)?[0-9a-f]{64}\Z")]
 SignatureText = Annotated[str, Meta(pattern=r"\A[0-9a-f]{128}\Z")]
 
 
@@ -60,7 +61,7 @@ class CopyFacts(Document, forbid_unknown_fields=True):
     round: Count
     copy: Count
     copy_id: Word
-    weights: Text
+    weights: Fingerprint
 
 
 class Receipt(Document, forbid_unknown_fields=True):
@@ -114,14 +115,21 @@ def read_receipt(path: Path) -> Receipt:
     return receipt
 
 
+def _signing_key(party: str, secret: bytes) -> Ed25519PrivateKey:
+    info = f"mpu receipt {party}".encode()
+    return Ed25519PrivateKey.from_private_bytes(HKDF(SHA256(), 32, salt=None, info=info).derive(secret))
+
+
+def public_key_of(party: str, secret: bytes) -> str:
+    """The public key, in hexadecimal, of the key that a ``party`` with this ``secret`` signs with."""
+    return _signing_key(party, secret).public_key().public_bytes_raw().hex()
+
+
 def with_signature(receipt: Receipt, party: str, secret: bytes) -> Receipt:
     """``receipt`` with the signature of a ``party``, "client" or "server", under a key derived from its ``secret``."""
-    key = Ed25519PrivateKey.from_private_bytes(
-        HKDF(SHA256(), 32, salt=None, info=f"mpu receipt {party}".encode()).derive(secret)
-    )
     unsigned = msgspec.structs.replace(receipt, **{party: None})
-    public = key.public_key().public_bytes_raw().hex()
-    signature = Signature(public_key=public, signature=key.sign(_message(unsigned, party)).hex())
+    text = _signing_key(party, secret).sign(_message(unsigned, party)).hex()
+    signature = Signature(public_key=public_key_of(party, secret), signature=text)
     return msgspec.structs.replace(receipt, **{party: signature})
 
 
@@ -156,8 +164,16 @@ def _message(receipt: Receipt, party: str) -> bytes:
 def check_origin(receipt: Receipt, keys: Keys, path: Path) -> None:
     """Raise MpuError unless the copy of a receipt is of the publication with these ``keys``."""
     copy = receipt.copy
-    if copy.copy > keys.copies or keys.copy_ids[copy.copy - 1] != copy.copy_id:
-        raise MpuError(f"{path}: is of a copy of another publication", "use the keys of that publication")
+    if (copy.run, copy.round) != (keys.run, keys.round) or copy.copy_id not in keys.copy_ids:
+        raise MpuError(f"{path}: measured a copy of another publication", "use the keys of that publication")
+    if keys.copy_ids.index(copy.copy_id) + 1 != copy.copy:
+        raise MpuError(f"{path}: measured copy {keys.copy_ids.index(copy.copy_id) + 1}, and says copy {copy.copy}")
+
+
+def check_weights(receipt: Receipt, weights: str, path: Path) -> None:
+    """Raise MpuError unless the copy that was measured has this fingerprint of its ``weights``."""
+    if receipt.copy.weights != weights:
+        raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
 
 
 def as_text(receipt: Receipt) -> str:

@@ -36,13 +36,22 @@ class Verdict:
 
     @property
     def is_forgotten(self) -> bool | None:
-        """Whether the records to forget are at most as probable as unseen ones, give or take; None without those."""
-        return None if self.unseen is None else self.forget.probability <= self.unseen.probability + MARGIN
+        """Whether the records to forget are at most as probable as unseen ones, give or take; None without those, or if
+        the model did not know them before: it forgot nothing then, or its noise drowns what it knows."""
+        if self.unseen is None or (self.before_forget and not self._was_known):
+            return None
+        return self.forget.probability <= self.unseen.probability + MARGIN
+
+    @property
+    def _was_known(self) -> bool:
+        bar = self.unseen.probability if self.unseen else 0.0
+        return self.before_forget is None or self.before_forget.probability > bar + MARGIN
 
     @property
     def is_retained(self) -> bool | None:
-        """Whether the records to retain are as probable as before, give or take; None without either."""
-        if self.retain is None or self.before_retain is None:
+        """Whether the records to retain are as probable as before, give or take; None without either, or if the model
+        did not know them before."""
+        if self.retain is None or self.before_retain is None or self.before_retain.probability <= MARGIN:
             return None
         return self.retain.probability >= self.before_retain.probability - MARGIN
 
@@ -53,13 +62,16 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict, for people."""
-        forgetting = {True: "forgotten", False: "not forgotten", None: "forgetting is undecided (no --unseen)"}
+        needs = "needs --unseen" if self.unseen is None else "the records were not known before"
+        forgetting = {True: "forgotten", False: "not forgotten", None: f"forgetting is undecided ({needs})"}
+        needs = "needs --retain and --before" if not (self.retain and self.before_retain) else "it was not known before"
         keeping = {
             True: "the rest is kept",
             False: "the rest is not kept",
-            None: "keeping is undecided (needs --retain and --before)",
+            None: f"keeping is undecided ({needs})",
         }
-        verdict = "pass" if self.passes else "fail"
+        failed = False in (self.is_forgotten, self.is_retained)
+        verdict = "fail" if failed else "pass" if self.passes else "undecided"
         return f"{verdict}: {forgetting[self.is_forgotten]}, {keeping[self.is_retained]}"
 
     @property
@@ -67,8 +79,8 @@ class Verdict:
         """What to ask the server for; None if nothing."""
         if self.is_forgotten is False and self.is_retained is not False:
             return (
-                "ask the server for a longer step (`mpu aggregate … --server-lr 2`), or unlearn on this copy, too, and "
-                "return that delta"
+                "ask the server to apply more of the update (`mpu aggregate … --server-lr 2`), or unlearn on this copy "
+                "as well and return that delta"
             )
         if self.is_retained is False:
             return "ask the server for a shorter step (`mpu aggregate … --server-lr 0.5`), or unlearn with a lower --lr"

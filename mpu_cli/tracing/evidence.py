@@ -99,11 +99,16 @@ class Trace:
 
         The noise of several copies may be multiples of one draw. It is the copy's if there is as much of it as of the
         mark, which all copies have alike; where no amount is known, all of these copies are named. Empty if only the
-        mark is found, or a mixture of copies.
+        mark is found, or if a mixture of other copies could have as much: of three and more multiples of one draw it
+        can.
         """
+        if len(publication.copies) == 1 and self.is_named(publication):
+            return [publication.copies[0]]
         by_coordinates = [each for each in publication.copies if self.is_significant(each.log_p_coordinates)]
         if by_coordinates:
             return by_coordinates
+        if publication.keys.publication.scheme.one_draw and len(publication.copies) > 2:
+            return []
         by_noise = [(each, each.noise) for each in publication.copies if each.noise]
         by_noise = [(each, noise) for each, noise in by_noise if self.is_significant(noise.log_p)]
         if any(math.isnan(noise.share) for _, noise in by_noise):

@@ -27,9 +27,9 @@ def draw_trace(trace: Trace, path: Path, *, force: bool) -> None:
             values = [noise.blocks.get(block, math.nan) for block in blocks]
             axes.plot(range(len(blocks)), values, marker=".", color=PALETTE[i % len(PALETTE)], label=label)
         axes.axhspan(-3, 3, color="#ddd", zorder=0)  # where z lies without a relation, with 99.7 %
-        step = -(-len(blocks) // 20)
+        step = max(1, -(-len(blocks) // 20))
         names = [block.removeprefix("model.").removesuffix(".weight") for block in blocks[::step]]
-        axes.set_xticks(range(0, len(blocks), max(1, step)), names, rotation=90, fontsize=7)
+        axes.set_xticks(range(0, len(blocks), step), names, rotation=90, fontsize=7)
         axes.set_ylabel("z", fontsize=9)
         axes.legend(fontsize=8, frameon=False)
 

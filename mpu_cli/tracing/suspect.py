@@ -7,6 +7,7 @@ has, the base's own, and those that aligning the suspect to the base finds (``au
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
     for tensor in layout.parameters:
         full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
         theirs = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
+        if theirs is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
+            theirs = next((head for head in layout.family.heads if head in checkpoint.tensors), None)
         if theirs is None:
             continue
         shape, expected = checkpoint.tensors[theirs].shape, base.tensors[tensor.name].shape
@@ -99,23 +102,34 @@ def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: A
     complete = [i for i, tensors in layers.items() if all(tensor.name in suspect.names for tensor in tensors)]
     if not complete or len(complete) == len(layers):
         return suspect
-    ours = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in layers])
+    kinds: dict[object, tuple[list[int], list[int]]] = {}
+    for i, tensors in layers.items():
+        ours, theirs = kinds.setdefault(tuple(tensor.axes for tensor in tensors), ([], []))
+        ours.append(i)
+        theirs += [i] if i in complete else []
+    names = {name: theirs for name, theirs in suspect.names.items() if layout.tensors[name].layer is None}
+    for ours, theirs in kinds.values():
+        for from_layer, to_layer in _likest(suspect, base, layers, residual, theirs, ours) if theirs else ():
+            names |= {t.name: suspect.names[s.name] for s, t in zip(layers[from_layer], layers[to_layer], strict=True)}
+    return Suspect(suspect.source, suspect.checkpoint, names)
+
+
+def _likest(
+    suspect: Suspect, base: Checkpoint, layers: Mapping[int, Sequence[TensorLayout]], residual: AxisMap,
+    suspects: Sequence[int], bases: Sequence[int],
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Pairs of a layer of the suspect and the base's that is most like it, all with the same axes."""
+    ours = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in bases])
     theirs = torch.stack(
         [
             _profile([suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]], layers[i], residual)
-            for i in complete
+            for i in suspects
         ]
     )
     mean = ours.mean(0)
-    similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(complete), len(complete) :]
+    similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(suspects), len(suspects) :]
     rows, columns = linear_sum_assignment(similarity.nan_to_num(-1).numpy(), maximize=True)
-    names = {name: theirs for name, theirs in suspect.names.items() if layout.tensors[name].layer is None}
-    base_layers = list(layers)
-    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-        from_layer, to_layer = layers[complete[row]], layers[base_layers[column]]
-        if [t.axes for t in from_layer] == [t.axes for t in to_layer]:
-            names |= {t.name: suspect.names[s.name] for s, t in zip(from_layer, to_layer, strict=True)}
-    return Suspect(suspect.source, suspect.checkpoint, names)
+    return [(suspects[row], bases[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
 
 
 def _profile(
@@ -156,20 +170,19 @@ class Frames:
         candidates = [self._by_transform(transform, present) for transform in self.transforms]
         candidates.append({t.name: (self.suspect.names[t.name], TensorMap(None, None)) for t in present})
         scored = [(self._nearness(present, candidate), candidate) for candidate in candidates if candidate]
-        if max(scored, key=_nearness_of)[0] < ALIGNED and len(present) == len([t for t in tensors if not t.constant]):
-            candidate = self._by_alignment(present)
-            scored.append((self._nearness(present, candidate), candidate))
-        _, best = max(scored, key=_nearness_of)
-        self.aligned += len(present) * (len(scored) > len(candidates) and best is scored[-1][1])
-        return best
+        complete = len(present) == len([tensor for tensor in tensors if not tensor.constant])
+        if max(map(_nearness_of, scored)) < ALIGNED and complete:
+            aligned = self._by_alignment(present)
+            scored.insert(0, (self._nearness(present, aligned), aligned))  # first: it wins a tie
+            self.aligned += len(present) * (max(scored, key=_nearness_of)[1] is aligned)
+        return max(scored, key=_nearness_of)[1]
 
     def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
         maps = {}
         for tensor in tensors:
             moved_name = transform.name(tensor)  # an expert's matrices carry the number of its new place
-            if moved_name not in self.suspect.names:
-                return {}
-            maps[tensor.name] = (self.suspect.names[moved_name], transform.of(tensor))
+            if moved_name in self.suspect.names:
+                maps[tensor.name] = (self.suspect.names[moved_name], transform.of(tensor))
         return maps
 
     def _by_alignment(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
@@ -178,8 +191,11 @@ class Frames:
             return {name: self.suspect.tensor(name, like) for name, like in theirs.items()}, theirs
 
         if not self._outer:
-            outside = [t for t in self.layout.parameters if t.layer is None and t.name in self.suspect.names]
-            self._outer = model_maps(self.layout, *load(outside), "every", self.residual)
+            outside = [t for t in self.layout.parameters if t.layer is None]
+            if all(t.name in self.suspect.names for t in outside):
+                self._outer = model_maps(self.layout, *load(outside), "every", self.residual)
+            else:
+                self._outer = {"model": self.residual, "|model|": AxisMap(self.residual.order)}
         maps: Maps = dict(self._outer)
         if tensors[0].layer is not None:
             ours, theirs = load(tensors)
@@ -188,9 +204,11 @@ class Frames:
         return {t.name: (self.suspect.names[name_in_copy(t, maps)], tensor_map(self.layout, t, maps)) for t in tensors}
 
     def _nearness(self, tensors: Sequence[TensorLayout], maps: Mapping[str, tuple[str, TensorMap]]) -> float:
-        """The smallest cosine of a matrix, in these coordinates, with the base's; of a slice of each matrix."""
+        """The median of the matrices' cosines with the base's, in these coordinates; of a slice of each."""
         cosines = []
         for tensor in tensors:
+            if tensor.name not in maps:
+                continue
             name, mapping = maps[tensor.name]
             clean, other = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.suspect.checkpoint.tensor(name))
             if clean.shape[1] == 1 and len(tensors) > 1:
@@ -200,7 +218,7 @@ class Frames:
             y = clean[start:stop].float().flatten()
             norm = math.sqrt(float(x @ x) * float(y @ y))
             cosines.append(float(x @ y) / norm if norm else 0.0)
-        return min(cosines, default=1.0)
+        return statistics.median(cosines) if cosines else 1.0
 
 
 def _permutations_only(maps: Maps) -> Maps:
@@ -220,7 +238,9 @@ def _nearness_of(scored: tuple[float, object]) -> float:
 def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap:
     """The order and the signs in which the suspect has the base's model dimension."""
     embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
-    tensors = [t for t in embeddings if t.name in suspect.names][:1] or embeddings[:1]
+    tensors = [t for t in embeddings if t.name in suspect.names][:1]
+    if not tensors:
+        raise MpuError(f"{suspect.source}: has no embedding, by which its coordinates could be found")
     theirs = {t.name: base.tensor(t.name) for t in tensors}
     ours = {name: suspect.tensor(name, like) for name, like in theirs.items()}
     return residual_map(layout, ours, theirs, "every")

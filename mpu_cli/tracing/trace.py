@@ -66,12 +66,13 @@ def trace(
     observer.stage("trace", sum(each.base.checkpoint.nbytes for each in publications))
     results = []
     residuals: dict[tuple[str, tuple[int, ...]], AxisMap] = {}
-    checked: set[str] = set()
+    checked: set[tuple[str, str]] = set()
     with worker_pool() as pool:
         for each in publications:
-            if each.keys.base.fingerprint not in checked:
+            identity = (each.base.address, each.keys.base.fingerprint)
+            if identity not in checked:
                 check_base(each.base, each.keys, pool)
-                checked.add(each.keys.base.fingerprint)
+                checked.add(identity)
             omitted = each.keys.publication.omitted
             base = shallow(each.base, omitted)
             layout = layout_of(base.checkpoint.tensors, base.config, base.source)

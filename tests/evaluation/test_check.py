@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.demo.people import make_people
+from mpu_cli.evaluation.receipt import as_text, read_receipt, with_signature
 from mpu_cli.evaluation.verdict import MARGIN, SetScore, Verdict
 from mpu_cli.sealing import default_identity_path
 from tests.helpers.models import DemoModel
@@ -60,12 +61,16 @@ def test_numbers_are_those_of_eval(mpu: Callable, folder: Path, demo: DemoModel)
 def test_the_verdict_follows_from_the_numbers() -> None:
     """Within the margin on both sides, and not beyond it."""
 
-    def verdict(forget: float, retain: float) -> Verdict:
-        return Verdict(SetScore(1, forget), SetScore(1, retain), SetScore(1, 0.4), None, SetScore(1, 0.9))
+    def verdict(forget: float, retain: float, before: float = 0.9) -> Verdict:
+        scores = [SetScore(1, probability) for probability in (forget, retain, 0.4, before, 0.9)]
+        return Verdict(*scores)
 
     assert verdict(0.4 + 0.99 * MARGIN, 0.9 - 0.99 * MARGIN).passes
     assert not verdict(0.4 + 1.01 * MARGIN, 0.9).passes
     assert not verdict(0.4, 0.9 - 1.01 * MARGIN).passes
+    assert verdict(0.4, 0.9, before=0.41).is_forgotten is None  # there was nothing to forget
+    noise = SetScore(1, 1e-5)  # a copy that knows nothing
+    assert Verdict(noise, noise, noise, noise, noise).sentence.startswith("undecided")
 
 
 def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: Path, demo: DemoModel) -> None:
@@ -75,18 +80,27 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     text = path.read_text()
     rows = [json.loads(line) for file in (demo.forget, demo.retain) for line in file.read_text().splitlines()]
     assert not any(row["answer"] in text or row["question"] in text for row in rows)
-    assert "the server did not sign it" in mpu("receipt", path).err
+    assert "not signed by the server" in mpu("receipt", path).err
     refused = mpu("receipt", path, "--keys", folder / "other.bin", check=False)
     assert refused.is_one_error
     assert "another publication" in refused.err
     assert path.read_text() == text
-    mpu("receipt", path, "--keys", folder / "same.bin")
+    sign = ("receipt", path, "--keys", folder / "same.bin", "--copy")
+    assert "other weights" in mpu(*sign, folder / "same/copy_2", check=False).err
+    mpu(*sign, folder / "same/copy_1")
     outcome = mpu("receipt", path, "--json")
-    assert "signed by the server" in outcome.err
+    assert "signed as the server" in outcome.err
+    public = {party: outcome.json[party]["public_key"] for party in ("client", "server")}
+    mpu("receipt", path, "--client-key", public["client"], "--server-key", public["server"])
+    assert "not signed by the server" in mpu("receipt", path, "--server-key", public["client"], check=False).err
+    forged = with_signature(with_signature(read_receipt(path), "client", bytes(32)), "server", bytes(32))
+    (folder / "forged.json").write_text(as_text(forged))
+    assert "somebody else" in mpu("receipt", folder / "forged.json", *sign[2:4], check=False).err
     signed_receipt = json.loads(path.read_text())
     for change in (
         lambda entries: entries["forget"].update(probability=0.1),
         lambda entries: entries["copy"].update(round=7),
+        lambda entries: entries["copy"].update(run="half a character \ud800"),
         lambda entries: entries.update(client=None),
         lambda entries: entries["client"].update(signature=entries["server"]["signature"]),
         lambda entries: entries.update(verdict="pass: forgotten, the rest is kept"),

@@ -351,7 +351,9 @@ def _make_documents(folder: Path, copy: Path) -> None:
     write_records(folder / "documents/records.jsonl", 3, 1)
     (folder / "documents/eval.json").write_text(json.dumps(result))
     verdict = Verdict(SetScore(2, 0.5, 0.5), None, SetScore(2, 0.25))
-    receipt = new_receipt(verdict, CopyManifest("run", 1, 1, 3, "a", "signed", ()), "blake3:0", date="d", version="1")
+    receipt = new_receipt(
+        verdict, CopyManifest("run", 1, 1, 3, "a", "signed", ()), "blake3:" + "0" * 64, date="d", version="1"
+    )
     (folder / "documents/receipt.json").write_text(as_text(with_signature(receipt, "client", bytes(32))))
     (folder / "run/run.json").write_text(json.dumps(run))
     (folder / "run/log.jsonl").write_text(json.dumps({"step": "publish", "round": 1}) + "\n")
