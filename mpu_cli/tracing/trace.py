@@ -120,8 +120,11 @@ class _Tracer:
             frames = self._frames.of_block(tensors) if scales.cancelling or scales.mark else {}
             for tensor in tensors:
                 if tensor.name in frames:
-                    for part in self._parts(tensor, *frames[tensor.name], scales):
+                    name, mapping = frames[tensor.name]
+                    for part in self._parts(tensor, name, mapping, scales):
                         sums.add(block, part)
+                    self._suspect.checkpoint.forget_pages(name)
+                self._base.forget_pages(tensor.name)
         publication, parameters = self._keys.publication, self._layout.parameters
         copies = tuple(
             CopyEvidence(
