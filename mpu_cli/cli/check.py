@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, table, terminal
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.options.evaluation import EvaluationPrompts, Measuring, Scoring
+from mpu_cli.options.evaluation import BenchmarkOptions, EvaluationPrompts, Measuring, Scoring
 from mpu_cli.options.unlearning import RecordFormat
 
 if TYPE_CHECKING:
@@ -57,12 +57,9 @@ def check(
     to --retain records at most 0.05 less probable than under --before. Without these options it cannot pass. Prints
     the verdict; exits with status 1 unless it is a pass.
     """
-    from dataclasses import replace
-
     from mpu_cli.api.checking import check as run_check
     from mpu_cli.checkpoint.transaction import Transaction
     from mpu_cli.evaluation.receipt import as_text
-    from mpu_cli.options.evaluation import BenchmarkOptions
 
     benchmark = replace(BenchmarkOptions(), benchmark="qa", forget=forget, retain=retain, reading=reading)
     measuring = replace(Measuring(), benchmark=benchmark, prompts=prompts, scoring=scoring)
@@ -164,6 +161,12 @@ def receipt(
 
     document = read_receipt(file)
     public_keys = check_signatures(document, file)
+
+    def check_pinned(party: str, expected: str | None) -> None:
+        if expected is not None and public_keys.get(party) != expected.strip().lower():
+            raise MpuError(f"{file}: not signed by the {party} with that public key")
+
+    check_pinned("client", client_key)  # before anything is signed
     if keys:
         signing_key = public_key_of("server", server_secret(note))
         if public_keys.get("server") == signing_key:
@@ -177,9 +180,7 @@ def receipt(
         document = with_signature(document, "server", server_secret(note))
         write_atomically(file, as_text(document))
         public_keys = check_signatures(document, file)
-    for party, expected in (("client", client_key), ("server", server_key)):
-        if expected is not None and public_keys.get(party) != expected.strip().lower():
-            raise MpuError(f"{file}: not signed by the {party} with that public key")
+    check_pinned("server", server_key)
     for party, public_key in public_keys.items():
         note(f"signed as the {party} with the public key {public_key}")
     if "server" not in public_keys:

@@ -81,7 +81,7 @@ def trace(
     if (suspect is None) == (endpoint is None):
         raise UsageError("name one model to trace", "SUSPECT for its weights, or --endpoint URL for a served one")
     if endpoint and not texts:
-        raise UsageError("--endpoint requires --texts", "give records to send, such as those that BASE was tuned on")
+        raise UsageError("--endpoint requires --texts", "give varied records to send, none that are confidential")
     if (texts or endpoint_model) and not endpoint:
         raise UsageError("--texts and --endpoint-model require --endpoint")
     if endpoint and pretrained:

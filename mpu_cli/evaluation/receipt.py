@@ -36,6 +36,7 @@ from mpu_cli.server.keys import Keys
 
 FORMAT, VERSION = "mpu-receipt", 1
 PARTIES = ("client", "server")
+SCORES = ("forget", "retain", "unseen", "before_forget", "before_retain")  # of a verdict
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 PublicKey = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -88,16 +89,11 @@ def new_receipt(verdict: Verdict, manifest: CopyManifest, weights: str, *, date:
     facts = CopyFacts(
         run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id, weights=weights
     )
-    scores = {name: score and Scores(**asdict(score)) for name, score in _scores(verdict).items()}
+    scores = {name: score and Scores(**asdict(score)) for name in SCORES for score in [getattr(verdict, name)]}
     return Receipt(
         format=FORMAT, version=VERSION, mpu=version, date=date, copy=facts, margin=MARGIN, verdict=verdict.sentence,
         **scores,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def _scores(verdict: Verdict) -> dict[str, SetScore | None]:
-    names = ("forget", "retain", "unseen", "before_forget", "before_retain")
-    return {name: getattr(verdict, name) for name in names}
 
 
 def read_receipt(path: Path) -> Receipt:
@@ -107,7 +103,7 @@ def read_receipt(path: Path) -> Receipt:
         raise MpuError(f"{path}: not a receipt that this mpu reads", "update mpu")
     scores = {
         name: score and SetScore(score.records, score.probability, score.verbatim)
-        for name in ("forget", "retain", "unseen", "before_forget", "before_retain")
+        for name in SCORES
         for score in [getattr(receipt, name)]
     }
     if Verdict(**scores).sentence != receipt.verdict or receipt.margin != MARGIN:  # type: ignore[arg-type]

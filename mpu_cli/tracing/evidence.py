@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from scipy import stats
 
@@ -65,7 +66,7 @@ class PublicationEvidence:
     total_tensors: int
     aligned: int
 
-    @property
+    @cached_property
     def log_p_values(self) -> list[float]:
         values = [copy.log_p_coordinates for copy in self.copies if copy.agreements is not None]
         values += [copy.noise.log_p for copy in self.copies if copy.noise]
@@ -80,7 +81,7 @@ class Trace:
     suspect: str
     publications: tuple[PublicationEvidence, ...]
 
-    @property
+    @cached_property
     def tests(self) -> int:
         return sum(len(publication.log_p_values) for publication in self.publications)
 

@@ -80,7 +80,7 @@ class PublishedNoise:
 def sums_of(
     residue: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float
 ) -> torch.Tensor:
-    """The sums of ``Sums`` for some weights: ``left``, float32 (n,), ``draws`` as ``templates`` mixes them."""
+    """The sums of ``Sums`` for some weights: ``residue``, float32 (n,), ``draws`` as ``templates`` mixes them."""
     products = torch.stack([(residue * draw).double().sum() for draw in draws])
     square, norms = float(residue.double().square().sum()), templates.square().sum(1)
     parts = (weight * (templates @ products), weight**2 * square * norms, weight * residue.numel() * norms)
@@ -88,7 +88,7 @@ def sums_of(
 
 
 def clip(residue: torch.Tensor) -> torch.Tensor:
-    """``left`` with its tails clipped, so that a few weights that were changed much do not drown the others."""
+    """``residue`` with its tails clipped, so that a few weights that were changed much do not drown the others."""
     step = max(1, residue.numel() // SAMPLE)
     bound = CLIP * float(residue[::step].abs().median())
     return residue.clamp(-bound, bound) if bound > 0 else residue

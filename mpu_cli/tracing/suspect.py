@@ -70,7 +70,8 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
         full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
         theirs = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
         if theirs is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
-            theirs = next((head for head in layout.family.heads if head in checkpoint.tensors), None)
+            heads = [head for head in layout.family.heads if head not in layout.tensors]
+            theirs = next((head for head in heads if head in checkpoint.tensors), None)
         if theirs is None:
             continue
         shape, expected = checkpoint.tensors[theirs].shape, base.tensors[tensor.name].shape

@@ -11,7 +11,8 @@ follow, whose distributions under that hypothesis do not depend on the model:
   standard normal given r, whatever r is; t is how n is mixed from its draws, and w = 1/mean(r²) gives weights that were
   changed less more say.
 
-All tests together are corrected by Bonferroni's inequality. Everything is read once, in slices.
+All tests together are corrected by Bonferroni's inequality. Models are read in slices, the base once more before, for
+its fingerprint.
 """
 
 from __future__ import annotations

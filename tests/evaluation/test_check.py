@@ -86,6 +86,10 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     assert "another publication" in refused.err
     assert path.read_text() == text
     sign = ("receipt", path, "--keys", folder / "same.bin", "--copy")
+    unsigned = path.read_text()
+    wrong = mpu(*sign, folder / "same/copy_1", "--client-key", "0" * 64, check=False)
+    assert "not signed by the client" in wrong.err
+    assert path.read_text() == unsigned
     assert "other weights" in mpu(*sign, folder / "same/copy_2", check=False).err
     mpu(*sign, folder / "same/copy_1")
     outcome = mpu("receipt", path, "--json")
