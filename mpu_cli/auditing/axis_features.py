@@ -1,4 +1,4 @@
-"""Where an axis occurs in the tensors of a layer, and the weights there."""
+"""Where an axis occurs in the tensors of a layer, the weights there, and the tensors with the maps of axes undone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, axis_length
 from mpu_cli.symmetry.axis import coordinates
+from mpu_cli.symmetry.sampling import Maps
+from mpu_cli.symmetry.transform import as_matrix, name_in_copy, tensor_map
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
 
@@ -58,3 +60,16 @@ def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
         part = weights.index_select(dimension, location.index).movedim(dimension, 0)
         parts.append(part.reshape(len(location.index), -1))
     return torch.cat(parts, 1)
+
+
+def undo(layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Maps) -> dict[str, torch.Tensor]:
+    """``copy`` with ``maps`` undone: T⁻¹ as the attacker believes it to be."""
+    undone = {}
+    for tensor in tensors:
+        mapping = tensor_map(layout, tensor, maps)
+        matrix = as_matrix(copy[name_in_copy(tensor, maps)])
+        step = mapping.block or len(matrix)
+        slices = [(start, start + step) for start in range(0, len(matrix), step)]
+        back = torch.cat([mapping.backward(mapping.take(matrix, *bounds), bounds[0]) for bounds in slices])
+        undone[tensor.name] = back.view(copy[tensor.name].shape)
+    return undone

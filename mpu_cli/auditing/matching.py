@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from mpu_cli.symmetry.axis import AxisMap
-from mpu_cli.symmetry.sampling import planes_of
+from mpu_cli.symmetry.sampling import plane_matrices, planes_of
 
 FEATURES = 512  # features of a row used in the first search for its partner
 MARGIN = 6  # standard deviations of the cosine of FEATURES independent numbers
@@ -88,3 +88,26 @@ def signed_permutation(product: torch.Tensor) -> torch.Tensor:
     matrix = torch.zeros(len(order), len(order), dtype=torch.float64)
     matrix[i, order] = torch.where(product[i, order] < 0, -1.0, 1.0).double()
     return matrix
+
+
+def head_matrices(products: torch.Tensor, planes: str | None, rotary: int | None, *, turns: bool) -> torch.Tensor:
+    """The rotation of each head, (heads, d, d), from ``products``, X Yᵀ of copy and target.
+
+    The first ``rotary`` coordinates (None: all of them) turn in ``planes``, the others freely; without ``planes`` all
+    turn freely. ``turns``: by multiples of 90° only, so that the matrices are signed permutations.
+    """
+    d = products.shape[-1]
+    in_planes = 0 if planes is None else d if rotary is None else rotary
+    matrices = torch.zeros(products.shape, dtype=torch.float64)
+    if planes is not None and in_planes:
+        angles = torch.stack([plane_angles(product[:in_planes, :in_planes], planes) for product in products])
+        matrices[:, :in_planes, :in_planes] = plane_matrices(quarter(angles) if turns else angles, planes)
+    if in_planes < d:
+        solve = signed_permutation if turns else procrustes
+        matrices[:, in_planes:, in_planes:] = torch.stack([solve(each[in_planes:, in_planes:]) for each in products])
+    return matrices.round() if turns else matrices
+
+
+def quarter(angles: torch.Tensor) -> torch.Tensor:
+    """``angles``, in radians, rounded to multiples of 90°."""
+    return (angles / (torch.pi / 2)).round() * (torch.pi / 2)

@@ -1,0 +1,260 @@
+"""The secret coordinates of one layer, recovered symmetry by symmetry: the inverse of ``symmetry.sampling``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, singledispatchmethod
+
+import torch
+
+from mpu_cli.architectures.axes import ATTENTION, OF_HEAD, OF_KEYS, OF_MIXED, OF_QUERIES
+from mpu_cli.architectures.layout import Layout, TensorLayout
+from mpu_cli.architectures.symmetries import (
+    LATENTS,
+    ORDERED,
+    ExpertPermutation,
+    GroupedHeads,
+    HeadPermutation,
+    LatentHeads,
+    Permutation,
+    QuarterTurns,
+    Rotation,
+    Symmetry,
+)
+from mpu_cli.auditing.axis_features import Tensors, features, places_of, undo
+from mpu_cli.auditing.matching import (
+    cosines,
+    head_matrices,
+    match,
+    match_rows,
+    match_signed,
+    plane_angles,
+    procrustes,
+    quarter,
+    signed_permutation,
+    subspace_overlap,
+)
+from mpu_cli.symmetry.axis import AxisMap
+from mpu_cli.symmetry.sampling import plane_matrices, side_by_side, whole_heads
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # of copy and target
+OUTER_AXES = {"model", "|model|", "one", "taps"}  # axes that are aligned before those inside a layer
+UNSIGNED = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # the axes of weights that take no signs
+
+
+def stage_of(symmetry: Symmetry) -> int:
+    """When a symmetry is sought: after those that its features are read through."""
+    if isinstance(symmetry, Permutation | GroupedHeads):
+        return 2 if isinstance(symmetry, Permutation) and symmetry.per_expert else 0
+    return 2 if isinstance(symmetry, Rotation | QuarterTurns) else 1
+
+
+class LayerAlignment:
+    """The maps of one layer's axes between a ``copy``, whose model dimension is aligned, and the ``target``.
+
+    ``symmetries`` names the set assumed to have been used. ``align`` takes its members in the order of ``stage_of``.
+    """
+
+    def __init__(
+        self, layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, symmetries: str
+    ):
+        layer = tensors[0].layer
+        assert layer is not None
+        self.symmetries = layout.symmetries(symmetries, layer)
+        self._layout, self._tensors, self._copy, self._target = layout, tensors, copy, target
+        self._sizes = layout.sizes_of(layer)
+        self._inner_maps: dict[str, AxisMap] = {}  # of state spaces and latent attention: each is read through others
+        self._maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
+        self._expert_order = torch.arange(self._sizes.get("experts", 0))
+        heads, kv_heads = torch.arange(self._sizes["heads"]), torch.arange(self._sizes["kv_heads"])
+        self._head_orders = {"query": heads, "mixed": heads, "key": kv_heads, "value": kv_heads}
+
+    def maps(self) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
+        """One map for each axis: the identity for axes of heads that no symmetry changed."""
+        return {**(self._maps_of_heads() if self._by_head else {}), **self._inner_maps, **self._maps}
+
+    @singledispatchmethod
+    def align(self, symmetry: Symmetry) -> None:
+        """Find what ``symmetry`` did to its axes."""
+        raise TypeError(f"{symmetry}: no symmetry")
+
+    @align.register
+    def _(self, symmetry: Permutation) -> None:
+        if symmetry.per_expert:
+            places = AxisMap(self._expert_order).places.tolist()
+            maps = [self._neurons(symmetry, experts=(places[e], e)) for e in range(len(places))]
+            self._maps |= {axis: tuple(expert_maps[axis] for expert_maps in maps) for axis in symmetry.axes}
+        elif symmetry.name.endswith("ffn"):
+            self._maps |= self._neurons(symmetry)
+        elif symmetry.name in (*LATENTS, *ORDERED):
+            pair = self._inner_features(symmetry.axes[0])
+            axis_map = match_signed(*pair) if symmetry.signed else AxisMap(match_rows(*pair))
+            self._inner_maps |= _with_signs_of(symmetry, axis_map)
+
+    @align.register
+    def _(self, symmetry: GroupedHeads) -> None:
+        for axis in (symmetry.per_head, symmetry.inner, symmetry.of_group):
+            self._inner_maps[axis] = AxisMap(match_rows(*self._inner_features(axis)))
+        if symmetry.common:
+            inside = self._inner_maps[symmetry.inner].order.view(len(self._inner_maps[symmetry.per_head]), -1)
+            self._inner_maps[symmetry.common] = AxisMap((inside % inside.shape[1]).mode(0).values)
+
+    @align.register
+    def _(self, symmetry: LatentHeads) -> None:
+        """Which head is which, and the turns of its coordinates without RoPE, of its values and, the same for all
+        heads, of its coordinates with RoPE. The latents are aligned by now."""
+        heads, free = self._sizes["heads"], self._sizes["mla-free"]
+        copy, target = self._parts_of_latent_heads(heads, free)
+        order = torch.arange(heads)
+        if symmetry.order:
+            pairs = [(a, b) for name in ("free", "values") for a, b in zip(copy[name], target[name], strict=True)]
+            order = match(sum((subspace_overlap(a, b) for a, b in pairs), torch.zeros(heads, heads)))
+        products = {name: _products(copy[name], target[name], order) for name in copy}
+        solve = signed_permutation if symmetry.turns else procrustes
+        matrices = {name: torch.stack([solve(each) for each in products[name]]) for name in ("free", "values")}
+        shared = self._inner_features("mla-key")
+        angles = plane_angles(products["turned"].sum(0) + shared[0] @ shared[1].T, symmetry.planes)
+        turned = plane_matrices((quarter(angles) if symmetry.turns else angles)[None], symmetry.planes)
+        turned = turned.round() if symmetry.turns else turned
+        axis_matrices = {
+            "mla-query": side_by_side(matrices["free"], turned.expand(heads, -1, -1)),
+            "mla-key-value": side_by_side(matrices["free"], matrices["values"]),
+            "mla-mixed": matrices["values"],
+        }
+        for axis, each in axis_matrices.items():
+            self._inner_maps[axis] = AxisMap(whole_heads(order, each.shape[-1]), each)
+        self._inner_maps["mla-key"] = AxisMap(torch.arange(turned.shape[-1]), turned)
+
+    @align.register
+    def _(self, symmetry: ExpertPermutation) -> None:  # noqa: ARG002 (its type decides)
+        # By the router: stacks of matrices would outweigh it, and are not comparable before their neurons are matched.
+        self._expert_order = match(cosines(*self._features("expert")))
+        self._maps["expert"] = AxisMap(self._expert_order)
+
+    @align.register
+    def _(self, symmetry: HeadPermutation) -> None:  # noqa: ARG002 (its type decides)
+        by_head, heads, kv_heads = self._by_head, self._sizes["heads"], self._sizes["kv_heads"]
+        group = heads // kv_heads
+        if not by_head:
+            return
+        overlaps = [subspace_overlap(*by_head[axis]) for axis in ("key", "value") if axis in by_head]
+        if not overlaps:  # a layer that reads another's keys and values: by its query heads
+            overlaps = [subspace_overlap(*by_head["query"]).view(kv_heads, group, kv_heads, group).sum((1, 3))]
+        kv_order, query_order = match(sum(overlaps[1:], overlaps[0])), torch.arange(heads)
+        for h, g in enumerate(kv_order.tolist()):
+            mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
+            query_order[mine] = g * group + match(
+                subspace_overlap(by_head["query"][0][mine], by_head["query"][1][theirs])
+                + subspace_overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
+            )
+        self._head_orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+
+    @align.register(Rotation)
+    @align.register(QuarterTurns)
+    def _(self, symmetry: Rotation | QuarterTurns) -> None:
+        if not self._by_head:
+            return
+        turns = isinstance(symmetry, QuarterTurns)
+        matrices = head_matrices(self._products_of_heads(symmetry.axes), symmetry.planes, symmetry.rotary, turns=turns)
+        for axis in symmetry.axes:
+            order = self._head_orders[axis]
+            of_axis = matrices.repeat_interleave(len(order) // len(matrices), 0)
+            self._maps[axis] = AxisMap(whole_heads(order, matrices.shape[-1]), of_axis)
+            if turns and axis in UNSIGNED:
+                self._maps[UNSIGNED[axis]] = _order_of(of_axis, order)
+        if isinstance(symmetry, QuarterTurns) and symmetry.norm == "shared":
+            self._maps[OF_HEAD] = AxisMap(matrices.abs().argmax(2).mode(0).values)
+
+    def _features(self, *axes: str, experts: tuple[int | None, int | None] = (None, None)) -> Pair:
+        """Features of ``axes`` in copy and target; ``experts``: in which expert of each, for axes inside experts."""
+        pair = []
+        for weights, expert in zip((self._copy, self._target), experts, strict=True):
+            places = [each for axis in axes for each in places_of(self._layout, self._tensors, axis, expert)]
+            pair.append(features(weights, places))
+        return pair[0], pair[1]
+
+    def _inner_features(self, axis: str) -> Pair:
+        """Features of an ``axis`` inside a state space or latent attention, from the tensors whose other axes are
+        aligned by now."""
+        unchanged = {*LATENTS} - {symmetry.name for symmetry in self.symmetries}
+        aligned_axes = OUTER_AXES | unchanged | self._inner_maps.keys()
+        matchable = [t for t in self._tensors if all(axis in group or {*group} <= aligned_axes for group in t.axes)]
+        places = places_of(self._layout, matchable, axis)
+        aligned = undo(self._layout, self._tensors, self._copy, self._inner_maps)
+        return features(aligned, places), features(self._target, places)
+
+    def _neurons(
+        self, permutation: Permutation, experts: tuple[int | None, int | None] = (None, None)
+    ) -> dict[str, AxisMap]:
+        """The maps of the axes of a feed-forward layer, or of one expert."""
+        if not permutation.signed:
+            axis_map = AxisMap(match_rows(*self._features(*permutation.axes, experts=experts)))
+        else:
+            unsigned = [axis for axis in permutation.axes if axis not in permutation.signed]
+            signed = self._features(*permutation.signed, experts=experts)
+            axis_map = match_signed(*signed, self._features(*unsigned, experts=experts))
+        return _with_signs_of(permutation, axis_map)
+
+    @cached_property
+    def _by_head(self) -> dict[str, Pair]:
+        """Features of copy and target for each axis of attention in this layer: (heads, d, features)."""
+        d = self._sizes["head_dim"]
+        present = [axis for axis in ATTENTION if any(axis in group for t in self._tensors for group in t.axes)]
+        pairs = {axis: self._features(axis) for axis in present}
+        return {axis: (ours.view(-1, d, ours.shape[1]), theirs.view(-1, d, theirs.shape[1]))
+                for axis, (ours, theirs) in pairs.items()}  # fmt: skip
+
+    def _maps_of_heads(self) -> dict[str, AxisMap]:
+        """The maps of the axes of attention, as far as only whole heads moved."""
+        maps = {axis: AxisMap(whole_heads(order, self._sizes["head_dim"])) for axis, order in self._head_orders.items()}
+        unsigned = {UNSIGNED[axis]: maps[axis] for axis in UNSIGNED}
+        return maps | unsigned | {"head": AxisMap(self._head_orders["query"])}
+
+    def _products_of_heads(self, axes: Sequence[str]) -> torch.Tensor:
+        """X Yᵀ for each KV head of the target, (KV heads, d, d), over the heads of all ``axes`` that share it."""
+        d, kv_heads = self._sizes["head_dim"], self._sizes["kv_heads"]
+        products = torch.zeros(kv_heads, d, d)
+        for axis in filter(self._by_head.__contains__, axes):
+            ours, theirs = self._by_head[axis]
+            products += _products([ours], [theirs], self._head_orders[axis]).view(kv_heads, -1, d, d).sum(1)
+        return products
+
+    def _parts_of_latent_heads(self, heads: int, free: int) -> list[dict[str, list[torch.Tensor]]]:
+        """Features of copy and target for each part of the heads of latent attention: (heads, coordinates, features).
+
+        ``free``: coordinates without RoPE; ``values``; ``turned``: coordinates with RoPE.
+        """
+        axes = ("mla-query", "mla-key-value", "mla-mixed")
+        pairs = zip(*(self._inner_features(axis) for axis in axes), strict=True)
+        parts = []
+        for weights in pairs:
+            query, keys, mixed = (x.view(heads, -1, x.shape[1]) for x in weights)
+            parts.append(
+                {"free": [query[:, :free], keys[:, :free]], "values": [keys[:, free:], mixed],
+                 "turned": [query[:, free:]]}
+            )  # fmt: skip
+        return parts
+
+
+def _with_signs_of(permutation: Permutation, axis_map: AxisMap) -> dict[str, AxisMap]:
+    """``axis_map`` for every axis of ``permutation``, without signs where the axis takes none."""
+    return {axis: axis_map if axis in permutation.signed else AxisMap(axis_map.order) for axis in permutation.axes}
+
+
+def _products(copy: Sequence[torch.Tensor], target: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+    """X Yᵀ of each head of the target with the head of the copy that ``order`` gives it, summed over the tensors."""
+    summed = torch.zeros(())
+    for ours, theirs in zip(copy, target, strict=True):
+        moved = torch.empty_like(ours)
+        moved[order] = ours
+        summed = summed + torch.einsum("hif,hjf->hij", moved, theirs)
+    return summed
+
+
+def _order_of(matrices: torch.Tensor, heads: torch.Tensor) -> AxisMap:
+    """The order of an axis whose heads, put in the order ``heads``, are turned by signed permutations ``matrices``,
+    (heads, d, d): for what takes no signs, such as the weights of norms."""
+    d = matrices.shape[-1]
+    inside = matrices.abs().argmax(2)
+    flat = (inside + d * torch.arange(len(inside))[:, None]).flatten()
+    return AxisMap(flat[whole_heads(heads, d)])
