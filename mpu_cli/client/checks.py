@@ -46,6 +46,8 @@ def check_options(options: Unlearning) -> Objective:
         check_bitsandbytes()
     if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
+    if options.privacy.dp_epsilon is not None and options.privacy.public_records:
+        raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
     if options.privacy.dp_epsilon is not None:
         check_objective(options.algo, objective)
         mixed = options.training.precision == "mixed"

@@ -16,7 +16,8 @@ from mpu_cli.client.checkpoints import Checkpoints
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.datasets import records_digest
-from mpu_cli.client.ledger import LedgerEntry, Mechanism
+from mpu_cli.client.accounting import Mechanism
+from mpu_cli.client.ledger import LedgerEntry
 from mpu_cli.client.tag import training_tag
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import CopyManifest
@@ -57,7 +58,7 @@ def entry_of(
     return LedgerEntry(
         hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *origin, weights,
         options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
-        surroundings=surroundings,
+        surroundings=surroundings, public=options.privacy.public_records,
     )  # fmt: skip
 
 

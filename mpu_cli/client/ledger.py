@@ -1,6 +1,6 @@
-"""The client's own record of every training on a copy, and what all of them together spend of its records' privacy.
+"""The client's own record of all that it made of its records, and what that spends together of their privacy.
 
-    CONFIG/mpu/ledger.jsonl    a line for each training, mode 0600
+    CONFIG/mpu/ledger.jsonl    a line for each training on a copy and each release of terms, mode 0600
 
 What a server says of its copies and rounds bounds nothing: it can publish as often as it likes. So budgets are composed
 over what this file holds, and a training is written down before any record meets the model.
@@ -14,30 +14,22 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mpu_cli.boundary.documents import Document, Scale, parse_document
+from mpu_cli.boundary.documents import Document, parse_document
+from mpu_cli.client.accounting import Mechanism, Release, Spending, composed_epsilon
 from mpu_cli.errors import MpuError
 from mpu_cli.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.sealing import default_identity_path
 
-ACCOUNTANT = "rdp"
 LOSSES_OF = "losses_of"  # a line that adds to an earlier one
 
 
 @dataclass(frozen=True)
-class Mechanism:
-    """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
-
-    noise_multiplier: Scale
-    sample_rate: Scale
-    steps: int
-
-
-@dataclass(frozen=True)
 class LedgerEntry:
-    """One training. ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
+    """One training, or one release (``algorithm`` is then its command). ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
     of what was trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records;
     ``forget`` and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer,
-    template and config, the same for all copies of a round."""
+    template and config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that
+    of a release of terms; ``public``: the records were public or surrogates, so that nothing is spent."""
 
     identity: str
     run: str
@@ -51,6 +43,13 @@ class LedgerEntry:
     mechanism: Mechanism | None = None
     data: str = ""
     surroundings: str = ""
+    release: Release | None = None
+    public: bool = False
+
+    @property
+    def spendings(self) -> list[Spending]:
+        """What it spends: nothing, one bound, or None in place of a bound."""
+        return [] if self.public else [self.release or self.mechanism]
 
 
 class _Losses(Document):
@@ -64,17 +63,6 @@ class _Losses(Document):
 def default_ledger_path() -> Path:
     """``mpu/ledger.jsonl`` in the user's configuration directory."""
     return default_identity_path().with_name("ledger.jsonl")
-
-
-def composed_epsilon(mechanisms: Sequence[Mechanism | None], delta: float) -> float:
-    """ε at ``delta`` of all ``mechanisms`` one after the other; infinite if one is None, a training without noise."""
-    from opacus.accountants import create_accountant
-
-    if any(each is None or not each.noise_multiplier for each in mechanisms):
-        return math.inf
-    accountant = create_accountant(ACCOUNTANT)
-    accountant.history = [(each.noise_multiplier, each.sample_rate, each.steps) for each in mechanisms if each]
-    return accountant.get_epsilon(delta)
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:
@@ -118,10 +106,11 @@ def write_down(
                 "copy of the round that you trained on, so the two would show what each makes of your records",
                 "nothing was read; ask its owner, or use --trust-copy if you know why",
             )
-        if entry.mechanism is None and any(each.identity == entry.identity for each in before):
+        spends_again = entry.mechanism is not None or entry.release is not None
+        if not spends_again and any(each.identity == entry.identity for each in before):
             return [each for each in before if each.identity != entry.identity]
         if budget is not None:
-            spent = composed_epsilon([*(each.mechanism for each in before), entry.mechanism], delta)
+            spent = epsilon_of([*before, entry], delta)
             if spent > budget:
                 raise MpuError(
                     f"--dp-budget {budget:g}: with this training, the {len(before) + 1} in {path} would spend "
@@ -130,6 +119,11 @@ def write_down(
                 )
         append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(entry)})
         return before
+
+
+def epsilon_of(entries: Sequence[LedgerEntry], delta: float) -> float:
+    """ε at ``delta`` of all ``entries`` together; infinite if one has no bound."""
+    return composed_epsilon([spending for entry in entries for spending in entry.spendings], delta)
 
 
 def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -> bool:
@@ -142,7 +136,7 @@ def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     """What a ledger holds, for people."""
-    private = sum(each.mechanism is not None for each in entries)
+    private = sum(None not in each.spendings for each in entries)
     return {
         "trainings": len(entries), "with --dp-epsilon": private, "without": len(entries) - private,
         "runs": len({each.run for each in entries if each.run}), "models": len({each.weights for each in entries}),

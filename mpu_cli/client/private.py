@@ -11,7 +11,6 @@ every device: torch's generators keep 32 or 64 bits of a seed, and whoever finds
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.client.ledger import ACCOUNTANT, Mechanism, composed_epsilon
+from mpu_cli.client.accounting import Mechanism, check_accounting, composed_epsilon, noise_multiplier_for
 from mpu_cli.client.losses import Frozen, Objective, TermInputs, score
 from mpu_cli.client.optimizers import make_optimizer
 from mpu_cli.client.reference_model import Reference
@@ -82,8 +81,6 @@ def plan(
     read ``epochs`` times on average. ``noise_multiplier`` overrides the one that is computed. Raises UsageError if no
     noise is enough.
     """
-    from opacus.accountants.utils import get_noise_multiplier
-
     members: dict[object, list[ExampleIndex]] = {}
     for name, units_of in names.items():
         for number, unit in enumerate(units_of):
@@ -97,13 +94,8 @@ def plan(
     if noise_multiplier is None:
         try:
             assert privacy.dp_epsilon is not None
-            epsilon, delta = left_out_budget(privacy.dp_epsilon, privacy.dp_delta, privacy.dp_neighbours)
-            noise_multiplier = get_noise_multiplier(
-                target_epsilon=epsilon,
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                accountant=ACCOUNTANT,
+            noise_multiplier = noise_multiplier_for(
+                privacy.dp_epsilon, privacy.dp_delta, sample_rate=rate, steps=steps, neighbours=privacy.dp_neighbours
             )
         except ValueError as error:
             raise UsageError(
@@ -114,24 +106,13 @@ def plan(
     return Plan(units, Mechanism(noise_multiplier, rate, steps))
 
 
-def left_out_budget(epsilon: float, delta: float, neighbours: str) -> tuple[float, float]:
-    """The (ε, δ) for a record left out that gives ``epsilon`` and ``delta`` between ``neighbours``.
-
-    Replacing a record is leaving it out and putting another in its place: two steps of (ε', δ') are
-    (2ε', (1 + e^ε')·δ')-private (group privacy, Dwork and Roth 2014, theorem 2.2).
-    """
-    if neighbours == "left-out":
-        return epsilon, delta
-    return epsilon / 2, delta / (1 + math.exp(epsilon / 2))
-
-
 def check_opacus() -> None:
-    """Raises MpuError without Opacus."""
+    """Raises MpuError without Opacus and dp-accounting."""
+    check_accounting()
     try:
         import opacus  # noqa: F401
     except ImportError as error:
         raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
-    warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")  # still a bound, if not the best
 
 
 def check_private(trained: Iterable[str]) -> None:
@@ -190,12 +171,8 @@ def train_privately(
         losses = Losses(total, *terms, means.get("forget", 0.0), means.get("retain"))
         on_step(losses, planned.mechanism.steps)
     wrapped.remove_hooks()
-    steps_apart = 2 if privacy.dp_neighbours == "replaced" else 1
-    delta = privacy.dp_delta
-    if privacy.dp_epsilon is not None:
-        _, delta = left_out_budget(privacy.dp_epsilon, privacy.dp_delta, privacy.dp_neighbours)
     return {
-        "epsilon": steps_apart * composed_epsilon([planned.mechanism], delta),
+        "epsilon": composed_epsilon([planned.mechanism], privacy.dp_delta, privacy.dp_neighbours),
         "delta": privacy.dp_delta,
         "noise_multiplier": planned.mechanism.noise_multiplier,
         "max_grad_norm": privacy.dp_max_grad_norm,

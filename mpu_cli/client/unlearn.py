@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from mpu_cli.boundary.files import private_umask
 from mpu_cli.checkpoint.transaction import Transaction
 from mpu_cli.checkpoint.writer import CheckpointWriter
+from mpu_cli.client.accounting import composed_epsilon
 from mpu_cli.client.checkpoints import Checkpoints, step_of
 from mpu_cli.client.checks import (
     PRECISIONS,
@@ -33,7 +34,7 @@ from mpu_cli.client.identity import (
     tag_of,
 )
 from mpu_cli.client.job import LoadedCopy, TrainingJob, load_copy, prepare_job
-from mpu_cli.client.ledger import LedgerEntry, composed_epsilon, read_ledger, write_down, write_losses
+from mpu_cli.client.ledger import LedgerEntry, read_ledger, write_down, write_losses
 from mpu_cli.client.outcome import Measured, UnlearningResult, measure
 from mpu_cli.client.precision import computing_in
 from mpu_cli.client.private import Plan, train_privately
@@ -231,8 +232,8 @@ def _train_privately(
     private = private.of_examples(records.record_numbers)
     privacy = job.options.privacy
     spent = train_privately(to_train, records.sets, job.objective, training, privacy, private, on_step=progress)
-    mechanisms = [*(each.mechanism for each in registration.earlier), private.mechanism]
-    spent["epsilon_of_ledger"] = composed_epsilon(mechanisms, privacy.dp_delta)
+    earlier = [spending for entry in registration.earlier for spending in entry.spendings]
+    spent["epsilon_of_ledger"] = composed_epsilon([*earlier, private.mechanism], privacy.dp_delta)
     return spent
 
 

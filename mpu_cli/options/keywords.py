@@ -174,6 +174,9 @@ class UnlearnKeywords(TypedDict, total=False):
     # What ε compares: your records with one left out, its place empty, or with one replaced by another, which takes
     # about twice the noise. How many records there are is no secret in either. Default: left-out.
     dp_neighbours: Literal["left-out", "replaced"]
+    # All records of this training are public, or from `mpu surrogate`: your ledger counts it as spending nothing.
+    # Default: False.
+    public_records: bool
     # Refuse a training after which all that were ever made with your ledger would spend more than this ε. Must be
     # above 0.
     dp_budget: float | None

@@ -215,6 +215,11 @@ class Privacy(Options):
         "What ε compares: your records with one left out, its place empty, or with one replaced by another, which "
         "takes about twice the noise. How many records there are is no secret in either.",
     )
+    public_records: bool = option(
+        False,
+        "All records of this training are public, or from `mpu surrogate`: your ledger counts it as spending nothing.",
+        affects_result=False,
+    )
     dp_budget: float | None = option(
         None,
         "Refuse a training after which all that were ever made with your ledger would spend more than this ε.",

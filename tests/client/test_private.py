@@ -146,7 +146,7 @@ def test_noise_has_the_size_asked_for(tmp_path):
 
 
 def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
-    """With all records in every step, it is T Gaussian mechanisms in a row: RDP α·T/(2σ²), at least the exact value."""
+    """With all records in every step, it is T Gaussian mechanisms in a row, of which the exact ε is known."""
     model, sets = prepare(tmp_path, "llama")
     spent = train(model, sets, "graddiff", 1.0)
     assert spent["sample_rate"] == 1
@@ -158,7 +158,7 @@ def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
         return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu) - 1e-5
 
     exact = optimize.brentq(delta, 0.01, 10)
-    assert exact <= spent["epsilon"] <= 1.3 * exact
+    assert exact <= spent["epsilon"] <= 1.01 * exact
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 4.0])
@@ -176,7 +176,7 @@ def test_a_replaced_record_costs_what_was_asked(epsilon):
         return normal(mu / 2 - value / mu) - math.exp(value) * normal(-mu / 2 - value / mu) - privacy.dp_delta
 
     exact = optimize.brentq(delta, 1e-3, 100)
-    assert exact <= epsilon
+    assert exact <= epsilon <= 1.02 * exact
     default_mechanism = plan({"forget": [None] * 8}, training, Privacy(dp_epsilon=epsilon), epochs=5).mechanism
     assert default_mechanism.noise_multiplier < mechanism.noise_multiplier
 
