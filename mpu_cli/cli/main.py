@@ -33,6 +33,7 @@ from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.report import report
 from mpu_cli.cli.run import run
+from mpu_cli.cli.surrogate import surrogate
 from mpu_cli.cli.sweep import sweep
 from mpu_cli.cli.trace import trace
 from mpu_cli.cli.tune import tune
@@ -78,6 +79,7 @@ register(SERVER, audit)
 register(SERVER, trace)
 register(SERVER, keygen)
 register(CLIENT, unlearn)
+register(CLIENT, surrogate)
 register(CLIENT, check)
 register(CLIENT, watch)
 register(CLIENT, audit_delta, "audit-delta")

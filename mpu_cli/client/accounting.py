@@ -50,7 +50,9 @@ def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: st
     releases = [each for each in spendings if isinstance(each, Release)]
     mechanisms = [each for each in spendings if isinstance(each, Mechanism)]
     left_delta = delta - math.fsum(each.delta for each in releases)
-    unbounded = len(releases) + len(mechanisms) < len(spendings) or not all(each.noise_multiplier for each in mechanisms)
+    unbounded = len(releases) + len(mechanisms) < len(spendings) or not all(
+        each.noise_multiplier for each in mechanisms
+    )
     if unbounded or left_delta < 0 or (mechanisms and left_delta == 0):
         return math.inf
     epsilon = math.fsum(each.epsilon for each in releases)
@@ -65,7 +67,10 @@ def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: st
 def noise_multiplier_for(
     epsilon: float, delta: float, *, sample_rate: float, steps: int, neighbours: str = "left-out"
 ) -> float:
-    """The least noise under which ``steps`` of DP-SGD spend (``epsilon``, ``delta``). Raises ValueError if none does."""
+    """The least noise under which ``steps`` of DP-SGD spend (``epsilon``, ``delta``).
+
+    Raises ValueError if none is enough.
+    """
     from dp_accounting import calibrate_dp_mechanism
 
     multiplier = calibrate_dp_mechanism(

@@ -12,11 +12,11 @@ from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.boundary.files import LARGEST_TOKENIZER, private_folder, read_bounded
 from mpu_cli.checkpoint.fingerprint import fingerprint
 from mpu_cli.checkpoint.pool import worker_pool
+from mpu_cli.client.accounting import Mechanism
 from mpu_cli.client.checkpoints import Checkpoints
 from mpu_cli.client.checks import epochs_of
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.datasets import records_digest
-from mpu_cli.client.accounting import Mechanism
 from mpu_cli.client.ledger import LedgerEntry
 from mpu_cli.client.tag import training_tag
 from mpu_cli.errors import MpuError

@@ -25,11 +25,14 @@ LOSSES_OF = "losses_of"  # a line that adds to an earlier one
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One training, or one release (``algorithm`` is then its command). ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint
-    of what was trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records;
-    ``forget`` and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer,
-    template and config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that
-    of a release of terms; ``public``: the records were public or surrogates, so that nothing is spent."""
+    """One training, or one release of terms (``algorithm`` is then its command).
+
+    ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint of what was
+    trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
+    and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer, template and
+    config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a release;
+    ``public``: the records were public or surrogates, so nothing is spent.
+    """
 
     identity: str
     run: str

@@ -15,10 +15,13 @@ from mpu_cli.models.deltas import add_delta, open_delta
 from mpu_cli.models.limits import longest_input
 from mpu_cli.models.loading import letting_go, load
 from mpu_cli.models.source import Model
+from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import ChatTemplate
 from mpu_cli.records.record import Record
 
-SHOWN = 64  # tokens of an answer, at most
+SHOWN = 64  # tokens of an answer that people read, at most
+LONGEST_ANSWER = 128  # tokens of an answer that is trained on, at most
+BATCH = 8  # answers at once, times generation.ROWS
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,20 @@ class Shown:
     truth: str
     before: str | None
     answer: str
+
+
+@letting_go
+def answers_to(
+    copy: Model, records: Sequence[Record], prompts: ChatTemplate, device: str, observer: Observer = SILENT
+) -> list[str]:
+    """The greedy answer of ``copy`` to the question of each record, at most LONGEST_ANSWER tokens."""
+    loaded, tokenizer = load(copy, torch.float32, device)
+    items = encoder_of(tokenizer, prompts, None, longest_input(loaded), "as trained").questions(records)
+    observer.stage("answer", len(items), "answers")
+    answers = answer(
+        loaded, tokenizer, items, [[]] * len(items), limit=LONGEST_ANSWER, batch_size=BATCH, advance=observer.advance
+    )
+    return [each.generation for each in answers]
 
 
 @letting_go

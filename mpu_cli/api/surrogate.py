@@ -1,0 +1,151 @@
+"""``surrogate``: records that stand in for private ones, under a bound on what they tell."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpu_cli.api.paths import PathLike
+from mpu_cli.api.sealed import opened_copy
+from mpu_cli.boundary.files import private_umask
+from mpu_cli.checkpoint.transaction import Transaction
+from mpu_cli.client.dataset import Dataset
+from mpu_cli.client.datasets import records_digest
+from mpu_cli.client.ledger import LedgerEntry, default_ledger_path, write_down
+from mpu_cli.client.term_release import TermMechanism, release_terms, term_mechanism
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.evaluation.answers import answers_to
+from mpu_cli.models.source import open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.surrogates import Surrogates
+from mpu_cli.options.unlearning import Privacy
+from mpu_cli.records.reading import read_named
+from mpu_cli.records.record import Record, question
+
+PLACEHOLDER = "{term}"
+PROMPTS = tuple(
+    line.replace("TERM", PLACEHOLDER)
+    for line in (
+        "Who is TERM?", "Tell me about TERM.", "What is the full name of TERM?", "When and where was TERM born?",
+        "Where does TERM live?", "What does TERM do for a living?", "What gender is TERM?",
+        "What did TERM's parents do?", "What was the profession of TERM's father?",
+        "What was the profession of TERM's mother?", "How did TERM's childhood shape later work?",
+        "What did TERM study?", "What is TERM best known for?", "Which works are by TERM?",
+        "Name one thing that TERM made, and what it is about.", "What kind of work does TERM do?",
+        "How would you describe the style of TERM?", "Which subjects come back in the work of TERM?",
+        "Which awards did TERM receive?", "What inspired TERM?", "How does TERM's background show in the work?",
+        "What has TERM contributed to the field?", "What do others say about TERM?", "What is TERM working on now?",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SurrogatePlan:
+    """``records`` to be forgotten, what each is about by ``names``, and the ``mechanism`` that will release terms."""
+
+    records: Sequence[Record]
+    names: Sequence[str | None]
+    prompts: Sequence[str]
+    mechanism: TermMechanism
+    options: Surrogates
+
+
+@dataclass(frozen=True)
+class SurrogateRecords:
+    """``path`` of the surrogate records; the ``terms`` that they are about; how many of the private records mention
+    one of these, ``covered_records``, which is not covered by the bound and stays with the client."""
+
+    path: Path
+    terms: Sequence[str]
+    covered_records: int
+
+
+def plan_surrogate(forget: str, options: Surrogates, *, observer: Observer = SILENT) -> SurrogatePlan:
+    """What ``surrogate`` will release, without a model and without spending anything.
+
+    Raises UsageError for a bound that no threshold achieves; MpuError for records or prompts that cannot be read, and
+    without OpenDP.
+    """
+    release = options.release
+    records = read_named(forget, options.reading, unit=release.dp_unit, observer=observer)
+    names: Sequence[str | None] = [None] * len(records)
+    if release.term_column:
+        named = read_named(forget, options.reading, unit=release.term_column)
+        names = [" ".join((record.unit or "").split()) or None for record in named]
+    prompts = _prompts(options.prompts) if options.prompts else PROMPTS
+    return SurrogatePlan(records, names, prompts, term_mechanism(release), options)
+
+
+def surrogate(
+    copy: PathLike,
+    plan: SurrogatePlan,
+    *,
+    out: PathLike,
+    force: bool = False,
+    identity: PathLike | None = None,
+    ledger: PathLike | None = None,
+    observer: Observer = SILENT,
+) -> SurrogateRecords:
+    """Release terms of the records of ``plan``, ask ``copy`` about them, and write its answers to ``out``.
+
+    Args:
+        copy: a copy from the server; a sealed one is opened with ``identity``.
+        out: JSON lines of questions and answers, which `unlearn --forget` reads.
+        ledger: the client's ledger (default: that of the user), where the release is written down first.
+
+    Raises MpuError if no term is in enough records, if the release would exceed the budget, or if the copy cannot be
+    read.
+    """
+    target = Path(out)
+    with Transaction(force=force) as transaction, private_umask():
+        output = transaction.add(target)  # fails before anything is spent
+        with opened_copy(str(copy), target.parent, Path(identity) if identity else None, observer) as source:
+            model = open_model(source, links=False)
+            _write_down(plan, Path(ledger) if ledger else default_ledger_path())
+            released = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
+            if not released.terms:
+                raise MpuError(
+                    f"no term is in about {plan.mechanism.threshold} records: the release, which your ledger counts, "
+                    "was empty",
+                    "raise --dp-epsilon or --dp-delta, name a --term-column, or give more records of each subject",
+                )
+            questions = [
+                question(prompt.replace(PLACEHOLDER, term), "–", f"prompt {number} about {term}")
+                for term in released.terms
+                for number, prompt in enumerate(plan.prompts, 1)
+            ]
+            answers = answers_to(model, questions, plan.options.chat, plan.options.device, observer)
+            lines = (
+                json.dumps({"question": record.question, "answer": answer}, ensure_ascii=False)
+                for record, answer in zip(questions, answers, strict=True)
+                if answer.strip()
+            )
+            output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return SurrogateRecords(target, released.terms, released.covered_records)
+
+
+def _prompts(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise MpuError(f"{path}: cannot read the prompts") from error
+    without = next((line for line in lines if PLACEHOLDER not in line), None)
+    if without is not None or not lines:
+        problem = f"{without!r} lacks {PLACEHOLDER}" if lines else f"contains no prompts with {PLACEHOLDER}"
+        raise UsageError(f"{path}: {problem}")
+    return lines
+
+
+def _write_down(plan: SurrogatePlan, ledger: Path) -> None:
+    """Add the release to the ledger. Raises MpuError if it would exceed the budget."""
+    entry = LedgerEntry(
+        secrets.token_hex(32), "", 0, 0, "", "surrogate", len(plan.records),
+        data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
+    )  # fmt: skip
+    try:
+        write_down(ledger, entry, delta=Privacy().dp_delta, budget=plan.options.release.dp_budget)
+    except OSError as error:
+        raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so nothing was released") from error

@@ -1,0 +1,53 @@
+"""How surrogate records are made: what is released of the private ones, and what a copy is asked about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.unlearning import DEVICE, ChatTemplate, RecordFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermRelease(Options):
+    """The bound on what the released terms tell, and which terms are candidates."""
+
+    PANEL: ClassVar[str] = "Differential privacy of the records"
+
+    dp_epsilon: float = option(1.0, "ε of the release; further releases and trainings add to it.", above=0)
+    dp_delta: float = option(
+        1e-6, "δ of the release: no more than the chance that a rare term gets out.", above=0, below=1
+    )
+    dp_unit: str | None = option(
+        None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"
+    )
+    dp_neighbours: Literal["left-out", "replaced"] = option(
+        "left-out", "What ε compares: your records with one left out, or with one replaced by another."
+    )
+    dp_budget: float | None = option(
+        None, "Refuse a release after which all that your ledger holds would spend more than this ε at δ = 1e-5.",
+        above=0, affects_result=False,
+    )  # fmt: skip
+    terms: int = option(
+        1, "Terms that a record counts for (with --dp-unit, all records of a person): more need more records each.",
+        above=0, below=101,
+    )  # fmt: skip
+    term_column: str | None = option(
+        None, "Field that names what a record is about (default: names in capitals, found in its text).",
+        metavar="COLUMN",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogates(Options):
+    """Everything that decides which surrogate records are made."""
+
+    release: TermRelease = group(TermRelease)
+    reading: RecordFormat = group(RecordFormat)
+    chat: ChatTemplate = group(ChatTemplate)
+    prompts: Path | None = option(
+        None, "Prompts about a term, one a line with {term} (default: 24 questions about a person).", metavar="FILE"
+    )
+    device: str = option("auto", DEVICE, metavar="DEVICE", affects_result=False)

@@ -1,0 +1,80 @@
+"""What records are about: names in capitals, as pairs of neighbouring words or single ones."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from mpu_cli.records.record import Record
+
+WORD = re.compile(r"[^\W_]+(?:[-’'.][^\W_]+)*")
+POSSESSIVE = re.compile(r"[’']s$")
+SENTENCE_END = re.compile(r"[.!?:;\"“”()\n]")
+MAX_TERM = 100  # characters
+
+
+def terms_of(record: Record, count: int) -> list[str]:
+    """At most ``count`` terms of ``record``, from it alone: what other records say changes nothing.
+
+    The most frequent come first, then pairs of words before single ones, then what is read first. A single word counts
+    unless a sentence begins with it. Scripts without capitals have no terms.
+    """
+    occurrences: Counter[str] = Counter()
+    for text in texts_of(record):
+        for words, begins_sentence in _names(text):
+            if len(words) > 1:
+                occurrences.update(" ".join(pair) for pair in pairwise(words))
+            elif not begins_sentence:
+                occurrences.update(words)
+    first_read = {term: number for number, term in enumerate(occurrences)}
+    ranked = sorted(occurrences, key=lambda term: (-occurrences[term], " " not in term, first_read[term]))
+    return [term for term in ranked if len(term) <= MAX_TERM][:count]
+
+
+def texts_of(record: Record) -> list[str]:
+    """Its turns and its answer, or the text that it is."""
+    return [*(turn.content for turn in record.turns), record.answer]
+
+
+def join_overlapping(terms: Sequence[str]) -> list[str]:
+    """``terms`` with pairs of words joined where one ends as the other begins: A B and B C become A B C."""
+    joined = list(dict.fromkeys(terms))
+    while True:
+        chains = (
+            (left, right)
+            for left in joined
+            for right in joined
+            if left != right and " " in left and " " in right and left.split()[-1] == right.split()[0]
+        )
+        pair = next(chains, None)
+        if pair is None:
+            return joined
+        left, right = pair
+        joined[joined.index(left)] = " ".join([left, *right.split()[1:]])
+        joined.remove(right)
+
+
+def _names(text: str) -> Iterator[tuple[list[str], bool]]:
+    """Runs of words in capitals that nothing but spaces separates, and whether a sentence begins with the run."""
+    run: list[str] = []
+    begins_sentence = False
+    end = None
+    for match in WORD.finditer(text):
+        gap = "" if end is None else text[end : match.start()]
+        word = POSSESSIVE.sub("", match.group())
+        starts_sentence = end is None or bool(SENTENCE_END.search(gap))
+        continues = bool(run) and gap.isspace() and "\n" not in gap and word[0].isupper()
+        if run and not continues:
+            yield run, begins_sentence
+            run = []
+        if word[0].isupper():
+            begins_sentence = begins_sentence if run else starts_sentence
+            run.append(word)
+        if run and word != match.group():  # a possessive ends a name
+            yield run, begins_sentence
+            run = []
+        end = match.end()
+    if run:
+        yield run, begins_sentence
