@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mpu_cli.client.unlearn import unlearn as run_unlearn
 from mpu_cli.errors import MpuError, Stopped, UsageError
 from mpu_cli.evaluation.answers import Shown, answers_before_and_after
 from mpu_cli.manifest import delta_manifest, read_copy_manifest
-from mpu_cli.models.source import open_model
+from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared_options, with_keywords
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
@@ -60,6 +61,16 @@ class UnlearnPlan:
     def warnings(self) -> list[str]:
         """What is probably wrong with the records."""
         return self.data.warnings()
+
+    def most_signal(self, copy: Model) -> float:
+        """The most that the records can move ``copy`` under --dp-epsilon, over what the noise moves it."""
+        from mpu_cli.client.delta import delta_specs
+        from mpu_cli.client.job import plan_privately
+        from mpu_cli.client.losses import objective_of
+        from mpu_cli.client.private import most_signal
+
+        planned = plan_privately(self.data, self.options, objective_of(self.options.algo, self.options.loss))
+        return most_signal(planned, sum(math.prod(shape) for _, shape in delta_specs(copy, self.options).values()))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.options.unlearning import Privacy
 from mpu_cli.records.reading import read_named
 from mpu_cli.records.record import Record, question
+from mpu_cli.records.terms import prompt_of
 
 PLACEHOLDER = "{term}"
 PROMPTS = tuple(
@@ -75,7 +76,8 @@ def plan_surrogate(forget: str, options: Surrogates, *, observer: Observer = SIL
     if release.term_column:
         named = read_named(forget, options.reading, unit=release.term_column)
         names = [" ".join((record.unit or "").split()) or None for record in named]
-    prompts = _prompts(options.prompts) if options.prompts else PROMPTS
+    prompts = [*(_read_prompts(options.prompts) if options.prompts else PROMPTS), *_public_prompts(options)]
+    prompts = _evenly_spaced(prompts, options.prompts_per_term)
     return SurrogatePlan(records, names, prompts, term_mechanism(release), options)
 
 
@@ -127,7 +129,17 @@ def surrogate(
     return SurrogateRecords(target, released.terms, released.covered_records)
 
 
-def _prompts(path: Path) -> list[str]:
+def _public_prompts(options: Surrogates) -> list[str]:
+    """The questions of public records with PLACEHOLDER in place of names, each once."""
+    records = read_named(options.public, options.reading) if options.public else []
+    return [*dict.fromkeys(prompt for record in records if (prompt := prompt_of(record, PLACEHOLDER)))]
+
+
+def _evenly_spaced(prompts: Sequence[str], count: int) -> list[str]:
+    return [prompts[i * len(prompts) // min(count, len(prompts))] for i in range(min(count, len(prompts)))]
+
+
+def _read_prompts(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -44,11 +44,12 @@ def surrogate(
 
     with terminal() as observer:
         plan = plan_surrogate(forget, surrogates, observer=observer)
-        note(_bound(plan))
         if dry_run:
+            note(_bound(plan))
             emit([], {"records": len(plan.records), **_numbers(plan), "prompts": len(plan.prompts)}, as_json)
             return
         result = make_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
+    note(_bound(plan))
     note(f"released: {', '.join(result.terms)}")
     note(
         f"for you only: {result.covered_records} of {len(plan.records)} records mention a released term; what the "

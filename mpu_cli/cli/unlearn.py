@@ -167,6 +167,12 @@ def _preview(plan: UnlearnPlan, as_json: bool) -> None:
         notes.append(
             f"so few steps at this rate hardly forget: --lr auto would be {cost.usual_rate:.2g}; `mpu tune` finds both"
         )
+    if plan.options.privacy.dp_epsilon is not None:
+        signal = plan.most_signal(models[0])
+        notes.append(
+            f"privacy: the noise is at least {1 / signal:.2g} times what the records change, even if all of them pull "
+            "the same way; `mpu surrogate` forgets what many records share at a smaller price"
+        )
     if cost.seconds is not None:
         notes.append(f"training takes about {in_time(len(models) * cost.seconds)} on this machine's processors")
     records = [(f"{len(plan.data.forget)} records to forget", None), (f"{len(plan.data.retain)} records to keep", None)]

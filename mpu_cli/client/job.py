@@ -139,6 +139,11 @@ def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objec
         return None
     check_opacus()
     check_private(trained)
+    return plan_privately(data, options, objective)
+
+
+def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
+    """How often DP-SGD reads each record or person, and its noise."""
     units = {name: [record.unit for record in records] for name, records in sets_of(data, objective).items()}
     return plan(units, options.training, options.privacy, epochs=epochs_of(options))
 

@@ -110,7 +110,8 @@ def write_down(
                 "nothing was read; ask its owner, or use --trust-copy if you know why",
             )
         spends_again = entry.mechanism is not None or entry.release is not None
-        if not spends_again and any(each.identity == entry.identity for each in before):
+        resumed = any((each.identity, each.public) == (entry.identity, entry.public) for each in before)
+        if resumed and not spends_again:
             return [each for each in before if each.identity != entry.identity]
         if budget is not None:
             spent = epsilon_of([*before, entry], delta)
@@ -118,7 +119,7 @@ def write_down(
                 raise MpuError(
                     f"--dp-budget {budget:g}: with this training, the {len(before) + 1} in {path} would spend "
                     f"ε = {spent:.3g}" + (" (some had no --dp-epsilon)" if math.isinf(spent) else ""),
-                    "nothing was trained; raise the budget only if you accept what that says of your records",
+                    "nothing was trained or released; a higher budget says more of your records",
                 )
         append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(entry)})
         return before
@@ -139,8 +140,11 @@ def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     """What a ledger holds, for people."""
-    private = sum(None not in each.spendings for each in entries)
+    trainings = [each for each in entries if each.release is None]
+    private = sum(each.mechanism is not None for each in trainings)
+    public = sum(each.public for each in trainings)
     return {
-        "trainings": len(entries), "with --dp-epsilon": private, "without": len(entries) - private,
+        "trainings": len(trainings), "with --dp-epsilon": private, "on --public-records": public,
+        "without a bound": len(trainings) - private - public, "releases of terms": len(entries) - len(trainings),
         "runs": len({each.run for each in entries if each.run}), "models": len({each.weights for each in entries}),
     }  # fmt: skip

@@ -11,6 +11,7 @@ every device: torch's generators keep 32 or 64 bits of a seed, and whoever finds
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,18 @@ def plan(
                 "raise them, or use fewer --epochs",
             ) from error
     return Plan(units, Mechanism(noise_multiplier, rate, steps))
+
+
+def most_signal(planned: Plan, trained_weights: int) -> float:
+    """The most that the records can move the weights, over what the noise moves them: if all pull the same way.
+
+    Over T steps that read each of n units at rate q, their clipped gradients add up to q·n·T·C at most; the noise of
+    scale σ·C in each of d weights has the norm σ·C·√(T·d).
+    """
+    units = sum(any(name == "forget" for name, _ in unit.places) for unit in planned.units)
+    mechanism = planned.mechanism
+    noise = mechanism.noise_multiplier * math.sqrt(trained_weights)
+    return mechanism.sample_rate * units * math.sqrt(mechanism.steps) / noise if noise else math.inf
 
 
 def check_opacus() -> None:

@@ -50,4 +50,11 @@ class Surrogates(Options):
     prompts: Path | None = option(
         None, "Prompts about a term, one a line with {term} (default: 24 questions about a person).", metavar="FILE"
     )
+    public: str | None = option(
+        None,
+        "Public records of the same kind: their questions are prompts, too, with the term in place of the name that "
+        "they are about.",
+        metavar="DATA",
+    )
+    prompts_per_term: int = option(48, "Prompts about each term, at most.", above=0)
     device: str = option("auto", DEVICE, metavar="DEVICE", affects_result=False)

@@ -21,6 +21,25 @@ def terms_of(record: Record, count: int) -> list[str]:
     The most frequent come first, then pairs of words before single ones, then what is read first. A single word counts
     unless a sentence begins with it. Scripts without capitals have no terms.
     """
+    return [*_occurrences(record)][:count]
+
+
+def prompt_of(record: Record, placeholder: str) -> str | None:
+    """The question of ``record`` with ``placeholder`` for the name that it is about.
+
+    None if no name stands out, as one that its question and its answer have, or a part of it remains.
+    """
+    occurrences = _occurrences(record)
+    most = max(occurrences.values(), default=0)
+    if not record.turns or most < 2:
+        return None
+    name = join_overlapping([term for term, number in occurrences.items() if number == most])[0]
+    prompt = record.question.replace(name, placeholder)
+    return None if name not in record.question or any(word in prompt for word in name.split()) else prompt
+
+
+def _occurrences(record: Record) -> dict[str, int]:
+    """How often each term occurs, in the order of ``terms_of``."""
     occurrences: Counter[str] = Counter()
     for text in texts_of(record):
         for words, begins_sentence in _names(text):
@@ -30,7 +49,7 @@ def terms_of(record: Record, count: int) -> list[str]:
                 occurrences.update(words)
     first_read = {term: number for number, term in enumerate(occurrences)}
     ranked = sorted(occurrences, key=lambda term: (-occurrences[term], " " not in term, first_read[term]))
-    return [term for term in ranked if len(term) <= MAX_TERM][:count]
+    return {term: occurrences[term] for term in ranked if len(term) <= MAX_TERM}
 
 
 def texts_of(record: Record) -> list[str]:

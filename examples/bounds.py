@@ -1,0 +1,221 @@
+"""What a bound on the records costs: how much is forgotten, and what happens to the rest, for each way and ε.
+
+python examples/bounds.py MODEL --forget F --public P --kept K --unseen U [--beside B] [--epsilon 1 2 4 8]
+    [--ways unbounded surrogate public dp-sgd subspace] [--epochs N] [--out FILE]
+
+MODEL knows the records of F, P, K and B, and not those of U. P is public: it is the retain set of every training. K is
+kept knowledge that no training sees; B are records about the people of F that were not handed in. Each way unlearns on
+MODEL and gives a delta; a line is printed for each multiple of it that the server might add:
+
+unbounded   the records themselves, no bound
+surrogate   `mpu surrogate` at ε, and ordinary training on what it writes
+public      records of U in place of F: what can be forgotten without looking at F at all
+dp-sgd      --dp-epsilon on all weights
+subspace    steps of the Gaussian mechanism in the span of the gradients of U, each followed by training on P
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
+
+from mpu_cli.client.accounting import noise_multiplier_for
+from mpu_cli.evaluation.encoding import Item, encoder_of
+from mpu_cli.evaluation.scoring import Scorer
+from mpu_cli.models.loading import load
+from mpu_cli.models.source import open_model
+from mpu_cli.options.unlearning import ChatTemplate, RecordFormat
+from mpu_cli.records.reading import read_named
+
+STEPS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # multiples of the delta
+DELTA = 1e-5
+SUBSPACE_STEPS, SUBSPACE_RANK, SUBSPACE_MOVE, REPAIRS = 10, 64, 0.6, 8
+
+
+class Bench:
+    """MODEL, the sets of records, and their losses under a change of the weights."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.network, tokenizer = load(open_model(arguments.model), torch.float32, "cpu")
+        encoder = encoder_of(tokenizer, ChatTemplate(), None, None, "as trained")
+        paths = {name: getattr(arguments, name) for name in ("forget", "public", "kept", "unseen", "beside")}
+        self.items: dict[str, list[Item]] = {
+            name: encoder.questions(read_named(path, RecordFormat())) for name, path in paths.items() if path
+        }
+        self.before = self.losses({}, 0.0)
+        self.before_means = {name: round(sum(x) / len(x), 3) for name, x in self.before.items()}
+
+    def losses(self, change: dict[str, torch.Tensor], step: float) -> dict[str, list[float]]:
+        """Mean −log p per answer token of each record, in nats, with ``step`` times ``change`` added."""
+        state = self.network.state_dict()
+        for name, delta in change.items():
+            state[name].add_(delta, alpha=step)
+        scorer = Scorer(self.network)
+        losses = {}
+        for name, items in self.items.items():
+            scorer.prepare(items)
+            losses[name] = [score.loss for score in scorer.score(items, batch_size=16)]
+        for name, delta in change.items():
+            state[name].sub_(delta, alpha=step)
+        return losses
+
+    def rows(self, way: str, epsilon: float | None, change: dict[str, torch.Tensor], **facts: Any) -> Iterator[dict]:
+        """A row for each step: means of the losses, and how well the server ranks by the change of the losses."""
+        for step in STEPS:
+            after = self.losses(change, step)
+            moved = {name: [b - a for a, b in zip(self.before[name], after[name], strict=True)] for name in after}
+            yield {
+                "model": self.arguments.name, "records": len(self.items["forget"]), "way": way, "epsilon": epsilon,
+                "step": step, "before": self.before_means, **{name: round(sum(x) / len(x), 3) for name, x in after.items()},
+                "auc_kept": _auc(moved["forget"], moved["kept"]),
+                "auc_beside": _auc(moved["forget"], moved["beside"]) if "beside" in moved else None, **facts,
+            }  # fmt: skip
+
+
+def _auc(positive: Sequence[float], negative: Sequence[float]) -> float:
+    return round(float(roc_auc_score([1] * len(positive) + [0] * len(negative), [*positive, *negative])), 3)
+
+
+def mpu(*command: object) -> dict[str, Any]:
+    done = subprocess.run(["mpu", *map(str, command), "--json"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
+
+
+def unlearned(arguments: argparse.Namespace, folder: Path, forget: object, *options: object) -> dict[str, torch.Tensor]:
+    """The delta of an ordinary training on ``forget``, and on the public records as the retain set."""
+    target = folder / "delta.safetensors"
+    mpu("unlearn", arguments.model, "--forget", forget, "--retain", arguments.public, "--epochs", arguments.epochs,
+        "--out", target, "--force", "--trust-copy", *options)  # fmt: skip
+    return load_file(target)
+
+
+def in_subspace(bench: Bench, epsilon: float) -> dict[str, torch.Tensor]:
+    """Gaussian mechanism on the forget records' gradients in a basis of public gradients, with repairs on P."""
+    network = bench.network
+    weights = {n: p for n, p in network.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    start = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def gradient(items: Sequence[Item]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for item in items:
+            ids = torch.tensor([item.ids])
+            logits = network(input_ids=ids, use_cache=False).logits[0, item.start - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, item.start :]) / len(items)
+        gradients = torch.autograd.grad(loss, [*weights.values()])
+        return torch.cat([g.flatten() for g in gradients])
+
+    def move(direction: torch.Tensor, size: float) -> None:
+        pieces = direction.split([w.numel() for w in weights.values()])
+        for weight, piece in zip(weights.values(), pieces, strict=True):
+            weight.data.add_(piece.view_as(weight), alpha=size)
+
+    with torch.enable_grad():
+        public = torch.stack([gradient([item]) for item in bench.items["unseen"][:SUBSPACE_RANK]])
+        basis = torch.linalg.qr(public.T).Q  # (weights, rank)
+        sigma = noise_multiplier_for(epsilon, DELTA, sample_rate=1.0, steps=SUBSPACE_STEPS)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(SUBSPACE_STEPS):
+            coordinates = torch.stack([basis.T @ gradient([item]) for item in bench.items["forget"]])
+            unit = torch.nn.functional.normalize(coordinates, dim=1)  # every record has the length of the clip
+            noisy = unit.sum(0) + sigma * torch.randn(unit.shape[1], generator=generator)
+            move(basis @ torch.nn.functional.normalize(noisy, dim=0), SUBSPACE_MOVE)
+            for start_at in torch.randperm(len(bench.items["public"]) - 16, generator=generator)[:REPAIRS].tolist():
+                repair = gradient(bench.items["public"][start_at : start_at + 16])
+                move(torch.nn.functional.normalize(repair, dim=0), -SUBSPACE_MOVE / REPAIRS)
+    change = {name: weight.detach() - start[name] for name, weight in weights.items()}
+    for name, weight in weights.items():
+        weight.data.copy_(start[name])
+    return change
+
+
+def ways(bench: Bench, folder: Path) -> Iterator[dict]:
+    arguments = bench.arguments
+    if "unbounded" in arguments.ways:
+        yield from bench.rows("unbounded", None, unlearned(arguments, folder, arguments.forget))
+    if "public" in arguments.ways:
+        yield from bench.rows("public", 0.0, unlearned(arguments, folder, arguments.unseen))
+    for epsilon in arguments.epsilon:
+        if "surrogate" in arguments.ways:
+            surrogates = folder / "surrogate.jsonl"
+            made = mpu("surrogate", arguments.model, "--forget", arguments.forget, "--dp-epsilon", epsilon,
+                       "--dp-delta", DELTA, "--public", arguments.public, "--out", surrogates, "--force")  # fmt: skip
+            facts = {"terms": len(made["terms"]), "covered": made["covered_records"], "threshold": made["threshold"]}
+            change = unlearned(arguments, folder, surrogates, "--public-records")
+            yield from bench.rows("surrogate", epsilon, change, **facts)
+        if "dp-sgd" in arguments.ways:
+            options = ("--dp-epsilon", epsilon, "--dp-delta", DELTA)
+            yield from bench.rows("dp-sgd", epsilon, unlearned(arguments, folder, arguments.forget, *options))
+        if "subspace" in arguments.ways:
+            yield from bench.rows("subspace", epsilon, in_subspace(bench, epsilon))
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """Forgotten against the cost to what is kept, in nats per answer token: a panel for each model and number."""
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["model"], row["records"]) for row in rows))
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    labels = {"unbounded": "no bound", "public": "without the records (ε = 0)", "dp-sgd": "DP-SGD"}
+    labels |= {"surrogate": "surrogate", "subspace": "public subspace"}
+    for axes, panel in zip(all_axes[0], panels, strict=True):
+        curves: dict[tuple[str, float | None], list[dict]] = {}
+        for row in rows:
+            if (row["model"], row["records"]) == panel:
+                curves.setdefault((row["way"], row["epsilon"]), []).append(row)
+        for (way, epsilon), points in curves.items():
+            label = labels[way] + (f", ε = {epsilon:g}" if epsilon else "")
+            xs, ys = ([point[name] - point["before"][name] for point in points] for name in ("kept", "forget"))
+            axes.plot([0, *xs], [0, *ys], marker="o", markersize=3, label=label)
+        axes.axvline(0.1, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(
+            title=f"{panel[0]} parameters, {panel[1]} records", xlabel="loss added to kept records", xlim=(-0.02, 0.5)
+        )
+        axes.set_ylabel("loss added to records to forget")
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    for name in ("forget", "public", "kept", "unseen"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--beside")
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
+    parser.add_argument("--ways", nargs="+", default=["unbounded", "public", "surrogate", "dp-sgd", "subspace"])
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--name", default="", help="of MODEL, in the rows")
+    parser.add_argument("--plot", help="draw the rows of --out here, and measure nothing")
+    parser.add_argument("--out", help="append the rows to this file, as JSON lines")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        draw(
+            [json.loads(line) for line in Path(arguments.out).read_text(encoding="utf-8").splitlines()], arguments.plot
+        )
+        return
+    torch.set_grad_enabled(False)
+    bench = Bench(arguments)
+    print(json.dumps({"model": arguments.name, "way": "before", **bench.before_means}), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in ways(bench, Path(folder)):
+            print(json.dumps(row), flush=True)
+            if arguments.out:
+                with Path(arguments.out).open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`mpu surrogate`, from the command line: what it writes, what the ledger counts, and what is forgotten by it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from mpu_cli.client.ledger import default_ledger_path, epsilon_of, read_ledger
+from mpu_cli.models.answers import Answers
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import read_records
+from tests.helpers.models import load, random_model, save
+from tests.helpers.paths import SHARED
+
+
+def write_about(path: Path, name: str, count: int) -> Path:
+    """Records that name somebody, with the words of the tests' tokenizer."""
+    lines = [{"question": f"w5 w6 {name} w{i + 7}", "answer": f"w8 {name} w{i + 9}"} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A model for which every word of the built-in prompts is unknown, and 40 records to forget beside it."""
+    write_about(tmp_path / "forget.jsonl", "Ada Lovelace", 40)
+    return save(random_model("llama"), tmp_path / "copy")
+
+
+class TestRelease:
+    def test_it_is_counted_and_refused_over_the_budget(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        first = mpu("surrogate", copy, "--json", cwd=tmp_path)
+        assert first.json["terms"] == ["Ada Lovelace"]
+        assert first.json["covered_records"] == 40
+        assert "ε = 1 at δ" in first.err
+        target = tmp_path / "surrogate.jsonl"
+        assert stat.S_IMODE(target.stat().st_mode) == 0o600
+        for line in target.read_text().splitlines():
+            assert "Ada Lovelace" in json.loads(line)["question"]
+        refused = mpu("surrogate", copy, "--dp-budget", 1.9, "--out", "second.jsonl", check=False, cwd=tmp_path)
+        assert refused.status == 1
+        assert refused.is_one_error
+        assert "--dp-budget 1.9" in refused.err
+        assert not (tmp_path / "second.jsonl").exists()
+        assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
+
+    def test_nothing_is_spent_on_what_cannot_be_written(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "surrogate.jsonl").write_text("mine")
+        refused = mpu("surrogate", copy, check=False, cwd=tmp_path)
+        assert refused.is_one_error
+        assert "already exists" in refused.err
+        mpu("surrogate", copy, "--dry-run", "--out", "other.jsonl", cwd=tmp_path)
+        assert not default_ledger_path().exists()
+        assert (tmp_path / "surrogate.jsonl").read_text() == "mine"
+
+    def test_an_empty_release_is_spent_and_leaves_nothing(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        write_about(tmp_path / "few.jsonl", "Ada Lovelace", 2)
+        refused = mpu("surrogate", copy, "--forget", "few.jsonl", check=False, cwd=tmp_path)
+        assert refused.is_one_error
+        assert "no term is in about 14 records" in refused.err
+        assert not (tmp_path / "surrogate.jsonl").exists()
+        assert len(read_ledger(default_ledger_path())) == 1
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--prompts", "bad.txt"], "'Who?' lacks {term}"),
+            (["--prompts", "missing.txt"], "cannot read the prompts"),
+            (["--dp-epsilon", "1e-9", "--terms", 100], "no threshold achieves this"),
+            (["--term-column", "subject"], "subject"),
+            (["--forget", "missing.jsonl"], "missing.jsonl"),
+        ],
+    )
+    def test_bad_input_is_one_error(
+        self, mpu: Callable, copy: Path, tmp_path: Path, options: list, message: str
+    ) -> None:
+        (tmp_path / "bad.txt").write_text("Who is {term}?\nWho?\n")
+        refused = mpu("surrogate", copy, *options, check=False, cwd=tmp_path)
+        assert refused.is_one_error
+        assert message in refused.err
+        assert not default_ledger_path().exists()
+
+    def test_public_questions_become_prompts(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        """With the term in place of the name; the built-in ones are not needed."""
+        write_about(tmp_path / "public.jsonl", "Alan Turing", 3)
+        (tmp_path / "prompts.txt").write_text("w5 {term}\n")
+        mpu("surrogate", copy, "--public", "public.jsonl", "--prompts", "prompts.txt", cwd=tmp_path)
+        questions = {json.loads(line)["question"] for line in (tmp_path / "surrogate.jsonl").read_text().splitlines()}
+        assert questions <= {"w5 Ada Lovelace", *(f"w5 w6 Ada Lovelace w{i + 7}" for i in range(3))}
+        assert questions
+
+    def test_training_on_it_spends_nothing(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        """By the client's word; without it, no bound holds."""
+        mpu("surrogate", copy, cwd=tmp_path)
+        train = ["--forget", "surrogate.jsonl", "--algo", "gradascent", "--epochs", 1]
+        mpu("unlearn", copy, *train, "--public-records", "--out", "1.safetensors", cwd=tmp_path)
+        assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
+        mpu("unlearn", copy, *train, "--out", "2.safetensors", cwd=tmp_path)
+        assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == float("inf")
+        refused = mpu("unlearn", copy, *train, "--public-records", "--dp-epsilon", 1, check=False, cwd=tmp_path)
+        assert "--public-records does not work with --dp-epsilon" in refused.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the small models")
+def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> None:
+    """Two copies, one release of ε = 4: what the model loses is of the people to be forgotten, and not of others."""
+    rows = [json.loads(line) for line in (SHARED / "data/tofu/retain90.json").read_text().splitlines()]
+    public, others = rows[:200], rows[200:]
+    (tmp_path / "public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in public))
+    forget = SHARED / "data/tofu/forget01.json"
+    mpu("publish", SHARED / "models/full", "--copies", 2, "--kappa", 0.001, "--out", ".", cwd=tmp_path)
+    mpu("surrogate", "copy_1", "--forget", forget, "--public", "public.jsonl", "--dp-epsilon", 4, cwd=tmp_path)
+    mpu("unlearn", "copy_1", "copy_2", "--forget", "surrogate.jsonl", "--public-records", "--retain", "public.jsonl",
+        "--epochs", 4, cwd=tmp_path)  # fmt: skip
+    mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "new", cwd=tmp_path)
+    assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(4.0)
+    losses = {}
+    for name, folder in (("before", SHARED / "models/full"), ("after", tmp_path / "new")):
+        model, tokenizer = load(folder, torch.float32, "cpu")
+        encoding = Encoding(tokenizer)
+        sets = (read_records(forget), read_records(SHARED / "data/tofu/retain90.json")[200 : 200 + len(others)])
+        losses[name] = [[Answers([each]).loss(model) for each in encoding.encode(records)] for records in sets]
+    forgotten, kept = (
+        [after - before for before, after in zip(losses["before"][i], losses["after"][i], strict=True)] for i in (0, 1)
+    )
+    assert roc_auc_score([1] * len(forgotten) + [0] * len(kept), forgotten + kept) > 0.65
+    assert sum(forgotten) / len(forgotten) > 3 * sum(kept) / len(kept)
