@@ -53,7 +53,7 @@ class Bench:
             name: encoder.questions(read_named(path, RecordFormat())) for name, path in paths.items() if path
         }
         self.before = self.losses({}, 0.0)
-        self.before_means = {name: round(sum(x) / len(x), 3) for name, x in self.before.items()}
+        self.before_means = _means(self.before)
 
     def losses(self, change: dict[str, torch.Tensor], step: float) -> dict[str, list[float]]:
         """Mean −log p per answer token of each record, in nats, with ``step`` times ``change`` added."""
@@ -76,10 +76,14 @@ class Bench:
             moved = {name: [b - a for a, b in zip(self.before[name], after[name], strict=True)] for name in after}
             yield {
                 "model": self.arguments.name, "records": len(self.items["forget"]), "way": way, "epsilon": epsilon,
-                "step": step, "before": self.before_means, **{name: round(sum(x) / len(x), 3) for name, x in after.items()},
+                "step": step, "before": self.before_means, **_means(after),
                 "auc_kept": _auc(moved["forget"], moved["kept"]),
                 "auc_beside": _auc(moved["forget"], moved["beside"]) if "beside" in moved else None, **facts,
             }  # fmt: skip
+
+
+def _means(losses: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(sum(values) / len(values), 3) for name, values in losses.items()}
 
 
 def _auc(positive: Sequence[float], negative: Sequence[float]) -> float:

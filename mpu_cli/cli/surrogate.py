@@ -45,11 +45,11 @@ def surrogate(
     with terminal() as observer:
         plan = plan_surrogate(forget, surrogates, observer=observer)
         if dry_run:
-            note(_bound(plan))
+            note(_privacy_line(plan))
             emit([], {"records": len(plan.records), **_numbers(plan), "prompts": len(plan.prompts)}, as_json)
             return
         result = make_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
-    note(_bound(plan))
+    note(_privacy_line(plan))
     note(f"released: {', '.join(result.terms)}")
     note(
         f"for you only: {result.covered_records} of {len(plan.records)} records mention a released term; what the "
@@ -75,7 +75,7 @@ def _numbers(plan: SurrogatePlan) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _bound(plan: SurrogatePlan) -> str:
+def _privacy_line(plan: SurrogatePlan) -> str:
     release, mechanism = plan.options.release, plan.mechanism
     unit = "record" if release.dp_unit is None else release.dp_unit
     return (

@@ -62,17 +62,17 @@ def join_overlapping(terms: Sequence[str]) -> list[str]:
     joined = list(dict.fromkeys(terms))
     while True:
         chains = (
-            (left, right)
-            for left in joined
-            for right in joined
-            if left != right and " " in left and " " in right and left.split()[-1] == right.split()[0]
+            (begin, tail)
+            for begin in joined
+            for tail in joined
+            if begin != tail and " " in begin and " " in tail and begin.split()[-1] == tail.split()[0]
         )
         pair = next(chains, None)
         if pair is None:
             return joined
-        left, right = pair
-        joined[joined.index(left)] = " ".join([left, *right.split()[1:]])
-        joined.remove(right)
+        begin, tail = pair
+        joined[joined.index(begin)] = " ".join([begin, *tail.split()[1:]])
+        joined.remove(tail)
 
 
 def _names(text: str) -> Iterator[tuple[list[str], bool]]:

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.client.copycheck import traps
 from mpu_cli.client.accounting import Mechanism, composed_epsilon
+from mpu_cli.client.copycheck import traps
 from mpu_cli.client.ledger import LedgerEntry, default_ledger_path, read_ledger, write_down
 from mpu_cli.errors import MpuError
 from mpu_cli.manifest import delta_manifest

@@ -35,10 +35,10 @@ def copy(tmp_path: Path) -> Path:
 
 class TestRelease:
     def test_it_is_counted_and_refused_over_the_budget(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
-        first = mpu("surrogate", copy, "--json", cwd=tmp_path)
-        assert first.json["terms"] == ["Ada Lovelace"]
-        assert first.json["covered_records"] == 40
-        assert "ε = 1 at δ" in first.err
+        release = mpu("surrogate", copy, "--json", cwd=tmp_path)
+        assert release.json["terms"] == ["Ada Lovelace"]
+        assert release.json["covered_records"] == 40
+        assert "ε = 1 at δ" in release.err
         target = tmp_path / "surrogate.jsonl"
         assert stat.S_IMODE(target.stat().st_mode) == 0o600
         for line in target.read_text().splitlines():
@@ -112,7 +112,7 @@ class TestRelease:
 def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> None:
     """Two copies, one release of ε = 4: what the model loses is of the people to be forgotten, and not of others."""
     rows = [json.loads(line) for line in (SHARED / "data/tofu/retain90.json").read_text().splitlines()]
-    public, others = rows[:200], rows[200:]
+    public = rows[:200]
     (tmp_path / "public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in public))
     forget = SHARED / "data/tofu/forget01.json"
     mpu("publish", SHARED / "models/full", "--copies", 2, "--kappa", 0.001, "--out", ".", cwd=tmp_path)
@@ -125,10 +125,11 @@ def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> 
     for name, folder in (("before", SHARED / "models/full"), ("after", tmp_path / "new")):
         model, tokenizer = load(folder, torch.float32, "cpu")
         encoding = Encoding(tokenizer)
-        sets = (read_records(forget), read_records(SHARED / "data/tofu/retain90.json")[200 : 200 + len(others)])
+        sets = (read_records(forget), read_records(SHARED / "data/tofu/retain90.json")[200:])
         losses[name] = [[Answers([each]).loss(model) for each in encoding.encode(records)] for records in sets]
-    forgotten, kept = (
+    forget_changes, retain_changes = (
         [after - before for before, after in zip(losses["before"][i], losses["after"][i], strict=True)] for i in (0, 1)
     )
-    assert roc_auc_score([1] * len(forgotten) + [0] * len(kept), forgotten + kept) > 0.65
-    assert sum(forgotten) / len(forgotten) > 3 * sum(kept) / len(kept)
+    truth = [1] * len(forget_changes) + [0] * len(retain_changes)
+    assert roc_auc_score(truth, forget_changes + retain_changes) > 0.65
+    assert sum(forget_changes) / len(forget_changes) > 3 * sum(retain_changes) / len(retain_changes)

@@ -25,7 +25,7 @@ def about(name: str, count: int, unit: str | None = None) -> list[Record]:
     ]
 
 
-def released(records: list[Record], draws: int = 1, **options: object) -> list[list[str]]:
+def terms_in(records: list[Record], draws: int = 1, **options: object) -> list[list[str]]:
     release = TermRelease(**options)
     mechanism = term_mechanism(release)
     names = [None] * len(records)
@@ -88,14 +88,14 @@ class TestTheMechanism:
 class TestTheRelease:
     def test_a_shared_name_is_released_and_a_rare_one_is_not(self) -> None:
         records = [*about("Ada Lovelace", 60), *about("Alan Turing", 2)]
-        assert released(records, dp_epsilon=1.0) == [["Ada Lovelace"]]
+        assert terms_in(records, dp_epsilon=1.0) == [["Ada Lovelace"]]
 
     def test_one_record_changes_how_often_a_name_is_released_by_no_more_than_epsilon(self) -> None:
         """At the threshold, where it changes most: over many draws, the ratio with and without one record."""
         options = {"dp_epsilon": 1.0, "dp_delta": 1e-3}
         count = term_mechanism(TermRelease(**options)).threshold - 3
         rates = [
-            sum(map(bool, released(about("Ada Lovelace", n), DRAWS, **options))) / DRAWS for n in (count, count + 1)
+            sum(map(bool, terms_in(about("Ada Lovelace", n), DRAWS, **options))) / DRAWS for n in (count, count + 1)
         ]
         error = 4 / math.sqrt(DRAWS * rates[0])
         assert math.e * (1 - error) < rates[1] / rates[0] < math.e * (1 + error)
@@ -103,9 +103,9 @@ class TestTheRelease:
     def test_the_name_of_one_person_is_never_released_where_persons_are_protected(self) -> None:
         """Sixty records of one are one unit: the threshold needs others who have the same name in theirs."""
         records = about("Ada Lovelace", 60, unit="patient 1")
-        assert not any(released(records, 200, dp_epsilon=1.0, dp_unit="patient"))
+        assert not any(terms_in(records, 200, dp_epsilon=1.0, dp_unit="patient"))
         shared = [each for n in range(60) for each in about("Ada Lovelace", 2, unit=f"patient {n}")]
-        assert released(shared, dp_epsilon=1.0, dp_unit="patient") == [["Ada Lovelace"]]
+        assert terms_in(shared, dp_epsilon=1.0, dp_unit="patient") == [["Ada Lovelace"]]
 
     def test_a_field_names_what_a_record_is_about(self) -> None:
         release = TermRelease(term_column="subject")
@@ -118,8 +118,8 @@ class TestAccounting:
     def test_releases_add_up_beside_trainings(self) -> None:
         """Basic composition of (ε, δ), and what it leaves of δ for the trainings."""
         release, mechanism = Release(1.0, 4e-6), Mechanism(2.0, 1.0, 3)
-        alone = composed_epsilon([mechanism], 1e-5 - 8e-6)
-        assert composed_epsilon([release, mechanism, release], 1e-5) == pytest.approx(2 + alone)
+        training_epsilon = composed_epsilon([mechanism], 1e-5 - 8e-6)
+        assert composed_epsilon([release, mechanism, release], 1e-5) == pytest.approx(2 + training_epsilon)
         assert composed_epsilon([release, release], 1e-5) == 2
         assert composed_epsilon([release] * 3, 1e-5) == math.inf  # δ is used up
         assert composed_epsilon([release, None], 1e-5) == math.inf
