@@ -18,8 +18,8 @@ import torch
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import CheckpointWriter
-from tests.benchmarks.server import MPU, run
-from tests.benchmarks.shapes import make
+from tests.helpers.measuring import MPU, run_measured
+from tests.helpers.shapes import make
 
 DISTANCE = 0.1  # of the reference, relative to the weights
 
@@ -60,7 +60,7 @@ def main() -> None:
     for symmetries in ("paper", "all"):
         for kappa in options.kappas.split(","):
             chosen = ("--symmetries", symmetries, "--reference", reference)
-            run(
+            run_measured(
                 *MPU,
                 "publish",
                 base,

@@ -28,8 +28,8 @@ from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.batches import pad
 from mpu_cli.records.encoding import IGNORED, Example
-from tests.benchmarks.server import run as run_measured
-from tests.benchmarks.shapes import make
+from tests.helpers.measuring import run_measured
+from tests.helpers.shapes import make
 
 LENGTH, PROMPT = 128, 64
 EPOCHS = ALGORITHMS["npo"].epochs

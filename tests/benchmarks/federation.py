@@ -18,8 +18,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.benchmarks.shapes import make
 from tests.helpers.federation import BUNDLE, network, wait_for
+from tests.helpers.shapes import make
 
 TRAINING = [
     "--algo",

@@ -35,8 +35,8 @@ from mpu_cli.figures import PALETTE, log_ticks
 from mpu_cli.models.logits import CHUNK
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encoding import IGNORED, Example
-from tests.benchmarks.server import run as run_measured
-from tests.benchmarks.shapes import make, tensors_of, whole_config
+from tests.helpers.measuring import run_measured
+from tests.helpers.shapes import make, tensors_of, whole_config
 
 KINDS = {"train": "training step", "score": "scoring"}
 SMALL = {

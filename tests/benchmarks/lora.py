@@ -27,8 +27,8 @@ from mpu_cli.client.schedule import ExampleSet, TrainingStep
 from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Lora, Training
 from mpu_cli.records.encoding import IGNORED, Example
-from tests.benchmarks.server import run as run_measured
-from tests.benchmarks.shapes import SHAPES, make, tensors_of, whole_config
+from tests.helpers.measuring import run_measured
+from tests.helpers.shapes import SHAPES, make, tensors_of, whole_config
 
 RANK, BATCH, LENGTH, ANSWER = 16, 4, 256, 64
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mpu_cli.experiment.memory import Work, held_for_backward
 from mpu_cli.options.unlearning import Unlearning
-from tests.benchmarks.server import run as run_measured
-from tests.benchmarks.shapes import whole_config
+from tests.helpers.measuring import run_measured
+from tests.helpers.shapes import whole_config
 
 COMMON = ["--algo", "npo", "--epochs", "2", "--lr", "1e-5", "--template", "plain", "--force"]
 SETTINGS = {

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.experiment.cost import measure_machine
 from tests.benchmarks.growth import score_batch, train_steps
-from tests.benchmarks.shapes import SHAPES, make
+from tests.helpers.shapes import SHAPES, make
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addbmm", "mkldnn"),

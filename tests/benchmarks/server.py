@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -26,26 +24,8 @@ from mpu_cli.checkpoint.header import encode_header
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.checkpoint.writer import CheckpointWriter, nbytes_of
 from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
-from tests.benchmarks.shapes import make
-
-POLL = 0.01  # seconds between looks at the process's memory
-MPU = (sys.executable, "-m", "mpu_cli")
-
-
-def run(*command: object, stdout: IO[str] | int = subprocess.DEVNULL) -> tuple[float, float]:
-    """Wall seconds of a command and its peak anonymous memory in MB."""
-    started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(list(map(str, command)), stdout=stdout, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        try:
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:
-            break
-        peak = max([peak, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
-        time.sleep(POLL)
-    if process.wait():
-        raise SystemExit(f"{' '.join(map(str, command))}: exit status {process.returncode}")
-    return time.perf_counter() - started, peak / 1024
+from tests.helpers.measuring import MPU, run_measured
+from tests.helpers.shapes import make
 
 
 def make_delta(base: Path, copy: CopyManifest, target: Path, dtype: str) -> None:
@@ -75,8 +55,8 @@ def floor_of_aggregate(deltas: Path, base: Path, scratch: Path) -> float:
     """Seconds to read every delta once and to copy the base, which is as large as what aggregate writes."""
     started = time.perf_counter()
     for path in sorted(deltas.iterdir()):
-        run("dd", f"if={path}", "of=/dev/null", "bs=16M")
-    run("cp", "-r", base, scratch)
+        run_measured("dd", f"if={path}", "of=/dev/null", "bs=16M")
+    run_measured("cp", "-r", base, scratch)
     seconds = time.perf_counter() - started
     shutil.rmtree(scratch)
     return seconds
@@ -93,7 +73,7 @@ def copy_seconds(folder: Path, copies: int) -> float:
     scratch.mkdir()
     started = time.perf_counter()
     for k in range(copies):
-        run("cp", "-r", folder / "base", scratch / str(k))
+        run_measured("cp", "-r", folder / "base", scratch / str(k))
     seconds = time.perf_counter() - started
     shutil.rmtree(scratch)
     return seconds
@@ -107,10 +87,10 @@ def main(options: argparse.Namespace) -> None:
     for copies in options.copies:
         floor = copy_seconds(folder, copies)
         tell(f"cp of {copies} copies", floor)
-        publish = run(*MPU, "publish", base, "--copies", copies, "--out", folder, *keys, "--force")
+        publish = run_measured(*MPU, "publish", base, "--copies", copies, "--out", folder, *keys, "--force")
         tell(f"publish, m = {copies}", *publish, floor)
         if copies == 2 and not options.fast:
-            plain = run(sys.executable, "-m", "tests.benchmarks.in_memory", base, folder / "plain", copies)
+            plain = run_measured(sys.executable, "-m", "tests.benchmarks.in_memory", base, folder / "plain", copies)
             tell("the same in memory", *plain, publish[0])
             shutil.rmtree(folder / "plain")
         if copies != 2:
@@ -127,7 +107,7 @@ def main(options: argparse.Namespace) -> None:
                 make_one = make_sparse_delta if options.fast else make_delta
                 make_one(base, manifest, deltas / f"copy_{k}.safetensors", dtype)
             floor = floor_of_aggregate(deltas, base, folder / "cp")
-            joined = run(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned")
+            joined = run_measured(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned")
             tell(f"aggregate, {dtype} deltas", *joined, floor)
             shutil.rmtree(folder / "unlearned")
             if options.mergekit and dtype == "BF16":
@@ -152,7 +132,7 @@ def run_mergekit(tool: Path, base: Path, folder: Path, deltas: Path) -> tuple[fl
         lines += [f"  - model: {model}", f"    parameters: {{weight: {weight}}}"]
     recipe = folder / "merge.yaml"
     recipe.write_text("\n".join(lines) + "\n")
-    usage = run(tool, recipe, folder / "merged", "--no-copy-tokenizer")
+    usage = run_measured(tool, recipe, folder / "merged", "--no-copy-tokenizer")
     shutil.rmtree(folder / "merged")
     shutil.rmtree(folder / "as_models")
     return usage

@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.benchmarks.shapes import make
 from tests.client.test_training import DEEPSPEED, FSDP, SHARDED
 from tests.helpers.models import save_tokenizer, write_records
+from tests.helpers.shapes import make
 
 ENGINES = {"fsdp": {**FSDP, "FSDP_VERSION": "2"}, "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}}
 STOP = """

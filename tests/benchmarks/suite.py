@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.benchmarks.server import MPU, run
+from tests.helpers.measuring import MPU, run_measured
 
 # What OpenUnlearning computes beside its own choice.
 MORE = (
@@ -90,8 +90,8 @@ def main(paths: list[Path], runs: int) -> None:
         theirs = (sys.executable, "-m", "tests.benchmarks.suite", "--suite")
         timings: dict[str, list[float]] = {"mpu eval": [], "OpenUnlearning": []}
         for number in range(runs):
-            timings["mpu eval"].append(run(*mpu_command)[0])
-            timings["OpenUnlearning"].append(run(*theirs, *paths, out / str(number))[0])
+            timings["mpu eval"].append(run_measured(*mpu_command)[0])
+            timings["OpenUnlearning"].append(run_measured(*theirs, *paths, out / str(number))[0])
         suite_results = json.loads((out / "0/TOFU_EVAL.json").read_text())
         ours = json.loads((out / "mpu.json").read_text())["metrics"]
         common_metrics = [name for name in ours if suite_results.get(name, {}).get("agg_value") is not None]

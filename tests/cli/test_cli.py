@@ -23,9 +23,9 @@ from mpu_cli.evaluation.encoding import TrainedEncoder
 from mpu_cli.evaluation.scoring import Scorer
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
-from tests.benchmarks.shapes import make
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.paths import ROOT
+from tests.helpers.shapes import make
 from tests.helpers.stopping import stop_when
 
 

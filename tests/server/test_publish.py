@@ -31,11 +31,11 @@ from mpu_cli.server.keys import VERSION, unseal
 from mpu_cli.server.publication import Publication, default_secret_path
 from mpu_cli.server.register import default_register_path
 from mpu_cli.server.scheme import ZeroSum
-from tests.benchmarks.server import run as run_measured
-from tests.benchmarks.shapes import make
+from tests.helpers.measuring import run_measured
 from tests.helpers.models import DemoModel, load, random_model, save
 from tests.helpers.protocol import tensors
 from tests.helpers.publication import aggregate, keys_of
+from tests.helpers.shapes import make
 
 
 class TestPublish:

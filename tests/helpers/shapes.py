@@ -1,4 +1,4 @@
-"""Synthetic checkpoints of real models' shapes, for timing: ``python -m tests.benchmarks.shapes 1b DIR``."""
+"""Synthetic checkpoints of real models' shapes, for timing: ``python -m tests.helpers.shapes 1b DIR``."""
 
 from __future__ import annotations
 
