@@ -23,10 +23,11 @@ def audit_delta(
     identity: options.Identity = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a server reads off DELTA about the --forget and --retain records: tokens, longest record, experts.
+    """Show what a server reads off DELTA about the --forget and --retain records: tokens, which of a list of candidates
+    were forgotten, the longest record, experts.
 
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
-    no proof that nothing can be read: only --dp-epsilon bounds that. Prints one line for each reading.
+    no proof that nothing can be read: only `mpu surrogate` and --dp-epsilon bound that. Prints a line for each reading.
     """
     from mpu_cli.records.reading import read_named
 
@@ -49,9 +50,16 @@ def audit_delta(
         "forget vs keep: how often a reading ranks a record to forget above one to keep (AUC; 0.5: it cannot tell); "
         "precision and recall: of the tokens that it lists"
     )
-    if telling := [each for each in readings if each.tells]:
+    telling = [each for each in readings if each.tells]
+    if telling:
         warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
-        note("LoRA without --train-embeddings tells least; only --dp-epsilon gives a bound (docs: SECURITY.md)")
+        note(
+            "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp-epsilon give a bound "
+            "(docs: SECURITY.md)"
+        )
+    else:
+        note(f"none of the {len(readings)} readings tells anything about these records")
+    note("not tested: a crafted copy, which reads more (`mpu unlearn` looks for one), and several deltas together")
     emit(
         [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in readings],
         [{**asdict(each), "tells": each.tells} for each in readings],

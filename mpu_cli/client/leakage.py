@@ -115,7 +115,8 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 class LeakageReading:
     """What one rule reads off one tensor.
 
-    ``told_apart``: AUC of the tokens of records to forget only, against those of records to keep only (0.5 is chance);
+    ``told_apart``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
+    (0.5 is chance);
     ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such claim.
     """
 
@@ -131,6 +132,15 @@ class LeakageReading:
         """Whether a server learns something from it that it should be told about."""
         listed = self.precision is not None and self.recall is not None and min(self.precision, self.recall) > 0.5
         return listed or self.fact is not None or (self.told_apart or 0.0) > TELLS
+
+
+def candidates_reading(forget: Sequence[float], retain: Sequence[float]) -> LeakageReading:
+    """What a server reads that guesses the records: how well the change of the loss on a record, under the delta, tells
+    whether it was forgotten."""
+    from sklearn.metrics import roc_auc_score
+
+    labels = [1] * len(forget) + [0] * len(retain)
+    return LeakageReading("all", "loss of candidate records", float(roc_auc_score(labels, [*forget, *retain])))
 
 
 def readings(

@@ -23,24 +23,37 @@ class Answers:
     """Records as tokens, padded in batches of similar length."""
 
     def __init__(self, examples: Sequence[Example], at_once: int = AT_ONCE):
-        examples = sorted(examples, key=lambda example: len(example.ids))
-        self._batches = [pad(examples[i : i + at_once]) for i in range(0, len(examples), at_once)]
+        by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].ids))
+        self._numbers = [by_length[i : i + at_once] for i in range(0, len(examples), at_once)]
+        self._batches = [pad([examples[i] for i in numbers]) for numbers in self._numbers]
 
-    @torch.no_grad()
     def loss(self, model: PreTrainedModel) -> float:
         """Mean −log p per token of the answers, in nats."""
+        sums = self._sums(model)
+        return sum(total for total, _ in sums) / max(1, sum(count for _, count in sums))
+
+    def losses(self, model: PreTrainedModel) -> list[float]:
+        """The same of each record alone, in their order; 0 for one without an answer."""
+        return [total / max(1, count) for total, count in self._sums(model)]
+
+    @torch.no_grad()
+    def _sums(self, model: PreTrainedModel) -> list[tuple[float, int]]:
+        """−log p of each record's answer, and its number of tokens."""
         device, head = next(model.parameters()).device, separate_head(model)
-        total, count = 0.0, 0
-        for batch in self._batches:
+        sums = [(0.0, 0)] * sum(map(len, self._numbers))
+        for numbers, batch in zip(self._numbers, self._batches, strict=True):
             labels = batch["labels"][:, 1:].to(device)
             inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
             with input_of(head) as states:
                 logits = model(**inputs, use_cache=False).logits
             answer_mask = labels >= 0
             answer_logits = Logits((logits if head is None else states[0])[:, :-1][answer_mask], head)
-            total -= float(answer_logits.log_probs(labels[answer_mask]).double().sum())
-            count += len(answer_logits)
-        return total / max(1, count)
+            log_probs = torch.zeros(labels.shape, dtype=torch.float64)
+            log_probs[answer_mask.cpu()] = answer_logits.log_probs(labels[answer_mask]).double().cpu()
+            totals, counts = (-log_probs.sum(1)).tolist(), answer_mask.sum(1).tolist()
+            for number, total, count in zip(numbers, totals, counts, strict=True):
+                sums[number] = (total, count)
+        return sums
 
 
 def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase, columns: str | None = None) -> Answers:

@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sklearn.metrics import roc_auc_score
 
 from mpu_cli.checkpoint.reader import open_checkpoint
 from mpu_cli.client.copycheck import against_others
 from mpu_cli.client.leakage import moved_rows
 from mpu_cli.client.ledger import LedgerEntry, default_ledger_path
+from mpu_cli.records.encoding import Encoding
+from mpu_cli.records.reading import read_records
 from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
 from tests.helpers.paths import ROOT
@@ -47,6 +50,29 @@ class TestADeltaThatListsTheWords:
         [reading] = [each for each in document if (each["tensor"], each["rule"]) == (name, "rows that moved")]
         assert reading["tells"]
         assert min(reading["precision"], reading["recall"]) > 0.9
+
+    def test_candidates_are_told_by_their_loss(self, mpu: Callable, tmp_path: Path) -> None:
+        """A server that guesses the records sees which were forgotten: the reading is the AUC by plain transformers."""
+        base = save(random_model("llama"), tmp_path / "base")
+        paths = [write_records(tmp_path / f"{name}.jsonl", 12, seed) for name, seed in (("forget", 1), ("retain", 2))]
+        mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 5, "--out", "d.safetensors", cwd=tmp_path)
+        document = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
+        [reading] = [each for each in document if each["rule"] == "loss of candidate records"]
+        model, tokenizer = load(base, torch.float32, "cpu")
+        examples = [example for path in paths for example in Encoding(tokenizer).encode(read_records(path))]
+
+        def losses() -> list[float]:
+            ids = [(torch.tensor([each.ids]), torch.tensor([each.labels])) for each in examples]
+            return [float(model(input_ids=x, labels=y).loss) for x, y in ids]
+
+        with torch.no_grad():
+            before = losses()
+            for name, change in load_file(tmp_path / "d.safetensors").items():
+                model.get_parameter(name).add_(change)
+            changes = [b - a for a, b in zip(before, losses(), strict=True)]
+        assert reading["told_apart"] == pytest.approx(roc_auc_score([1] * 12 + [0] * 12, changes))
+        assert reading["told_apart"] > 0.9
+        assert reading["tells"]
 
     def test_positions_tell_the_longest_record(self, mpu: Callable, tmp_path: Path) -> None:
         save(random_model("gpt2"), tmp_path / "base")
