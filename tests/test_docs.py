@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import typer
+import yaml
 from nbclient import NotebookClient
 
 import mpu_cli
@@ -92,6 +93,12 @@ def test_what_claims_are_shown_by_exists() -> None:
 
 
 @pytest.mark.slow
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == mpu_cli.__version__
+    assert "2602.23798" in citation["references"][0]["url"]
+
+
 def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
