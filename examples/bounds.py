@@ -2,6 +2,7 @@
 
 python examples/bounds.py MODEL --forget F --public P --kept K --unseen U [--beside B] [--epsilon 1 2 4 8]
     [--ways unbounded surrogate public dp-sgd subspace] [--epochs N] [--out FILE]
+python examples/bounds.py --out FILE --plot PICTURE
 
 MODEL knows the records of F, P, K and B, and not those of U. P is public: it is the retain set of every training. K is
 kept knowledge that no training sees; B are records about the people of F that were not handed in. Each way unlearns on
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
@@ -38,6 +40,8 @@ from mpu_cli.records.reading import read_named
 
 STEPS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # multiples of the delta
 DELTA = 1e-5
+SETS = ("forget", "public", "kept", "unseen")
+COST = 0.1  # nats that kept records may lose
 SUBSPACE_STEPS, SUBSPACE_RANK, SUBSPACE_MOVE, REPAIRS = 10, 64, 0.6, 8
 
 
@@ -48,7 +52,7 @@ class Bench:
         self.arguments = arguments
         self.network, tokenizer = load(open_model(arguments.model), torch.float32, "cpu")
         encoder = encoder_of(tokenizer, ChatTemplate(), None, None, "as trained")
-        paths = {name: getattr(arguments, name) for name in ("forget", "public", "kept", "unseen", "beside")}
+        paths = {name: getattr(arguments, name) for name in (*SETS, "beside")}
         self.items: dict[str, list[Item]] = {
             name: encoder.questions(read_named(path, RecordFormat())) for name, path in paths.items() if path
         }
@@ -165,6 +169,26 @@ def ways(bench: Bench, folder: Path) -> Iterator[dict]:
             yield from bench.rows("subspace", epsilon, in_subspace(bench, epsilon))
 
 
+def curves_of(rows: list[dict]) -> dict[tuple[str, int, str, float | None], list[tuple[float, float]]]:
+    """For each model, number of records, way and ε: (loss added to kept records, to records to forget), by step."""
+    curves: dict[tuple[str, int, str, float | None], list[tuple[float, float]]] = {}
+    for row in rows:
+        added = tuple(row[name] - row["before"][name] for name in ("kept", "forget"))
+        curves.setdefault((row["model"], row["records"], row["way"], row["epsilon"]), [(0.0, 0.0)]).append(added)
+    return curves
+
+
+def table(rows: list[dict]) -> list[str]:
+    """What is forgotten where kept records have lost COST, between the steps by linear interpolation; as Markdown."""
+    lines = ["| model | records | way | ε | forgotten, in nats |", "|---|---|---|---|---|"]
+    for (model, records, way, epsilon), points in curves_of(rows).items():
+        costs, gains = zip(*points, strict=True)
+        reached = float(np.interp(COST, np.maximum.accumulate(costs), gains))
+        shown = "–" if epsilon is None else f"{epsilon:g}"
+        lines.append(f"| {model} | {records} | {way} | {shown} | {reached:.2f} |")
+    return lines
+
+
 def draw(rows: list[dict], path: str) -> None:
     """Forgotten against the cost to what is kept, in nats per answer token: a panel for each model and number."""
     import matplotlib.pyplot as plt
@@ -174,15 +198,11 @@ def draw(rows: list[dict], path: str) -> None:
     labels = {"unbounded": "no bound", "public": "without the records (ε = 0)", "dp-sgd": "DP-SGD"}
     labels |= {"surrogate": "surrogate", "subspace": "public subspace"}
     for axes, panel in zip(all_axes[0], panels, strict=True):
-        curves: dict[tuple[str, float | None], list[dict]] = {}
-        for row in rows:
-            if (row["model"], row["records"]) == panel:
-                curves.setdefault((row["way"], row["epsilon"]), []).append(row)
-        for (way, epsilon), points in curves.items():
-            label = labels[way] + (f", ε = {epsilon:g}" if epsilon else "")
-            xs, ys = ([point[name] - point["before"][name] for point in points] for name in ("kept", "forget"))
-            axes.plot([0, *xs], [0, *ys], marker="o", markersize=3, label=label)
-        axes.axvline(0.1, color="grey", linewidth=0.8, linestyle=":")
+        for (*where, way, epsilon), points in curves_of(rows).items():
+            if tuple(where) == panel:
+                label = labels[way] + (f", ε = {epsilon:g}" if epsilon else "")
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        axes.axvline(COST, color="grey", linewidth=0.8, linestyle=":")
         axes.set(
             title=f"{panel[0]} parameters, {panel[1]} records", xlabel="loss added to kept records", xlim=(-0.02, 0.5)
         )
@@ -194,22 +214,24 @@ def draw(rows: list[dict], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    for name in ("forget", "public", "kept", "unseen"):
-        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("model", nargs="?")
+    for name in SETS:
+        parser.add_argument(f"--{name}")
     parser.add_argument("--beside")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
     parser.add_argument("--ways", nargs="+", default=["unbounded", "public", "surrogate", "dp-sgd", "subspace"])
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--name", default="", help="of MODEL, in the rows")
-    parser.add_argument("--plot", help="draw the rows of --out here, and measure nothing")
+    parser.add_argument("--plot", help="draw the rows of --out here, print their table, and measure nothing")
     parser.add_argument("--out", help="append the rows to this file, as JSON lines")
     arguments = parser.parse_args()
     if arguments.plot:
-        draw(
-            [json.loads(line) for line in Path(arguments.out).read_text(encoding="utf-8").splitlines()], arguments.plot
-        )
+        rows = [json.loads(line) for line in Path(arguments.out).read_text(encoding="utf-8").splitlines()]
+        draw(rows, arguments.plot)
+        print("\n".join(table(rows)))
         return
+    if missing := [name for name in ("model", *SETS) if not getattr(arguments, name)]:
+        parser.error(f"needs {', '.join(missing)}")
     torch.set_grad_enabled(False)
     bench = Bench(arguments)
     print(json.dumps({"model": arguments.name, "way": "before", **bench.before_means}), flush=True)
