@@ -43,7 +43,7 @@ DRAWN = {
 }  # fmt: skip
 RETAIN = "retain model"
 WAYS = {
-    "clean": "the client got the model itself", "noised": "it got one noisy copy, and the noise stays",
+    "clean": "the client got the model itself", "noised": "it got one copy with permanent noise",
     "mpu": "the protocol",
 }  # fmt: skip
 

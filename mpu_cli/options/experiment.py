@@ -20,7 +20,7 @@ class Experiment(Options):
     mode: Mode = option(
         "mpu",
         "mpu: the protocol; clean: unlearning on the model itself, uninterrupted, for as many epochs as all rounds "
-        "have; clean-rounds: the same in rounds, each with a new optimiser; noised: one noisy copy, whose noise stays.",
+        "have; clean-rounds: the same in rounds, each with a new optimiser; noised: one copy with permanent noise.",
     )
     rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
     launch: str | None = option(

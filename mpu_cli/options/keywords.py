@@ -201,7 +201,7 @@ class AggregateKeywords(TypedDict, total=False):
     # Store weights in this dtype (default: each tensor's own).
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None
     # How much of the update to apply, or auto: as much as --max-rise allows on the records of --probe. Updates found
-    # on lossy copies may need more than 1. Default: 1.0.
+    # on degraded copies may need more than 1. Default: 1.0.
     server_lr: float | Literal["auto"]
     # For --server-lr auto: records of your own that the model is to keep.
     probe: str | Path | None

@@ -165,7 +165,7 @@ class ServerRate(Options):
     server_lr: float | Literal["auto"] = option(
         1.0,
         "How much of the update to apply, or auto: as much as --max-rise allows on the records of --probe. Updates "
-        "found on lossy copies may need more than 1.",
+        "found on degraded copies may need more than 1.",
         metavar="STEP",
     )
     probe: Path | None = option(

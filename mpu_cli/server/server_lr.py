@@ -1,6 +1,6 @@
 """How far to go along an update: the largest step at which records of the server's own stay as likely as asked for.
 
-An update found on a lossy copy is smaller than one found on the model itself, for the same forgetting
+An update found on a degraded copy is smaller than one found on the model itself, for the same forgetting
 (docs/protection.md); then a step above 1 is right, and how far above is for records that must not suffer to say.
 """
 
