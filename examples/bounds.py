@@ -183,9 +183,11 @@ def table(rows: list[dict]) -> list[str]:
     lines = ["| model | records | way | ε | forgotten, in nats |", "|---|---|---|---|---|"]
     for (model, records, way, epsilon), points in curves_of(rows).items():
         costs, gains = zip(*points, strict=True)
-        reached = float(np.interp(COST, np.maximum.accumulate(costs), gains))
+        reached = f"{np.interp(COST, np.maximum.accumulate(costs), gains):.2f}"
+        if max(costs) < COST:
+            reached = f"{max(gains):.2f}, where they lost {max(costs):.3f}"
         shown = "–" if epsilon is None else f"{epsilon:g}"
-        lines.append(f"| {model} | {records} | {way} | {shown} | {reached:.2f} |")
+        lines.append(f"| {model} | {records} | {way} | {shown} | {reached} |")
     return lines
 
 

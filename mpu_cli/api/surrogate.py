@@ -17,14 +17,14 @@ from mpu_cli.client.datasets import records_digest
 from mpu_cli.client.ledger import LedgerEntry, default_ledger_path, write_down
 from mpu_cli.client.term_release import TermMechanism, release_terms, term_mechanism
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.evaluation.answers import answers_to
+from mpu_cli.evaluation.answers import Respondent
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.options.unlearning import Privacy
 from mpu_cli.records.reading import read_named
-from mpu_cli.records.record import Record, question
-from mpu_cli.records.terms import prompt_of
+from mpu_cli.records.record import Record, check_units, question
+from mpu_cli.records.terms import MAX_TERM, prompt_of
 
 PLACEHOLDER = "{term}"
 PROMPTS = tuple(
@@ -71,11 +71,14 @@ def plan_surrogate(forget: str, options: Surrogates, *, observer: Observer = SIL
     without OpenDP.
     """
     release = options.release
-    records = read_named(forget, options.reading, unit=release.dp_unit, observer=observer)
+    check_units(options.reading, release.dp_unit)
+    records = read_named(
+        forget, options.reading, unit=release.dp_unit, observer=SILENT if release.term_column else observer
+    )
     names: Sequence[str | None] = [None] * len(records)
     if release.term_column:
-        named = read_named(forget, options.reading, unit=release.term_column)
-        names = [" ".join((record.unit or "").split()) or None for record in named]
+        named = read_named(forget, options.reading, unit=release.term_column, observer=observer)
+        names = [_checked_name(record) for record in named]
     prompts = [*(_read_prompts(options.prompts) if options.prompts else PROMPTS), *_public_prompts(options)]
     prompts = _evenly_spaced(prompts, options.prompts_per_term)
     return SurrogatePlan(records, names, prompts, term_mechanism(release), options)
@@ -105,7 +108,9 @@ def surrogate(
     with Transaction(force=force) as transaction, private_umask():
         output = transaction.add(target)  # fails before anything is spent
         with opened_copy(str(copy), target.parent, Path(identity) if identity else None, observer) as source:
-            model = open_model(source, links=False)
+            respondent = Respondent(open_model(source, links=False), plan.options.chat, plan.options.device)
+            respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
+            # What does not work has failed by now: from here on, the budget is spent.
             _write_down(plan, Path(ledger) if ledger else default_ledger_path())
             released = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
             if not released.terms:
@@ -119,14 +124,28 @@ def surrogate(
                 for term in released.terms
                 for number, prompt in enumerate(plan.prompts, 1)
             ]
-            answers = answers_to(model, questions, plan.options.chat, plan.options.device, observer)
-            lines = (
+            observer.note(f"released: {', '.join(released.terms)}")  # at once: they are paid for
+            answers = respondent.answers(questions, observer=observer)
+            lines = [
                 json.dumps({"question": record.question, "answer": answer}, ensure_ascii=False)
                 for record, answer in zip(questions, answers, strict=True)
                 if answer.strip()
-            )
+            ]
+            if not lines:
+                raise MpuError(f"{copy}: answered nothing about the released terms", "ask for a copy that answers")
             output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return SurrogateRecords(target, released.terms, released.covered_records)
+
+
+def _checked_name(record: Record) -> str | None:
+    """What --term-column says of ``record``, in one line. Raises MpuError for what is not a printable name."""
+    name = " ".join((record.unit or "").split())
+    if len(name) > MAX_TERM or not name.isprintable():
+        raise MpuError(
+            f"{record.location}: --term-column holds no name, but unprintable characters or more than {MAX_TERM}",
+            "correct the record",
+        )
+    return name or None
 
 
 def _public_prompts(options: Surrogates) -> list[str]:
@@ -156,8 +175,15 @@ def _write_down(plan: SurrogatePlan, ledger: Path) -> None:
     entry = LedgerEntry(
         secrets.token_hex(32), "", 0, 0, "", "surrogate", len(plan.records),
         data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
+        unit=plan.options.release.dp_unit,
     )  # fmt: skip
     try:
-        write_down(ledger, entry, delta=Privacy().dp_delta, budget=plan.options.release.dp_budget)
+        write_down(
+            ledger,
+            entry,
+            delta=Privacy().dp_delta,
+            budget=plan.options.release.dp_budget,
+            neighbours=plan.options.release.dp_neighbours,
+        )
     except OSError as error:
         raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so nothing was released") from error

@@ -35,8 +35,9 @@ def surrogate(
     """Make surrogate records, which tell of the private ones no more than (ε, δ).
 
     Releases the terms that many records share, such as a person's name, with differential privacy, and writes what
-    COPY answers about them. `mpu unlearn COPY --forget surrogate.jsonl --public-records` then forgets what the records
-    are about, on any number of copies, epochs and rounds, and spends nothing more. What only a few records say stays.
+    COPY answers about them. `mpu unlearn COPY --forget surrogate.jsonl --retain PUBLIC --public-records` then forgets
+    what the records are about, on any number of copies, epochs and rounds, and spends nothing more. What only a few
+    records say stays.
     Prints the path of the surrogate records.
     """
     from mpu_cli.api.surrogate import plan_surrogate
@@ -50,7 +51,6 @@ def surrogate(
             return
         result = make_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
     note(_privacy_line(plan))
-    note(f"released: {', '.join(result.terms)}")
     note(
         f"for you only: {result.covered_records} of {len(plan.records)} records mention a released term; what the "
         "others say is hardly forgotten"

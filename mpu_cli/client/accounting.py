@@ -37,6 +37,14 @@ class Release:
 
     epsilon: Scale
     delta: Scale
+    neighbours: str = "left-out"
+
+    def between(self, neighbours: str) -> Release:
+        """Its bound for other neighbours. Replacing a record is leaving it out and adding another: (2ε, (1 + e^ε)·δ),
+        by group privacy (Dwork and Roth 2014, theorem 2.2). Leaving one out costs at most what replacing it does."""
+        if neighbours == "left-out" or self.neighbours == neighbours:
+            return self
+        return Release(2 * self.epsilon, (1 + math.exp(self.epsilon)) * self.delta, neighbours)
 
 
 Spending = Mechanism | Release | None  # None: a training without a bound
@@ -47,7 +55,7 @@ def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: st
 
     Releases add their (ε, δ): what they leave of ``delta`` is left for the trainings.
     """
-    releases = [each for each in spendings if isinstance(each, Release)]
+    releases = [each.between(neighbours) for each in spendings if isinstance(each, Release)]
     mechanisms = [each for each in spendings if isinstance(each, Mechanism)]
     left_delta = delta - math.fsum(each.delta for each in releases)
     unbounded = len(releases) + len(mechanisms) < len(spendings) or not all(
@@ -71,17 +79,18 @@ def noise_multiplier_for(
 
     Raises ValueError if none is enough.
     """
-    from dp_accounting import calibrate_dp_mechanism
+    from dp_accounting import calibrate_dp_mechanism, mechanism_calibration
 
-    multiplier = calibrate_dp_mechanism(
-        lambda: _accountant(neighbours),
-        lambda sigma: _event(Mechanism(sigma, sample_rate, steps)),
-        epsilon,
-        delta,
-        tol=TOLERANCE,
-    )
-    if not multiplier or not math.isfinite(multiplier):
-        raise ValueError("no noise multiplier")
+    try:
+        multiplier = calibrate_dp_mechanism(
+            lambda: _accountant(neighbours),
+            lambda sigma: _event(Mechanism(sigma, sample_rate, steps)),
+            epsilon,
+            delta,
+            tol=TOLERANCE,
+        )
+    except mechanism_calibration.NoBracketIntervalFoundError as error:
+        raise ValueError("no noise multiplier") from error
     return float(multiplier)
 
 

@@ -17,9 +17,10 @@ from mpu_cli.models.device import device_of, tell_accelerate
 from mpu_cli.models.loading import is_sharded
 from mpu_cli.models.quantized import check_bitsandbytes, scales
 from mpu_cli.models.source import Model
-from mpu_cli.options.unlearning import Logging, Lora, Privacy, Training, Unlearning
+from mpu_cli.options.unlearning import Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.dates import parse_date
 from mpu_cli.records.encoding import no_template
+from mpu_cli.records.record import check_units
 
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {  # dtype of the weights
@@ -48,7 +49,10 @@ def check_options(options: Unlearning) -> Objective:
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
     if options.privacy.dp_epsilon is not None and options.privacy.public_records:
         raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
+    if options.privacy.public_records:
+        _check_named(options.records, objective)
     if options.privacy.dp_epsilon is not None:
+        check_units(options.records.reading, options.privacy.dp_unit)
         check_objective(options.algo, objective)
         mixed = options.training.precision == "mixed"
         if options.training.warmup_steps or options.training.gradient_checkpointing or mixed:
@@ -56,6 +60,16 @@ def check_options(options: Unlearning) -> Objective:
                 "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing or --precision mixed"
             )
     return objective
+
+
+def _check_named(records: Records, objective: Objective) -> None:
+    """Raise UsageError for --public-records on the files that private records have unless named otherwise."""
+    defaults = Records()
+    if records.forget == defaults.forget or (objective.constants.alpha and records.retain == defaults.retain):
+        raise UsageError(
+            f"--public-records: {defaults.forget} and {defaults.retain} are where private records are expected",
+            "name the public ones with --forget and --retain",
+        )
 
 
 def refers_back(objective: Objective) -> bool:

@@ -58,7 +58,7 @@ def entry_of(
     return LedgerEntry(
         hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(), *origin, weights,
         options.algo, len(data.forget) + len(data.retain), mechanism=mechanism, data=records,
-        surroundings=surroundings, public=options.privacy.public_records,
+        surroundings=surroundings, public=options.privacy.public_records, unit=options.privacy.dp_unit,
     )  # fmt: skip
 
 

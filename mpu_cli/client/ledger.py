@@ -31,7 +31,8 @@ class LedgerEntry:
     trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
     and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer, template and
     config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a release;
-    ``public``: the records were public or surrogates, so nothing is spent.
+    ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the persons
+    that the bound is for, None if it is for records.
     """
 
     identity: str
@@ -48,11 +49,14 @@ class LedgerEntry:
     surroundings: str = ""
     release: Release | None = None
     public: bool = False
+    unit: str | None = None
 
-    @property
-    def spendings(self) -> list[Spending]:
-        """What it spends: nothing, one bound, or None in place of a bound."""
-        return [] if self.public else [self.release or self.mechanism]
+    def spendings(self, unit: str | None) -> list[Spending]:
+        """What it spends of the privacy of each ``unit``, a field that names persons or None for a record: nothing, one
+        bound, or None in place of a bound. Protecting persons protects their records, and not the other way round."""
+        if self.public:
+            return []
+        return [None if unit not in (None, self.unit) else self.release or self.mechanism]
 
 
 class _Losses(Document):
@@ -94,7 +98,13 @@ def write_losses(path: Path, identity: str, forget: float, retain: float | None)
 
 
 def write_down(
-    path: Path, entry: LedgerEntry, *, delta: float, budget: float | None, trusted: bool = True
+    path: Path,
+    entry: LedgerEntry,
+    *,
+    delta: float,
+    budget: float | None,
+    neighbours: str = "left-out",
+    trusted: bool = True,
 ) -> Sequence[LedgerEntry]:
     """Add a training that is about to begin; returns those before it. One that is resumed is not added again.
 
@@ -114,20 +124,24 @@ def write_down(
         if resumed and not spends_again:
             return [each for each in before if each.identity != entry.identity]
         if budget is not None:
-            spent = epsilon_of([*before, entry], delta)
+            spent = epsilon_of([*before, entry], delta, neighbours, entry.unit)
             if spent > budget:
+                reason = f" (some had no bound for this unit, or δ = {delta:g} is used up)" if math.isinf(spent) else ""
                 raise MpuError(
-                    f"--dp-budget {budget:g}: with this training, the {len(before) + 1} in {path} would spend "
-                    f"ε = {spent:.3g}" + (" (some had no --dp-epsilon)" if math.isinf(spent) else ""),
+                    f"--dp-budget {budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
+                    f"{spent:.3g}{reason}",
                     "nothing was trained or released; a higher budget says more of your records",
                 )
         append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(entry)})
         return before
 
 
-def epsilon_of(entries: Sequence[LedgerEntry], delta: float) -> float:
-    """ε at ``delta`` of all ``entries`` together; infinite if one has no bound."""
-    return composed_epsilon([spending for entry in entries for spending in entry.spendings], delta)
+def epsilon_of(
+    entries: Sequence[LedgerEntry], delta: float, neighbours: str = "left-out", unit: str | None = None
+) -> float:
+    """ε at ``delta`` of all ``entries`` together, for each ``unit``; infinite if one has no bound."""
+    spendings = [spending for entry in entries for spending in entry.spendings(unit)]
+    return composed_epsilon(spendings, delta, neighbours)
 
 
 def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -> bool:
@@ -146,5 +160,6 @@ def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     return {
         "trainings": len(trainings), "with --dp-epsilon": private, "on --public-records": public,
         "without a bound": len(trainings) - private - public, "releases of terms": len(entries) - len(trainings),
-        "runs": len({each.run for each in entries if each.run}), "models": len({each.weights for each in entries}),
+        "runs": len({each.run for each in entries if each.run}),
+        "models": len({each.weights for each in entries if each.weights}),
     }  # fmt: skip

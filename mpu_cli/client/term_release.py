@@ -58,17 +58,20 @@ def term_mechanism(options: TermRelease) -> TermMechanism:
     def make(threshold: int) -> Any:
         return opendp.m.make_laplace_threshold(domain, metric, scale=scale, threshold=threshold)
 
+    def meets(threshold: int) -> bool:
+        return bool(make(threshold).map(distance)[1] <= options.dp_delta)
+
     try:
-        threshold = opendp.binary_search(
-            lambda value: make(value).map(distance)[1] <= options.dp_delta, bounds=(1, MAX_THRESHOLD)
-        )
-    except ValueError as error:
+        threshold = 1 if meets(1) else opendp.binary_search(meets, bounds=(1, MAX_THRESHOLD))
+    except (ValueError, opendp.OpenDPException) as error:
         raise UsageError(
             f"--dp-epsilon {options.dp_epsilon:g} --dp-delta {options.dp_delta:g}: no threshold achieves this",
             "raise them, or use fewer --terms",
         ) from error
-    measurement = make(threshold)
-    return TermMechanism(measurement, threshold, scale, Release(*map(float, measurement.map(distance))))
+    epsilon, delta = make(threshold).map(distance)
+    bound = Release(float(epsilon), float(delta), options.dp_neighbours)
+    # A count that reaches the threshold is released, but the bound is of counts that exceed it (opendp issue 2922).
+    return TermMechanism(make(threshold + 1), threshold + 1, scale, bound)
 
 
 def release_terms(records: Sequence[Record], names: Sequence[str | None], options: TermRelease,
@@ -80,9 +83,12 @@ def release_terms(records: Sequence[Record], names: Sequence[str | None], option
     contributions = _contributions(records, names, options)
     counts = Counter(term for terms in contributions.values() for term in terms)
     released = mechanism.measurement({term: min(count, MAX_THRESHOLD) for term, count in counts.items()})
-    mentioning = sum(any(term in text for term in released) for text in map("\n".join, map(texts_of, records)))
+    names_of = [[name] if name else ["\n".join(texts_of(record))] for name, record in zip(names, records, strict=True)]
+    mentioning = sum(any(term in text for term in released for text in texts) for texts in names_of)
     ordered = sorted(released, key=lambda term: (-released[term], term))
-    return ReleasedTerms(join_overlapping(ordered), mentioning)
+    # A single term stands for all of a record; of several, neighbouring pairs of words are parts of one name.
+    joins = options.terms > 1 and options.term_column is None
+    return ReleasedTerms(join_overlapping(ordered) if joins else ordered, mentioning)
 
 
 def _units(records: Sequence[Record]) -> Iterator[object]:

@@ -232,8 +232,10 @@ def _train_privately(
     private = private.of_examples(records.record_numbers)
     privacy = job.options.privacy
     spent = train_privately(to_train, records.sets, job.objective, training, privacy, private, on_step=progress)
-    earlier = [spending for entry in registration.earlier for spending in entry.spendings]
-    spent["epsilon_of_ledger"] = composed_epsilon([*earlier, private.mechanism], privacy.dp_delta)
+    earlier = [spending for entry in registration.earlier for spending in entry.spendings(privacy.dp_unit)]
+    spent["epsilon_of_ledger"] = composed_epsilon(
+        [*earlier, private.mechanism], privacy.dp_delta, privacy.dp_neighbours
+    )
     return spent
 
 
@@ -298,7 +300,10 @@ def _written_down(
 ) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
     """``entry`` once it is in the ledger, and those before it; None if it cannot be written and no budget needs it."""
     try:
-        return entry, write_down(ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, trusted=trusted)
+        return entry, write_down(
+            ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
+            trusted=trusted,
+        )  # fmt: skip
     except OSError as error:
         if privacy.dp_epsilon is not None:
             raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error

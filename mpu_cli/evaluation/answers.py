@@ -34,18 +34,25 @@ class Shown:
     answer: str
 
 
-@letting_go
-def answers_to(
-    copy: Model, records: Sequence[Record], prompts: ChatTemplate, device: str, observer: Observer = SILENT
-) -> list[str]:
-    """The greedy answer of ``copy`` to the question of each record, at most LONGEST_ANSWER tokens."""
-    loaded, tokenizer = load(copy, torch.float32, device)
-    items = encoder_of(tokenizer, prompts, None, longest_input(loaded), "as trained").questions(records)
-    observer.stage("answer", len(items), "answers")
-    answers = answer(
-        loaded, tokenizer, items, [[]] * len(items), limit=LONGEST_ANSWER, batch_size=BATCH, advance=observer.advance
-    )
-    return [each.generation for each in answers]
+class Respondent:
+    """A copy that is ready to answer: loaded, with the encoder of its prompts.
+
+    Raises MpuError or UsageError for what does not work, before a question is known.
+    """
+
+    def __init__(self, copy: Model, prompts: ChatTemplate, device: str):
+        self._model, self._tokenizer = load(copy, torch.float32, device)
+        self._encoder = encoder_of(self._tokenizer, prompts, None, longest_input(self._model), "as trained")
+
+    def answers(self, records: Sequence[Record], limit: int = LONGEST_ANSWER, observer: Observer = SILENT) -> list[str]:
+        """The greedy answer to the question of each record, at most ``limit`` tokens."""
+        items = self._encoder.questions(records)
+        observer.stage("answer", len(items), "answers")
+        answers = answer(
+            self._model, self._tokenizer, items, [[]] * len(items), limit=limit, batch_size=BATCH,
+            advance=observer.advance,
+        )  # fmt: skip
+        return [each.generation for each in answers]
 
 
 @letting_go

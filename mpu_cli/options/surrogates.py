@@ -18,7 +18,7 @@ class TermRelease(Options):
 
     dp_epsilon: float = option(1.0, "ε of the release; further releases and trainings add to it.", above=0)
     dp_delta: float = option(
-        1e-6, "δ of the release: no more than the chance that a rare term gets out.", above=0, below=1
+        1e-6, "δ of the release: at most so likely gets out what a single record says.", above=0, below=1
     )
     dp_unit: str | None = option(
         None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from mpu_cli.options.unlearning import ALL_TURNS
+from mpu_cli.errors import UsageError
+from mpu_cli.options.unlearning import ALL_TURNS, RecordFormat
 
 Fields = tuple[tuple[str, Any], ...]  # what a message has besides role and content, such as tool_calls
 
@@ -72,6 +73,15 @@ class Record:
 def question(text: str, answer: str, location: str = "", alternate: str | None = None) -> Record:
     """A record of one question and its answer."""
     return Record((Turn("user", text),), answer, location, alternate)
+
+
+def check_units(reading: RecordFormat, unit: str | None) -> None:
+    """Raise UsageError if each turn of a dialogue would be protected alone: all have what precedes them."""
+    if reading.turns == ALL_TURNS and unit is None:
+        raise UsageError(
+            "--turns all makes several records of a dialogue, and a bound would protect each of them alone",
+            "name the field that all records of a dialogue share with --dp-unit, or leave out --turns",
+        )
 
 
 def records_of_turns(record: Record, turns: str) -> Iterator[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +13,10 @@ from mpu_cli.records.record import Record
 WORD = re.compile(r"[^\W_]+(?:[-’'.][^\W_]+)*")
 POSSESSIVE = re.compile(r"[’']s$")
 SENTENCE_END = re.compile(r"[.!?:;\"“”()\n]")
+SPACES = re.compile(r"[^\S\n]+")
+TITLES = {"Dr", "Mr", "Mrs", "Ms", "Prof", "St"}
 MAX_TERM = 100  # characters
+MAX_PARTS = 8  # pairs of words in a name
 
 
 def terms_of(record: Record, count: int) -> list[str]:
@@ -33,9 +37,13 @@ def prompt_of(record: Record, placeholder: str) -> str | None:
     most = max(occurrences.values(), default=0)
     if not record.turns or most < 2:
         return None
-    name = join_overlapping([term for term, number in occurrences.items() if number == most])[0]
-    prompt = record.question.replace(name, placeholder)
-    return None if name not in record.question or any(word in prompt for word in name.split()) else prompt
+    candidates = [term for term, number in occurrences.items() if number == most]
+    if len(candidates) > MAX_PARTS:
+        return None
+    name = join_overlapping(candidates)[0]
+    prompt, count = re.subn(rf"(?<!\w){re.escape(name)}(?!\w)", lambda _: placeholder, record.question)
+    remaining = re.search(rf"(?<!\w)({'|'.join(map(re.escape, name.split()))})(?!\w)", prompt)
+    return None if not count or remaining else prompt
 
 
 def _occurrences(record: Record) -> dict[str, int]:
@@ -45,7 +53,7 @@ def _occurrences(record: Record) -> dict[str, int]:
         for words, begins_sentence in _names(text):
             if len(words) > 1:
                 occurrences.update(" ".join(pair) for pair in pairwise(words))
-            elif not begins_sentence:
+            elif not begins_sentence and len(words[0]) > 1:
                 occurrences.update(words)
     first_read = {term: number for number, term in enumerate(occurrences)}
     ranked = sorted(occurrences, key=lambda term: (-occurrences[term], " " not in term, first_read[term]))
@@ -53,8 +61,9 @@ def _occurrences(record: Record) -> dict[str, int]:
 
 
 def texts_of(record: Record) -> list[str]:
-    """Its turns and its answer, or the text that it is."""
-    return [*(turn.content for turn in record.turns), record.answer]
+    """Its turns and its answer, or the text that it is, composed (NFC) and with single spaces."""
+    texts = [*(turn.content for turn in record.turns), record.answer]
+    return [SPACES.sub(" ", unicodedata.normalize("NFC", text)) for text in texts]
 
 
 def join_overlapping(terms: Sequence[str]) -> list[str]:
@@ -84,11 +93,14 @@ def _names(text: str) -> Iterator[tuple[list[str], bool]]:
         gap = "" if end is None else text[end : match.start()]
         word = POSSESSIVE.sub("", match.group())
         starts_sentence = end is None or bool(SENTENCE_END.search(gap))
-        continues = bool(run) and gap.isspace() and "\n" not in gap and word[0].isupper()
+        is_name = word[0].isupper() and word != "I"
+        # A period after an initial or a title ends no sentence.
+        abbreviated = gap == ". " and bool(run) and (len(run[-1]) == 1 or run[-1] in TITLES)
+        continues = bool(run) and (gap == " " or abbreviated) and is_name
         if run and not continues:
             yield run, begins_sentence
             run = []
-        if word[0].isupper():
+        if is_name:
             begins_sentence = begins_sentence if run else starts_sentence
             run.append(word)
         if run and word != match.group():  # a possessive ends a name

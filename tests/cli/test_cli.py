@@ -355,7 +355,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--algo", "rmu", "--layer", "1"], "final norm", 2),  # the last of two layers
         (["--algo", "npo", "--coefficient", "5"], "--coefficient: npo has no such constant", 2),
         (["--lora-rank", "2", "--lora-alpha", "0"], "--lora-alpha", 2),
-        (["--dp-epsilon", "1e-6"], "--dp-epsilon", 2),
+        (["--dp-epsilon", "1e-9", "--dp-delta", "1e-300"], "--dp-epsilon", 2),
         (["--dp-epsilon", "4", "--retain-loss", "hidden", "--layer", "0"], "--retain-loss hidden", 2),
         (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
         (["--lora-rank", "0"], "--lora-rank", 2),

@@ -98,14 +98,20 @@ def test_a_training_leaks_less_than_it_claims() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "least"), [("half the noise", 0.3 * EPSILON), ("noise before clipping", EPSILON / 2)]
+    ("fault", "least"),
+    [
+        ("half the noise", 0.3 * EPSILON),
+        pytest.param("noise before clipping", EPSILON / 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str, least: float) -> None:
-    """The same measurement where the noise is half as large, and where clipping takes it away with the gradient."""
+    """The same measurement where the noise is half as large, and where clipping takes it away with the gradient: it
+    shows more than an honest training does, and at least this."""
+    honest_epsilon = audited_epsilon()
     with_noise = private.with_noise
     faults = {
         "half the noise": lambda x, std, key: with_noise(x, std / 2, key),
         "noise before clipping": lambda x, std, key: with_noise(x, std / float(x.norm()), key),
     }
     monkeypatch.setattr(private, "with_noise", faults[fault])
-    assert audited_epsilon() > least
+    assert audited_epsilon() > max(least, honest_epsilon)

@@ -63,7 +63,7 @@ class TestRelease:
         write_about(tmp_path / "few.jsonl", "Ada Lovelace", 2)
         refused = mpu("surrogate", copy, "--forget", "few.jsonl", check=False, cwd=tmp_path)
         assert refused.is_one_error
-        assert "no term is in about 14 records" in refused.err
+        assert "no term is in about 15 records" in refused.err
         assert not (tmp_path / "surrogate.jsonl").exists()
         assert len(read_ledger(default_ledger_path())) == 1
 
@@ -74,6 +74,10 @@ class TestRelease:
             (["--prompts", "missing.txt"], "cannot read the prompts"),
             (["--dp-epsilon", "1e-9", "--terms", 100], "no threshold achieves this"),
             (["--term-column", "subject"], "subject"),
+            (["--forget", "odd.jsonl", "--term-column", "who"], "--term-column holds no name"),
+            (["--date", "foo"], "date"),
+            (["--device", "cuda:7"], "cuda:7"),
+            (["--turns", "all"], "--dp-unit"),
             (["--forget", "missing.jsonl"], "missing.jsonl"),
         ],
     )
@@ -81,6 +85,7 @@ class TestRelease:
         self, mpu: Callable, copy: Path, tmp_path: Path, options: list, message: str
     ) -> None:
         (tmp_path / "bad.txt").write_text("Who is {term}?\nWho?\n")
+        (tmp_path / "odd.jsonl").write_text(json.dumps({"question": "w5", "answer": "w6", "who": "A\0B"}) + "\n")
         refused = mpu("surrogate", copy, *options, check=False, cwd=tmp_path)
         assert refused.is_one_error
         assert message in refused.err
@@ -98,6 +103,7 @@ class TestRelease:
     def test_training_on_it_spends_nothing(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         """By the client's word; without it, no bound holds."""
         mpu("surrogate", copy, cwd=tmp_path)
+        write_about(tmp_path / "retain.jsonl", "Alan Turing", 4)
         train = ["--forget", "surrogate.jsonl", "--algo", "gradascent", "--epochs", 1]
         mpu("unlearn", copy, *train, "--public-records", "--out", "1.safetensors", cwd=tmp_path)
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
@@ -105,6 +111,9 @@ class TestRelease:
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == float("inf")
         refused = mpu("unlearn", copy, *train, "--public-records", "--dp-epsilon", 1, check=False, cwd=tmp_path)
         assert "--public-records does not work with --dp-epsilon" in refused.err
+        for named in ([], ["--forget", "surrogate.jsonl"]):  # otherwise the private files beside it are read
+            refused = mpu("unlearn", copy, *named, "--public-records", check=False, cwd=tmp_path)
+            assert "where private records are expected" in refused.err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from mpu_cli.client.accounting import Mechanism, Release, composed_epsilon
+from mpu_cli.client.ledger import LedgerEntry, epsilon_of
 from mpu_cli.client.term_release import release_terms, term_mechanism
 from mpu_cli.errors import UsageError
 from mpu_cli.options.surrogates import TermRelease
@@ -41,6 +42,11 @@ class TestTermsOfARecord:
             ("What is in it?", "The file is about Acme.", "Acme"),
             ("Кто такой Лев Толстой?", "Лев Толстой писал.", "Лев Толстой"),
             ("who is she", "nobody knows.", None),
+            ("Should I ask?", "I think I would.", None),
+            ("Who came?", "It was Dr. Smith. Then Dr. Smith left.", "Dr Smith"),
+            ("Who is J. K. Rowling?", "J. K. Rowling writes.", "J K"),
+            ("Who is Jose\u0301 Garci\u0301a?", "Jose\u0301 Garci\u0301a is a poet.", "José García"),
+            ("Who is Ada\u00a0Lovelace?", "Ada\u00a0Lovelace wrote.", "Ada Lovelace"),
             ("他是谁", "他是作家", None),
         ],
     )
@@ -59,18 +65,34 @@ class TestTermsOfARecord:
         assert prompt_of(record, "{term}") == "Has {term} won a prize?"
         assert prompt_of(question("Who won the prize?", "Ada Lovelace."), "{term}") is None
         assert prompt_of(question("Did Ada Lovelace, or Ada, win?", "Ada Lovelace won."), "{term}") is None
+        assert prompt_of(question("Is it Art, an Artist?", "It is Art."), "{term}") == "Is it {term}, an Artist?"
+        listed = " and ".join(f"Name{i} Surname{i}" for i in range(2000))
+        assert prompt_of(question(f"Who are {listed}?", f"They are {listed}."), "{term}") is None  # at once
 
 
 class TestTheMechanism:
     @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 1e-6), (1.0, 1e-6), (4.0, 1e-5), (1.0, 0.05)])
     def test_the_threshold_is_the_lowest(self, epsilon: float, delta: float) -> None:
-        """A term that one record has is released with the probability that discrete Laplace noise exceeds the
-        threshold: at most δ, and more than δ at the next lower one."""
+        """A term that one record has is released if discrete Laplace noise adds what it lacks to the threshold: with
+        a probability of at most δ, and of more than δ at the next lower one."""
         mechanism = term_mechanism(TermRelease(dp_epsilon=epsilon, dp_delta=delta))
         noise = stats.dlaplace(epsilon)
         assert mechanism.bound.epsilon == pytest.approx(epsilon)
-        assert noise.sf(mechanism.threshold - 1) == pytest.approx(mechanism.bound.delta, rel=1e-6)
-        assert noise.sf(mechanism.threshold - 1) <= delta < noise.sf(mechanism.threshold - 2)
+        assert noise.sf(mechanism.threshold - 2) == pytest.approx(mechanism.bound.delta, rel=1e-6)
+        assert noise.sf(mechanism.threshold - 2) <= delta < noise.sf(mechanism.threshold - 3)
+
+    @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 0.05), (4.0, 1e-3)])
+    def test_what_one_record_says_gets_out_as_rarely_as_stated(self, epsilon: float, delta: float) -> None:
+        """Over 200,000 terms that one record has each: the rate is the bound's δ, which is below the requested one."""
+        mechanism = term_mechanism(TermRelease(dp_epsilon=epsilon, dp_delta=delta))
+        count = 200_000
+        rate = len(mechanism.measurement({f"term {i}": 1 for i in range(count)})) / count
+        error = 5 * math.sqrt(mechanism.bound.delta / count)
+        assert rate == pytest.approx(mechanism.bound.delta, abs=error)
+        assert mechanism.bound.delta <= delta
+
+    def test_a_large_epsilon_has_the_lowest_threshold(self) -> None:
+        assert term_mechanism(TermRelease(dp_epsilon=50.0)).threshold == 2
 
     def test_more_terms_and_replaced_records_cost_more(self) -> None:
         thresholds = [
@@ -110,8 +132,10 @@ class TestTheRelease:
     def test_a_field_names_what_a_record_is_about(self) -> None:
         release = TermRelease(term_column="subject")
         records = about("Ada Lovelace", 60)
-        terms = release_terms(records, ["case 7"] * 50 + [None] * 10, release, term_mechanism(release)).terms
-        assert list(terms) == ["case 7"]
+        names = ["Lee Harris"] * 30 + ["James Lee"] * 20 + [None] * 10
+        result = release_terms(records, names, release, term_mechanism(release))
+        assert sorted(result.terms) == ["James Lee", "Lee Harris"]  # two people, who are not joined
+        assert result.covered_records == 50
 
 
 class TestAccounting:
@@ -123,3 +147,18 @@ class TestAccounting:
         assert composed_epsilon([release, release], 1e-5) == 2
         assert composed_epsilon([release] * 3, 1e-5) == math.inf  # δ is used up
         assert composed_epsilon([release, None], 1e-5) == math.inf
+
+    def test_replacing_a_record_is_leaving_out_two(self) -> None:
+        """A release that was bounded for one left out, counted between data sets with one replaced."""
+        assert composed_epsilon([Release(1.0, 1e-7)], 1e-5, "replaced") == 2
+        assert composed_epsilon([Release(1.0, 1e-7, "replaced")], 1e-5, "replaced") == 1
+        assert composed_epsilon([Release(1.0, 3e-6)], 1e-5, "replaced") == math.inf  # (1 + e)·δ
+
+    def test_a_bound_for_records_bounds_nothing_for_persons(self) -> None:
+        by_record, by_person = (
+            LedgerEntry("a", "", 0, 0, "", "surrogate", 9, release=Release(1.0, 1e-6), unit=unit)
+            for unit in (None, "patient")
+        )
+        assert epsilon_of([by_record, by_person], 1e-5) == 2
+        assert epsilon_of([by_person], 1e-5, unit="patient") == 1
+        assert epsilon_of([by_record, by_person], 1e-5, unit="patient") == math.inf
