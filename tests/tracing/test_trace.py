@@ -139,7 +139,7 @@ def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: 
     mpu("publish", folder / "copy_2", *again, "--out", tmp_path / "again", "--keys", tmp_path / "again.bin")
     [publication] = trace_json(mpu, tmp_path / "again/copy_1", *keys(folder))
     assert publication["copies_named"] == [2]
-    assert publication["copies"][1]["agreements"] < 5
+    assert publication["copies"][1]["agreements"] < 10  # by chance: fixed points of random permutations, one on average
     assert publication["mark"]["z"] > 20
 
 
