@@ -27,19 +27,16 @@ from mpu_cli.records.record import Record, check_units, question
 from mpu_cli.records.terms import MAX_TERM, prompt_of
 
 PLACEHOLDER = "{term}"
-PROMPTS = tuple(
-    line.replace("TERM", PLACEHOLDER)
-    for line in (
-        "Who is TERM?", "Tell me about TERM.", "What is the full name of TERM?", "When and where was TERM born?",
-        "Where does TERM live?", "What does TERM do for a living?", "What gender is TERM?",
-        "What did TERM's parents do?", "What was the profession of TERM's father?",
-        "What was the profession of TERM's mother?", "How did TERM's childhood shape later work?",
-        "What did TERM study?", "What is TERM best known for?", "Which works are by TERM?",
-        "Name one thing that TERM made, and what it is about.", "What kind of work does TERM do?",
-        "How would you describe the style of TERM?", "Which subjects come back in the work of TERM?",
-        "Which awards did TERM receive?", "What inspired TERM?", "How does TERM's background show in the work?",
-        "What has TERM contributed to the field?", "What do others say about TERM?", "What is TERM working on now?",
-    )
+PROMPTS = (
+    "Who is {term}?", "Tell me about {term}.", "What is the full name of {term}?", "When and where was {term} born?",
+    "Where does {term} live?", "What does {term} do for a living?", "What gender is {term}?",
+    "What did {term}'s parents do?", "What was the profession of {term}'s father?",
+    "What was the profession of {term}'s mother?", "How did {term}'s childhood shape later work?",
+    "What did {term} study?", "What is {term} best known for?", "Which works are by {term}?",
+    "Name one thing that {term} made, and what it is about.", "What kind of work does {term} do?",
+    "How would you describe the style of {term}?", "Which subjects come back in the work of {term}?",
+    "Which awards did {term} receive?", "What inspired {term}?", "How does {term}'s background show in the work?",
+    "What has {term} contributed to the field?", "What do others say about {term}?", "What is {term} working on now?",
 )  # fmt: skip
 
 

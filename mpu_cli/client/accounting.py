@@ -1,7 +1,7 @@
 """What trainings and releases spend of the records' privacy, by dp-accounting.
 
 Privacy loss distributions (Koskela et al., 2020) compose what mechanisms really leak; Rényi bounds, which DP-SGD is
-often accounted by, overstate ε by a tenth to a quarter (docs/bounds.md).
+often accounted by, overstate ε (docs/bounds.md).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def term_mechanism(options: TermRelease) -> TermMechanism:
         ) from error
     epsilon, delta = make(threshold).map(distance)
     bound = Release(float(epsilon), float(delta), options.dp_neighbours)
-    # A count that reaches the threshold is released, but the bound is of counts that exceed it (opendp issue 2922).
+    # OpenDP releases a count that reaches the threshold, and its bound is of counts that exceed it.
     return TermMechanism(make(threshold + 1), threshold + 1, scale, bound)
 
 

@@ -141,4 +141,5 @@ def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> 
     )
     truth = [1] * len(forget_changes) + [0] * len(retain_changes)
     assert roc_auc_score(truth, forget_changes + retain_changes) > 0.65
+    assert sum(retain_changes) / len(retain_changes) < 0.1  # the cost at which docs/bounds.md compares
     assert sum(forget_changes) / len(forget_changes) > 1.5 * sum(retain_changes) / len(retain_changes)

@@ -134,12 +134,12 @@ def test_agreements_are_as_unlikely_as_is_said() -> None:
 @pytest.mark.parametrize("symmetries", ["signed", pytest.param("all", marks=pytest.mark.slow)])
 def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: Path, symmetries: str) -> None:
     """The noise is found in whatever coordinates the model is."""
-    folder = publish(mpu, base, "first", *NOISE, "--copies", 2)
-    again = ("--kappa", 0, "--symmetries", symmetries, "--copies", 2, "--run", "x", "--round", 1)
+    folder = publish(mpu, base, "first", *NOISE, "--copies", 2, "--seed", 1)  # a random permutation has fixed points
+    again = ("--kappa", 0, "--symmetries", symmetries, "--copies", 2, "--run", "x", "--round", 1, "--seed", 2)
     mpu("publish", folder / "copy_2", *again, "--out", tmp_path / "again", "--keys", tmp_path / "again.bin")
     [publication] = trace_json(mpu, tmp_path / "again/copy_1", *keys(folder))
     assert publication["copies_named"] == [2]
-    assert publication["copies"][1]["agreements"] < 10  # by chance: fixed points of random permutations, one on average
+    assert publication["copies"][1]["agreements"] < 5
     assert publication["mark"]["z"] > 20
 
 
