@@ -1,7 +1,8 @@
 """What a bound on the records costs: how much is forgotten, and what happens to the rest, for each way and ε.
 
 python examples/bounds.py MODEL --forget F --public P --kept K --unseen U [--beside B] [--epsilon 1 2 4 8]
-    [--ways unbounded surrogate public dp-sgd subspace] [--epochs N] [--out FILE]
+    [--ways unbounded surrogate public dp-sgd subspace] [--epochs N] [--surrogate-epochs N] [--precision mixed]
+    [--scored N] [--out FILE]
 python examples/bounds.py --out FILE --plot PICTURE
 
 MODEL knows the records of F, P, K and B, and not those of U. P is public: it is the retain set of every training. K is
@@ -54,8 +55,11 @@ class Bench:
         encoder = encoder_of(tokenizer, ChatTemplate(), None, None, "as trained")
         paths = {name: getattr(arguments, name) for name in (*SETS, "beside")}
         self.items: dict[str, list[Item]] = {
-            name: encoder.questions(read_named(path, RecordFormat())) for name, path in paths.items() if path
+            name: _evenly_spaced(encoder.questions(read_named(path, RecordFormat())), arguments.scored)
+            for name, path in paths.items()
+            if path
         }
+        self.records = len(read_named(arguments.forget, RecordFormat()))
         self.before = self.losses({}, 0.0)
         self.before_means = _means(self.before)
 
@@ -79,11 +83,15 @@ class Bench:
             after = self.losses(change, step)
             moved = {name: [b - a for a, b in zip(self.before[name], after[name], strict=True)] for name in after}
             yield {
-                "model": self.arguments.name, "records": len(self.items["forget"]), "way": way, "epsilon": epsilon,
+                "model": self.arguments.name, "records": self.records, "way": way, "epsilon": epsilon,
                 "step": step, "before": self.before_means, **_means(after),
                 "auc_kept": _auc(moved["forget"], moved["kept"]),
                 "auc_beside": _auc(moved["forget"], moved["beside"]) if "beside" in moved else None, **facts,
             }  # fmt: skip
+
+
+def _evenly_spaced(items: list[Item], most: int) -> list[Item]:
+    return [items[i * len(items) // most] for i in range(most)] if len(items) > most else items
 
 
 def _means(losses: dict[str, list[float]]) -> dict[str, float]:
@@ -105,7 +113,7 @@ def unlearned(arguments: argparse.Namespace, folder: Path, forget: object, *opti
     """The delta of an ordinary training on ``forget``, and on the public records as the retain set."""
     target = folder / "delta.safetensors"
     mpu("unlearn", arguments.model, "--forget", forget, "--retain", arguments.public, "--epochs", arguments.epochs,
-        "--out", target, "--force", "--trust-copy", *options)  # fmt: skip
+        "--precision", arguments.precision, "--out", target, "--force", "--trust-copy", *options)  # fmt: skip
     return load_file(target)
 
 
@@ -160,7 +168,8 @@ def ways(bench: Bench, folder: Path) -> Iterator[dict]:
             made = mpu("surrogate", arguments.model, "--forget", arguments.forget, "--dp-epsilon", epsilon,
                        "--dp-delta", DELTA, "--public", arguments.public, "--out", surrogates, "--force")  # fmt: skip
             facts = {"terms": len(made["terms"]), "covered": made["covered_records"], "threshold": made["threshold"]}
-            change = unlearned(arguments, folder, surrogates, "--public-records")
+            epochs = ("--epochs", arguments.surrogate_epochs or arguments.epochs)
+            change = unlearned(arguments, folder, surrogates, "--public-records", *epochs)
             yield from bench.rows("surrogate", epsilon, change, **facts)
         if "dp-sgd" in arguments.ways:
             options = ("--dp-epsilon", epsilon, "--dp-delta", DELTA)
@@ -223,6 +232,9 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
     parser.add_argument("--ways", nargs="+", default=["unbounded", "public", "surrogate", "dp-sgd", "subspace"])
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--surrogate-epochs", type=int, help="of training on surrogate records (default: --epochs)")
+    parser.add_argument("--precision", default="float32", help="of training, as for mpu unlearn")
+    parser.add_argument("--scored", type=int, default=1000, help="records of each set that are scored, at most")
     parser.add_argument("--name", default="", help="of MODEL, in the rows")
     parser.add_argument("--plot", help="draw the rows of --out here, print their table, and measure nothing")
     parser.add_argument("--out", help="append the rows to this file, as JSON lines")

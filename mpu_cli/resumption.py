@@ -85,8 +85,8 @@ def differences(before: Mapping[str, object], now: Mapping[str, object], prefix:
         if isinstance(old, dict) and isinstance(new, dict):
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
-            change = f" {old} → {new}"
-            yield prefix + name + (change if len(change) <= SHOWN else "")
+            change = " → ".join("not set" if value is None else str(value) for value in (old, new))
+            yield prefix + name + (f" {change}" if len(change) < SHOWN else "")
 
 
 def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from mpu_cli.manifest import read_model_manifest
 from mpu_cli.models.hub import check_repository, upload
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import by_present_names, changed_options, with_keywords
+from mpu_cli.options.declare import with_keywords
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.outputs import keys_path, model_folder, next_round, round_folder
 from mpu_cli.sealing import default_identity_path, parse_recipients, read_identities
@@ -79,7 +79,7 @@ def plan_publish(
         run, round: name and number (default: those that follow ``base``).
         seed: for repeatable experiments only: whoever knows it can undo the copies.
         force: replace copies that exist.
-        options: how to publish. Those that differ from their defaults count as chosen.
+        options: how to publish.
         keywords: single options, such as ``kappa=0.01``, which win over ``options``.
 
     Raises UsageError for options that do not go together, MpuError for models that are not supported.
@@ -87,15 +87,14 @@ def plan_publish(
     how = with_keywords(Publishing, options, keywords)
     if len(copy_recipients) > 1 and only is None and how.disguise.count is None:
         how = replace(how, disguise=replace(how.disguise, copies=len(copy_recipients)))
-    explicit_options = {**(changed_options(options) if options else {}), **by_present_names(Publishing, keywords)}
-    how = how.with_hiding_noise(explicit_options, with_pretrained=pretrained is not None)
     model = open_model(str(base), Path(config) if config else None)
     manifest = read_model_manifest(model.folder)
     if (
         manifest
         and manifest.permanent
         and pretrained is None
-        and not {"kappa", "permanent_noise", "epsilon"} & set(explicit_options)
+        and not how.disguise.sets_scale
+        and how.calibration.epsilon is None
     ):
         raise UsageError(
             f"{base}: the copies of round {manifest.round} had permanent noise, and those of the next would not",
@@ -103,7 +102,9 @@ def plan_publish(
         )
     run_of_base, next_one = next_round(model.folder)
     number = next_one if round is None else round
-    publication = publication_of(how, seed=seed, run=run or run_of_base or "", round_=number)
+    publication = publication_of(
+        how, with_pretrained=pretrained is not None, seed=seed, run=run or run_of_base or "", round_=number
+    )
     path = Path(keys) if keys else keys_path(model.folder, number)
     if existing_keys is None and only is not None and path.exists():
         existing_keys = open_keys(path, identity=identity, passphrase=passphrase)

@@ -12,7 +12,7 @@ from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import bytes_of, emit, in_bytes, in_time, note
 from mpu_cli.cli.unlearn import memory_of
 from mpu_cli.errors import UsageError
-from mpu_cli.options.publishing import Copies, Depth, PermanentNoise
+from mpu_cli.options.publishing import Disguise
 from mpu_cli.options.unlearning import Algorithm, Lora, RecordFormat, Training, Unlearning
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 @expand_option_groups
 def plan(
     model: Annotated[str, typer.Argument(help="The server's model, or the client's copy of it.", metavar="MODEL")],
-    copies: Copies,
-    shared: PermanentNoise,
-    depth: Depth,
+    disguise: Disguise,
     training: Training,
     lora: Lora,
     reading: RecordFormat,
+    pretrained: Annotated[
+        str | None,
+        typer.Option(help="Public model that MODEL was fine-tuned from, as for publish.", metavar="MODEL"),
+    ] = None,
     algo: Annotated[Algorithm, typer.Option(help="Unlearning algorithm.")] = "npo",
     forget: Annotated[
         str | None,
@@ -56,7 +58,8 @@ def plan(
 ) -> None:
     """Estimate the cost of one round of the protocol: bytes written and sent, memory of each party, operations, time.
 
-    Bandwidth and speed are measured here; the client's memory is that of `mpu unlearn` with the same options.
+    Copies and noise are those of `mpu publish` with the same options, the client's memory is that of `mpu unlearn`;
+    bandwidth and speed are measured here.
     """
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
@@ -71,8 +74,9 @@ def plan(
 
     unlearning = Unlearning(algo=algo, training=training, lora=lora)
     objective = check_options(unlearning)
-    scheme = scheme_of(copies)
-    opened = shallow(open_model(model), depth.omitted_layers)  # what is sent and trained on
+    disguise = disguise.with_scale(with_pretrained=pretrained is not None)
+    scheme = scheme_of(disguise)
+    opened = shallow(open_model(model), disguise.omitted_layers)  # what is sent and trained on
     tokens = None
     rows = rows_at_once(training)
     work = Work(rows, length, rows * length // 2)
@@ -91,13 +95,14 @@ def plan(
     lines.append(f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, work)}")
     if room is not None:
         lines.append(_fitting(room, bool(fits), suggestion))
-    lines += [*_of_work(costs, machine, tokens), *_of_symmetries(opened), *_of_noise(scheme, shared)]
+    lines += [*_of_work(costs, machine, tokens), *_of_symmetries(opened, disguise), *_of_noise(scheme, disguise)]
     note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
     emit(lines, {
             **asdict(costs), "machine": asdict(machine), "tokens": tokens,
             "client_memory": {**asdict(peak), "total": peak.total}, "fits": fits,
             "fits_with": suggestion[0] if suggestion else None,
-            "noise": {"kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),
+            "noise": {"kappa": disguise.kappa, "permanent_noise": disguise.permanent_noise,
+                      "kind": scheme.kind, "factors": scheme.factors, "weights": scheme.weights.tolist(),
                       "order": scheme.order, "remainder": scheme.remainder, "variance_factor": scheme.variance_factor},
         }, as_json)  # fmt: skip
 
@@ -124,11 +129,10 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
         )
 
 
-def _of_symmetries(model: Model) -> Iterator[str]:
+def _of_symmetries(model: Model, disguise: Disguise) -> Iterator[str]:
     """Which symmetries hide the weights of ``model``, and what stays in place."""
     from mpu_cli.architectures.family import describe
     from mpu_cli.architectures.layout import layout_of
-    from mpu_cli.options.publishing import Disguise
     from mpu_cli.server.symmetry_check import in_place, published_as_they_are
 
     layout = layout_of(model.checkpoint.tensors, model.config, model.source)
@@ -137,7 +141,7 @@ def _of_symmetries(model: Model) -> Iterator[str]:
     yield f"symmetries\t{model.config['model_type']}: {' | '.join(kinds)}; {residual}"
     if bare := published_as_they_are(layout, model.checkpoint.tensors):
         yield f"bare\t{bare}"
-    if unmoved := in_place(layout, model.checkpoint.tensors, Disguise().symmetries):
+    if unmoved := in_place(layout, model.checkpoint.tensors, disguise.symmetries):
         yield f"in place\t{unmoved}"
 
 
@@ -151,18 +155,20 @@ def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> 
     return f"does not fit\tinto {in_bytes(room)}; {text}"
 
 
-def _of_noise(scheme: Scheme, shared: PermanentNoise) -> Iterator[str]:
+def _of_noise(scheme: Scheme, disguise: Disguise) -> Iterator[str]:
     """What the noise leaves in the update."""
-    yield (
-        f"noise\t{scheme.kind} ({', '.join(f'{factor:g}' for factor in scheme.factors)}): cancels up to order "
-        f"{scheme.order - 1} and leaves {scheme.remainder:.3g}·κ^{scheme.order}; other differences between "
-        f"copies are multiplied by up to {float(scheme.weights.abs().sum()):.3g} (their variance, if random, by "
-        f"{scheme.variance_factor:.3g})"
-    )
-    if shared.permanent_noise:
+    if disguise.kappa:
+        factors = ", ".join(f"{factor:g}" for factor in scheme.factors)
+        yield (
+            f"noise\tκ = {disguise.kappa:g}, {scheme.kind} ({factors}): cancels up to order "
+            f"{scheme.order - 1} and leaves {scheme.remainder:.3g}·κ^{scheme.order}; other differences between "
+            f"copies are multiplied by up to {float(scheme.weights.abs().sum()):.3g} (their variance, if random, by "
+            f"{scheme.variance_factor:.3g})"
+        )
+    if disguise.permanent_noise:
+        most = "" if disguise.max_noise is None else f", or {disguise.max_noise:g} times that of its weights if less"
         yield (
             "permanent noise\tnothing cancels it: every weight that the client trains on is off by "
-            f"{shared.permanent_noise:g} times the RMS of its block's task vector, and the aggregated update is off "
-            f"in proportion to that (first order; noise of --kappa: order {scheme.order}). "
-            "Rehearse with `mpu run --permanent-noise`"
+            f"{disguise.permanent_noise:g} times the RMS of its block's task vector{most}. The update is off in "
+            "proportion to that. Rehearse with `mpu run` and the same options"
         )

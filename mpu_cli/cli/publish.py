@@ -6,7 +6,7 @@ import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,6 @@ from mpu_cli.cli import options
 from mpu_cli.cli.grouped import expand_option_groups
 from mpu_cli.cli.output import emit, note, table, terminal, terminal_width, under_old_name, warn
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import flat
 from mpu_cli.options.publishing import RANDOM, Publishing
 from mpu_cli.outputs import keys_path, round_folder
 from mpu_cli.wording import few
@@ -22,7 +21,6 @@ from mpu_cli.wording import few
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mpu_cli.options.keywords import PublishKeywords
     from mpu_cli.server.publish import Published, PublishPlan
     from mpu_cli.server.publish_report import Remark
 
@@ -31,7 +29,6 @@ WIDE = 120  # columns of a terminal on which all copies of a block stand in one 
 
 @expand_option_groups
 def publish(
-    context: typer.Context,
     base: Annotated[str, typer.Argument(help="The model: file, directory, sharded index or Hub id.", metavar="BASE")],
     publishing: Publishing,
     pretrained: Annotated[
@@ -120,9 +117,6 @@ def publish(
         if clients:
             raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
         read_records(probe, columns=parse_columns(probe_columns))  # before the work
-    explicit_options = cast(
-        "PublishKeywords", {name: value for name, value in flat(publishing).items() if _is_explicit(context, name)}
-    )
     path = keys or keys_path(open_model(base, config).folder, round_)
     existing_keys = (
         open_keys(path, identity, passphrase_file, trust_keys) if only is not None and path.exists() else None
@@ -132,7 +126,7 @@ def publish(
         plan = plan_publish(
             base, pretrained, config=config, out=out, only=None if only is None else _numbers(only), keys=path,
             existing_keys=existing_keys, copy_recipients=clients, recipients=recipient or [], identity=identity,
-            passphrase=secret, run=run, round=round_, seed=seed, force=force, observer=observer, **explicit_options,
+            passphrase=secret, run=run, round=round_, seed=seed, force=force, observer=observer, options=publishing,
         )  # fmt: skip
     plan_remarks = list(remarks_on_plan(plan))
     _print(plan_remarks)
@@ -244,12 +238,6 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdigit() for part in parts):
         raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")
     return [int(part) for part in parts]
-
-
-def _is_explicit(context: typer.Context, name: str) -> bool:
-    """Whether an option was given, on the command line or by its variable."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def report(published: Published, max_noise: float | None = None) -> None:

@@ -33,7 +33,7 @@ from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring, Recovery
 from mpu_cli.options.experiment import Experiment, Mode
-from mpu_cli.options.publishing import AUTO, HIDING_PERMANENT, Disguise, ServerRate
+from mpu_cli.options.publishing import AUTO, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, RecordFormat, Training, Unlearning
 from mpu_cli.records.reading import read_records
 from mpu_cli.records.record import Record
@@ -83,14 +83,13 @@ SMALL = Story(
     retain_model=True,
     recovery=Recovery(attacks=("relearn",), relearn_lr=3e-4),
 )  # fmt: skip
-# A real model on two cores: fewer people, one copy with noise in units of what learning about them changed, as
-# `publish` makes it, and what can be shown.
+# A real model on two cores: fewer people, the noise that `publish` chooses for it, and what can be shown.
 REAL = Story(
     people=10, forgotten=2, unseen=2, evaluated=3, epochs=8,
     unlearning=Unlearning(
         algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
     ),
-    disguise=Disguise(copies=1, kappa=0.0, permanent_noise=HIDING_PERMANENT),
+    disguise=Disguise(),
     metrics=KNOWLEDGE,
     retain_model=False,
     modes=("clean", "mpu"),
@@ -139,11 +138,12 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         f"{story.people} people{what_follows}"
     )
     measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
-    target, disguise = folder / "models" / "target", story.disguise
+    target = folder / "models" / "target"
+    disguise = story.disguise.with_scale(with_pretrained=pretrained is not None)
     measured = {"retain model": measure("retain", folder / "models" / "retain")} if story.retain_model else {}
     measured["before"] = measure("before", target)
     noise = scheme_of(disguise)
-    handed = disguise.kappa * sum(noise.scales) / noise.copies
+    handed = (disguise.kappa or 0.0) * sum(noise.scales) / noise.copies
     captions = {
         "clean": "Clean: the client got the model itself and unlearned on it.",
         "noised": f"Noised: the client got one noisy copy (κ = {handed:.3g}); its result is the new model.",

@@ -15,7 +15,7 @@ from mpu_cli.client.rate import with_rate
 from mpu_cli.models.source import open_model
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.unlearning import AUTO
-from mpu_cli.server.publication import Publication
+from mpu_cli.server.publication import Publication, settings_of
 from mpu_cli.server.scheme import ZeroSum, scheme_of
 
 
@@ -24,33 +24,30 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
 
     Raises UsageError for options that do not go together.
     """
-    disguise, stored = experiment.disguise, experiment.stored.dtype
-    scheme = scheme_of(disguise)
-    disguise.check_cancels()
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    stored = experiment.stored.dtype
     published = Publication(
         seed=seed,
         seed_is_secret=experiment.secret_seed is None,
         dtype=OPTION[stored] if stored else None,
         run=run,
         round=number,
-        scheme=scheme,
-        kappa=disguise.kappa,
-        shared_kappa=disguise.permanent_noise,
-        symmetries=disguise.symmetries,
-        omitted=disguise.omitted_layers,
+        scheme=scheme_of(disguise),
+        **settings_of(disguise),
     )
     return MODES[experiment.mode](published)
 
 
 def _model_itself(published: Publication) -> Publication:
     return replace(
-        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, symmetries="none", omitted=()
-    )  # fmt: skip
+        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, mark=0.0, symmetries="none", omitted=()
+    )
 
 
 def _one_noised_copy(published: Publication) -> Publication:
     mean = math.fsum(published.scheme.scales) / published.copies
-    return replace(published, scheme=ZeroSum((mean,)), shared_kappa=0.0, symmetries="none", omitted=())
+    permanent = 0.0 if published.kappa else published.shared_kappa  # all the noise that there is
+    return replace(published, scheme=ZeroSum((mean,)), shared_kappa=permanent, mark=0.0, symmetries="none", omitted=())
 
 
 # What the server publishes in a mode, in place of what the options say.

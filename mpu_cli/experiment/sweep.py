@@ -54,20 +54,13 @@ from mpu_cli.toml import read_toml
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
 _OF_COPIES = (
-    "kappa",
-    "permanent_noise",
-    "omit_layers",
-    "copies",
-    "noise",
-    "alphas",
-    "nodes",
-    "symmetries",
+    "kappa", "permanent_noise", "omit_layers", "copies", "noise", "alphas", "nodes", "symmetries", "mark", "max_noise",
     "secret_seed",
-)
+)  # fmt: skip
 IGNORED = {
     "clean": _OF_COPIES,
     "clean-rounds": _OF_COPIES,
-    "noised": ("permanent_noise", "omit_layers", "symmetries"),
+    "noised": ("omit_layers", "symmetries", "mark"),
 }
 FORGET_QUALITY = "forget_quality"
 LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
@@ -163,7 +156,10 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _ignored_options(options: Mapping[str, object]) -> tuple[str, ...]:
-    return IGNORED.get(str(options.get("mode", "mpu")), ())
+    mode = options.get("mode", "mpu")
+    # Where noise cancels, one copy with all of its noise has no other.
+    replaced = ("permanent_noise",) if mode == "noised" and options.get("kappa") else ()
+    return (*IGNORED.get(str(mode), ()), *replaced)
 
 
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:

@@ -247,12 +247,6 @@ def flat(group: object) -> dict[str, object]:
     return values
 
 
-def changed_options(group: object) -> dict[str, object]:
-    """The options of ``group`` that differ from their defaults, by name."""
-    declarations = declared_options(cast(AnyClass, type(group)))
-    return {name: value for name, value in flat(group).items() if value != declarations[name].default}
-
-
 def _own_fields(group_class: AnyClass) -> Iterator[tuple[Field, type]]:
     hints = _hints(group_class)
     for group_field in fields(group_class):

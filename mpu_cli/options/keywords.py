@@ -26,21 +26,24 @@ class PublishKeywords(TypedDict, total=False):
     # 1 to 2).
     alphas: str | None
     # Scale of noise that is the same in every copy, in task vectors: no combination of copies removes it, and the
-    # update is affected to first order. Must be at least 0. Default: 0.0.
-    permanent_noise: float
+    # update is affected to first order (default: 0, or what hides the task vector; see --kappa). Must be at least 0.
+    permanent_noise: float | None
     # Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's
     # noise; 0 for none (default: 0.1 where --pretrained chooses the noise, else 0). Must be at least 0.
     mark: float | None
     # Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the
     # update leaves these layers as they are.
     omit_layers: str | None
-    # Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --pretrained`, with neither
-    # this nor --permanent-noise, chooses both so that they hide the task vector. Must be at least 0. Default: 0.01.
-    kappa: float
+    # Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --pretrained, with neither this nor
+    # --permanent-noise, chooses both so that they hide the task vector (default otherwise: 0.01). Must be at least 0.
+    kappa: float | None
     # Function-preserving changes of coordinates that hide the weights. signed: permutations and signs, which plain
     # AdamW follows and which round nothing; paper: as in the paper; all: rotations wherever the model allows them.
     # Default: signed.
     symmetries: Literal["signed", "paper", "all", "none"]
+    # Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top (default: 0.1
+    # where --pretrained chooses the noise). Must be above 0.
+    max_noise: float | None
     # ε to calibrate the noise to, in place of --kappa. Must be above 0.
     epsilon: float | None
     # δ for --epsilon. Must be between 0 and 1.
@@ -55,9 +58,6 @@ class PublishKeywords(TypedDict, total=False):
     budget_rounds: int
     # Store weights in this dtype (default: each tensor's own).
     dtype: Literal["float64", "float32", "float16", "bfloat16"] | None
-    # Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top. Must be above
-    # 0.
-    max_noise: float | None
     # Publish although an earlier publication of the base had permanent noise of another scale, with which this one
     # can be averaged, or spent ε that this one adds to. Default: False.
     publish_again: bool

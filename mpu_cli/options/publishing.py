@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -82,10 +81,10 @@ class PermanentNoise(Options):
 
     PANEL: ClassVar[str] = "Noise and symmetries"
 
-    permanent_noise: float = option(
-        0.0,
+    permanent_noise: float | None = option(
+        None,
         "Scale of noise that is the same in every copy, in task vectors: no combination of copies removes it, and the "
-        "update is affected to first order.",
+        "update is affected to first order (default: 0, or what hides the task vector; see --kappa).",
         metavar="ETA",
         least=0,
         former="shared_noise",
@@ -130,18 +129,10 @@ class Depth(Options):
 class Disguise(Depth, Mark, PermanentNoise, Copies):
     """What every copy of a publication is hidden in."""
 
-    def check_cancels(self) -> None:
-        """Raise UsageError for a single copy with noise that only several cancel."""
-        if self.count == 1 and self.kappa > 0:
-            raise UsageError(
-                "--copies 1: noise that only several copies cancel would stay in the update",
-                "use --kappa 0 with --permanent-noise, or more copies",
-            )
-
-    kappa: float = option(
-        KAPPA,
-        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. `publish --pretrained`, with "
-        "neither this nor --permanent-noise, chooses both so that they hide the task vector.",
+    kappa: float | None = option(
+        None,
+        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --pretrained, with neither this "
+        f"nor --permanent-noise, chooses both so that they hide the task vector (default otherwise: {KAPPA:g}).",
         least=0,
     )
     symmetries: Symmetries = option(
@@ -149,6 +140,54 @@ class Disguise(Depth, Mark, PermanentNoise, Copies):
         "Function-preserving changes of coordinates that hide the weights. signed: permutations and signs, which plain "
         "AdamW follows and which round nothing; paper: as in the paper; all: rotations wherever the model allows them.",
     )
+    max_noise: float | None = option(
+        None,
+        "Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top (default: "
+        f"{MOST_OF_WEIGHTS:g} where --pretrained chooses the noise).",
+        metavar="SHARE",
+        above=0,
+    )
+
+    @property
+    def sets_scale(self) -> bool:
+        """Whether the noise has a scale of its own, and not the default one."""
+        return self.kappa is not None or self.permanent_noise is not None
+
+    def with_scale(self, *, with_pretrained: bool) -> Disguise:
+        """These options with numbers for ``kappa`` and ``permanent_noise``.
+
+        If neither is set, they hide the task vector where the public model is named, in one copy unless several are
+        asked for: noise that cancels hides nothing from a client that has all copies.
+
+        Raises UsageError for a single copy without noise, or with noise that only several copies cancel.
+        """
+        if with_pretrained and not self.sets_scale:
+            copy_options = (self.copies, self.noise, self.nodes, self.alphas)
+            copies = 1 if copy_options == (None, None, None, None) else self.copies
+            hiding = replace(self, copies=copies)
+            return replace(
+                hiding,
+                kappa=0.0 if hiding.count == 1 else HIDING_KAPPA,
+                permanent_noise=HIDING_PERMANENT,
+                mark=HIDING_MARK if self.mark is None else self.mark,
+                max_noise=self.max_noise or MOST_OF_WEIGHTS,
+            )
+        if self.count == 1 and not self.sets_scale:
+            raise UsageError(
+                "--copies 1: its noise has to be permanent, because nothing cancels it",
+                "give --permanent-noise, or --pretrained to have it chosen",
+            )
+        if self.count == 1 and self.kappa:
+            raise UsageError(
+                "--copies 1: noise that only several copies cancel would stay in the update",
+                "use --kappa 0 with --permanent-noise, or more copies",
+            )
+        default = 0.0 if self.count == 1 else KAPPA
+        return replace(
+            self,
+            kappa=default if self.kappa is None else self.kappa,
+            permanent_noise=self.permanent_noise or 0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,54 +263,25 @@ class Publishing(Options):
     disguise: Disguise = group(Disguise)
     calibration: CalibrationOptions = group(CalibrationOptions)
     stored: Stored = group(Stored)
-    max_noise: float | None = option(
-        None,
-        "Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top.",
-        metavar="SHARE",
-        above=0,
-    )
     publish_again: bool = option(
         False,
         "Publish although an earlier publication of the base had permanent noise of another scale, with which this one "
         "can be averaged, or spent ε that this one adds to.",
     )
 
-    def with_hiding_noise(self, explicit_options: Collection[str], *, with_pretrained: bool) -> Publishing:
-        """These options with the noise that hides the task vector, if nothing else was asked for.
+    def with_scale(self, *, with_pretrained: bool) -> Publishing:
+        """These options with numbers for the noise that cancels and that stays, both 0 under --epsilon.
 
-        ``explicit_options`` are the options that were set, by name. Raises UsageError if noise is scaled in two ways,
-        or if a single copy would have none.
+        Raises UsageError if noise is scaled in two ways, or if a single copy would have none.
         """
-        self.check_scale(explicit_options)
-        if self.calibration.epsilon is not None or {"kappa", "permanent_noise"} & set(explicit_options):
-            if self.calibration.epsilon is not None and self.max_noise is not None:
-                raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
-            zero_kappa = self.disguise.count == 1 and "kappa" not in explicit_options
-            return replace(self, disguise=replace(self.disguise, kappa=0.0)) if zero_kappa else self
-        if with_pretrained:
-            # One copy, unless asked: noise that cancels hides nothing from a client that has all copies.
-            copy_options = (self.disguise.copies, self.disguise.noise, self.disguise.nodes, self.disguise.alphas)
-            copies = 1 if copy_options == (None, None, None, None) else self.disguise.copies
-            mark = HIDING_MARK if self.disguise.mark is None else self.disguise.mark
-            hiding = replace(
-                self.disguise, copies=copies, kappa=HIDING_KAPPA, permanent_noise=HIDING_PERMANENT, mark=mark
-            )
-            if hiding.count == 1:
-                hiding = replace(hiding, kappa=0.0)
-            return replace(self, disguise=hiding, max_noise=self.max_noise or MOST_OF_WEIGHTS)
-        if self.disguise.count == 1:
-            raise UsageError(
-                "--copies 1: its noise has to be permanent, because nothing cancels it",
-                "give --permanent-noise, or --pretrained to have it chosen",
-            )
-        return self
-
-    def check_scale(self, explicit_options: Collection[str]) -> None:
-        """Raise UsageError if noise is scaled in two ways; ``explicit_options`` are the options that were set, by
-        name."""
-        if self.calibration.epsilon is not None and {"kappa", "permanent_noise"} & set(explicit_options):
+        if self.calibration.epsilon is None:
+            return replace(self, disguise=self.disguise.with_scale(with_pretrained=with_pretrained))
+        if self.disguise.sets_scale:
             raise UsageError(
                 "--epsilon sets the same noise in every block; --kappa and --permanent-noise would scale it to the "
                 "weights and leak them",
                 "leave out --kappa and --permanent-noise",
             )
+        if self.disguise.max_noise is not None:
+            raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
+        return replace(self, disguise=replace(self.disguise, kappa=0.0, permanent_noise=0.0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mpu_cli.architectures.layout import Layout
 from mpu_cli.architectures.symmetries import GroupedHeads, Symmetry
@@ -15,7 +16,7 @@ from mpu_cli.checkpoint.dtypes import OPTION
 from mpu_cli.checkpoint.header import TensorInfo
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import CopyManifest
-from mpu_cli.options.publishing import Disguise, Publishing
+from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
 from mpu_cli.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.sealing import default_identity_path, own_secret
 from mpu_cli.server.calibration import Calibration, calibrate
@@ -50,7 +51,7 @@ class Publication:
     seed: bytes = field(repr=False)
     seed_is_secret: bool = True
     scheme: Scheme = field(default_factory=default_scheme)
-    kappa: float = Disguise().kappa
+    kappa: float = KAPPA
     shared_kappa: float = 0.0
     calibration: Calibration | None = None
     symmetries: str = Disguise().symmetries
@@ -184,11 +185,27 @@ class Publication:
         ]
 
 
-def publication_of(options: Publishing, *, seed: int | None = None, run: str = "", round_: int = 1) -> Publication:
-    """The publication that ``mpu publish`` makes.
+def settings_of(disguise: Disguise) -> dict[str, Any]:
+    """What a publication takes from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
+    scheme."""
+    return {
+        "kappa": disguise.kappa,
+        "shared_kappa": disguise.permanent_noise,
+        "mark": disguise.mark or 0.0,
+        "max_noise": disguise.max_noise,
+        "symmetries": disguise.symmetries,
+        "omitted": disguise.omitted_layers,
+    }
+
+
+def publication_of(
+    options: Publishing, *, with_pretrained: bool, seed: int | None = None, run: str = "", round_: int = 1
+) -> Publication:
+    """The publication that ``mpu publish`` makes, with or without a public model that scales the noise.
 
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
+    options = options.with_scale(with_pretrained=with_pretrained)
     disguise, calibration_options = options.disguise, options.calibration
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
@@ -204,24 +221,18 @@ def publication_of(options: Publishing, *, seed: int | None = None, run: str = "
         )
     master = new_seed() if seed is None else seed_from_number(seed)
     scheme = scheme_of(disguise, (Randomness(master), round_))
-    disguise.check_cancels()
     calibration = None if calibration_options.epsilon is None else calibrate(calibration_options, min(scheme.scales))
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
         scheme=scheme,
-        kappa=0.0 if calibration else disguise.kappa,
-        shared_kappa=0.0 if calibration else disguise.permanent_noise,
         calibration=calibration,
-        symmetries=disguise.symmetries,
         dtype=OPTION[options.stored.dtype] if options.stored.dtype else None,
         run=run,
         round=round_,
-        max_noise=options.max_noise,
-        omitted=disguise.omitted_layers,
-        derive_permanent_seed=seed is None and calibration is None and disguise.permanent_noise > 0,
+        derive_permanent_seed=seed is None and bool(disguise.permanent_noise),
         again=options.publish_again,
-        mark=disguise.mark or 0.0,
+        **settings_of(disguise),
     )
 
 

@@ -20,7 +20,7 @@ from mpu_cli.options.declare import from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
-from mpu_cli.sealing import read_identities
+from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server.keys import unseal
 from tests.conftest import Outcome
 from tests.helpers.models import random_model, save, write_records
@@ -235,7 +235,7 @@ class TestRun:
         assert again.out.strip() == "out/server/round_1/model"
         other = mpu(*command, "--kappa", 0.3, cwd=root, check=False)
         assert other.status == 1
-        assert "experiment.kappa 0.01 → 0.3" in other.err
+        assert "experiment.kappa not set → 0.3" in other.err
         (root / "mine").mkdir()
         (root / "mine" / "thesis.txt").write_text("all of it")
         assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=root, check=False).err
@@ -267,7 +267,7 @@ class TestRun:
 
     def test_bad_input(self, mpu: Callable, root: Path) -> None:
         for arguments, status, said in (
-            (("--copies", 1), 2, "only several copies cancel"),
+            (("--copies", 1), 2, "has to be permanent"),
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
             (("--alphas", "1,two"), 2, "comma-separated numbers"),
@@ -496,10 +496,36 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", "--pretrained reference", "--pretrained reference --copies 3", "--pretrained reference --kappa 0.5",
+        "--pretrained reference --permanent-noise 2 --copies 1", "--pretrained reference --mark 0 --max-noise 0.02",
+        "--copies 2 --noise zero-sum --kappa 0.3 --mark 0.2", "--copies 1 --permanent-noise 0.1",
+    ],
+)  # fmt: skip
+def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, options: str) -> None:
+    """`run` and `plan` have the copies and the noise of `publish` with the same options."""
+    mpu("publish", "base", *options.split(), cwd=root)
+    mpu("run", "base", *TRAINING, *options.split(), "--rounds", 1, "--epochs", 1, "--keep", "--out", "out", cwd=root)
+    keys = unseal(root / "keys.bin", read_identities(default_identity_path()))
+    rehearsed_keys = unseal(root / "out/server/round_1/keys.bin", read_identities(root / "out/server/identity.txt"))
+    published, rehearsed = keys.publication, rehearsed_keys.publication
+    facts = ("scheme", "kappa", "shared_kappa", "mark", "symmetries", "omitted")
+    assert {name: getattr(rehearsed, name) for name in facts} == {name: getattr(published, name) for name in facts}
+    assert rehearsed_keys.sigma == keys.sigma  # which --max-noise has lowered
+    assert rehearsed_keys.shared_sigma == pytest.approx(keys.shared_sigma, rel=5e-3)  # publish rounds it
+    planned = mpu("plan", "base", *options.split(), "--json", cwd=root).json
+    assert (planned["copies"], planned["noise"]["kappa"], planned["noise"]["permanent_noise"]) == (
+        published.copies, published.kappa, published.shared_kappa,
+    )  # fmt: skip
+
+
 def test_plan_counts(mpu: Callable, root: Path) -> None:
     """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
     options = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
-    assert "first order" in mpu("plan", "base", *options, "--permanent-noise", 0.1, cwd=root).out.replace("\n", " ")
+    lasting = mpu("plan", "base", *options, "--permanent-noise", 0.1, cwd=root).out.replace("\n", " ")
+    assert "off by 0.1 times the RMS of its block's task vector" in lasting
     document = mpu("plan", "base", *options, "--json", cwd=root).json
     model = AutoModelForCausalLM.from_pretrained(root / "base")
     attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
