@@ -242,17 +242,26 @@ def _preview(plan: AggregatePlan, as_json: bool) -> None:
 
 def _accuracy(error: ErrorEstimate) -> str:
     """The note about the distance from the clean update."""
-    permanent = ""
     if math.isnan(error.permanent) and math.isnan(error.relative):
         return "error of the update: cannot be estimated from one copy"
-    if math.isnan(error.permanent):
-        permanent = "; what the permanent noise adds cannot be estimated without noise that cancels"
-    elif error.permanent:
-        permanent = f"; the permanent noise adds about {error.permanent:.0%} (to first order)"
     if math.isnan(error.relative):
-        return "error of the update: cannot be estimated" + permanent
+        return f"error of the update: about {error.permanent:.0%}, from permanent noise"
+    if math.isnan(error.permanent):
+        total = (
+            f"about {error.relative:.1%}, and what permanent noise adds, which cannot be estimated without noise that "
+            "cancels"
+        )
+    elif error.permanent:
+        total = (
+            f"about {math.hypot(error.relative, error.permanent):.0%}: {error.permanent:.0%} from permanent noise, "
+            f"{error.relative:.1%} from noise that cancels"
+        )
+    else:
+        total = (
+            f"about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (the change from cancelling one "
+            "order less of the noise)"
+        )
     return (
-        f"error of the update: about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (the change "
-        f"from cancelling one order less of the noise); "
-        f"variance factor {error.variance_factor:.2f}, signal-to-noise ratio {error.signal_to_noise:.3g}" + permanent
+        f"error of the update: {total}; variance factor {error.variance_factor:.2f}, signal-to-noise ratio "
+        f"{error.signal_to_noise:.3g}"
     )

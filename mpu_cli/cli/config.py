@@ -14,8 +14,15 @@ from mpu_cli.errors import UsageError
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
-OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG", "MPU_ENDPOINT_KEY")
+OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG", "MPU_QUIET", "MPU_ENDPOINT_KEY")
 OF_TESTS = "MPU_TEST_"
+
+
+def without_switch(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
+    """``arguments`` without ``flag``, wherever it stands before ``--``, and whether it was there."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = [argument for argument in arguments[:end] if argument != flag]
+    return [*options, *arguments[end:]], len(options) < end
 
 
 def without_flag(arguments: Sequence[str]) -> tuple[list[str], str | None]:

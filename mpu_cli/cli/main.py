@@ -19,7 +19,14 @@ from mpu_cli.cli.audit_delta import audit_delta
 from mpu_cli.cli.check import check, receipt
 from mpu_cli.cli.check_family import check_family
 from mpu_cli.cli.compare import compare
-from mpu_cli.cli.config import VARIABLE, defaults_from, name_variables, unknown_variables, without_flag
+from mpu_cli.cli.config import (
+    VARIABLE,
+    defaults_from,
+    name_variables,
+    unknown_variables,
+    without_flag,
+    without_switch,
+)
 from mpu_cli.cli.demo import demo
 from mpu_cli.cli.doctor import doctor
 from mpu_cli.cli.eval import eval_
@@ -28,7 +35,7 @@ from mpu_cli.cli.inspect import inspect
 from mpu_cli.cli.invert import invert
 from mpu_cli.cli.keygen import keygen
 from mpu_cli.cli.levels import in_two_levels
-from mpu_cli.cli.output import printable, results_alone, warn
+from mpu_cli.cli.output import QUIET, is_switched_on, printable, results_alone, warn
 from mpu_cli.cli.plan import plan
 from mpu_cli.cli.publish import publish
 from mpu_cli.cli.report import report
@@ -109,6 +116,9 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show warnings and errors only, no notes and no progress.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
     config: Annotated[
         str | None,
@@ -130,10 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used here
-    debug = "--debug" in arguments or os.environ.get("MPU_DEBUG", "").lower() not in ("", "0", "false", "no")
+    # Options of every command, which should work in any position.
+    arguments, debug = without_switch(arguments, "--debug")
+    debug = debug or is_switched_on("MPU_DEBUG")
+    arguments, quiet = without_switch(arguments, "--quiet")
+    if quiet:
+        os.environ[QUIET] = "1"
     try:
-        # An option of every command should work in any position.
-        arguments, file = without_flag([a for a in arguments if a != "--debug"])
+        arguments, file = without_flag(arguments)
         command: Any = typer.main.get_command(app)
         for each in command.commands.values():
             each.callback = results_alone()(each.callback)

@@ -17,11 +17,12 @@ from mpu_cli.errors import UsageError
 from mpu_cli.observer import Observer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
     from mpu_cli.evaluation.answers import Shown
 
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
+QUIET = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
 
@@ -75,8 +76,18 @@ def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_switched_on(variable: str) -> bool:
+    """Whether a variable of the environment says yes."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
+
+
+def _reports() -> bool:
+    """Whether notes, tables and progress are shown."""
+    return _first() and not is_switched_on(QUIET)
+
+
 def note(text: str) -> None:
-    if _first():
+    if _reports():
         print(printable(text), file=sys.stderr)
 
 
@@ -108,6 +119,8 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     from rich.measure import Measurement
     from rich.table import Table
 
+    if not _reports():
+        return
     width = terminal_width()
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
@@ -118,6 +131,26 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     needed = Measurement.get(console, console.options.update(width=10_000), drawn)
     console.width = needed.maximum if width is None else max(width, needed.minimum)
     console.print(drawn)
+
+
+def progress_columns(label: str, unit: str) -> tuple[ProgressColumn, ...]:
+    """The parts of a bar. Where the terminal is narrow, the bar and the detail give way; the times never do."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    def one_line() -> Column:
+        return Column(no_wrap=True)
+
+    amount = "{task.completed:.1f}/{task.total} " + unit
+    return (
+        TextColumn(label, table_column=one_line()),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+        DownloadColumn(table_column=one_line()) if unit == "bytes" else TextColumn(amount, table_column=one_line()),
+        TimeElapsedColumn(table_column=one_line()),
+        TextColumn("left", table_column=one_line()),
+        TimeRemainingColumn(table_column=one_line()),
+        TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2)),
+    )
 
 
 class Terminal(Observer):
@@ -132,24 +165,13 @@ class Terminal(Observer):
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:
         self.close()
         self._label, self._total, self._done = label, total, 0.0
-        if not sys.stderr.isatty() or not _first():
+        if not sys.stderr.isatty() or not _reports():
             return
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import Progress
 
-        done = DownloadColumn() if unit == "bytes" else TextColumn("{task.completed:.1f}/{task.total} " + unit)
-        columns = (
-            TextColumn(label), BarColumn(), done, TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
-        )  # fmt: skip
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        columns = progress_columns(label, unit)
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
         self._bar.start()
         self._bar.add_task(label, total=total, text="")
 

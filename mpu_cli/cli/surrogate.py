@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,8 +57,8 @@ def surrogate(
         "others say is hardly forgotten"
     )
     note(
-        f"next: mpu unlearn {copy} --forget {out} --public-records --retain PUBLIC (the bound does not cover what "
-        "--retain names: give public records)"
+        f"next: mpu unlearn {shlex.quote(copy)} --forget {shlex.quote(str(out))} --public-records --retain PUBLIC "
+        "(the bound does not cover what --retain names: give public records)"
     )
     emit(
         [result.path],

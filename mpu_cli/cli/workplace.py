@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,12 @@ def _state(folder: Path, paths: dict[str, dict[int, Path]], count: int, keys: li
     if model:
         step = f"measure {model} with mpu eval"
     elif todo:
-        step = f"mpu unlearn {' '.join(str(path.relative_to(folder)) for path in todo)}"
+        step = shlex.join(["mpu", "unlearn", *(str(path) for path in todo)])
     elif missing:
         step = f"wait for the deltas of {', '.join(missing)}"
     elif keys:
-        deltas_folder = next(iter(paths["deltas"].values())).parent.relative_to(folder)
-        step = f"mpu aggregate {deltas_folder} --keys {keys[0]}"
+        deltas_folder = next(iter(paths["deltas"].values())).parent
+        step = shlex.join(["mpu", "aggregate", str(deltas_folder), "--keys", str(folder / keys[0])])
     else:
         step = "return the deltas to the model's owner"
     return f"{progress_text('copies')}; {progress_text('deltas')}; next: {step}"

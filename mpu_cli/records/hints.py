@@ -35,12 +35,15 @@ def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str |
     question, answer = (_first_match(words, names) for words in (QUESTIONS, ANSWERS))
     if len(names) == 2 and question is answer is None:
         question, answer = names
-    if len(names) < 2 or question == answer:
+    if len(names) < 2:
         return None
+    unclear = "name the fields of the question and of the answer: --columns question=FIELD,answer=FIELD"
+    if question == answer:
+        return unclear
     if question is None or answer is None:
         remaining = [name for name in names if name not in (question, answer)]
         if len(remaining) != 1:  # which of them is the other half would be a guess
-            return None
+            return unclear
         question, answer = question or remaining[0], answer or remaining[0]
     return f"name them: --columns {shlex.quote(f'question={question},answer={answer}')}"
 

@@ -215,9 +215,10 @@ def check_norms(
 def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> tuple[Layout, torch.Tensor]:
     """The base's layout and the weights, float64 (m,), after checking that every copy has a delta that fits."""
     if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
+        lacking = f"{', '.join(map(str, sorted(missing)))} of run {keys.run}, round {keys.round}"
         raise MpuError(
-            f"no delta for copy {', '.join(map(str, sorted(missing)))}: all {keys.copies} of a round are needed, "
-            "or the noise does not cancel"
+            f"no delta for copy {lacking}: all {keys.copies} of a publication are needed",
+            "wait for it, or leave out these --keys (`mpu inspect KEYS` prints the run)",
         )
     return check_fits(base, deltas, keys, options), keys.publication.scheme.weights
 

@@ -74,14 +74,14 @@ def remarks_on_result(
 
 
 def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
-    """What a client would be off by that takes the noise off, in percent of what fine-tuning changed."""
+    """What stays hidden from a client that takes the noise off, in percent of what fine-tuning changed."""
     publication = plan.publication
     several = publication.copies > 1
     with_all_copies = f", with all copies {leakage.all_copies:.0%}" if several else ""
     yield Remark(
-        f"of what fine-tuning changed, the best known attack is off by {leakage.one_copy:.0%} with one copy"
-        f"{with_all_copies} (`mpu audit` carries it out); what a copy computes is not hidden (--probe FILE "
-        "measures it; docs/protection.md)"
+        f"hidden from the best known attack with one copy: {leakage.one_copy:.0%} of what fine-tuning changed"
+        f"{with_all_copies} (`mpu audit` carries it out). What a copy answers is not hidden: --probe FILE measures it "
+        "(docs/protection.md)"
     )
     if publication.max_noise is not None and leakage.one_copy < HARDLY:
         yield Remark(

@@ -3,17 +3,23 @@ have them."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.cli.output import progress_columns
 from mpu_cli.records.reading import read_records
 from mpu_cli.sealing import default_identity_path
 from tests.helpers.models import DemoModel, random_model, save
@@ -300,11 +306,16 @@ class TestCheckedBeforeTheWork:
         assert planned["sent"] == sum(line["bytes"] for line in log if line["step"] == "publish")
         mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", cwd=root)
         mpu("unlearn", "base", *TRAINING, cwd=root)
+        (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\nepochs = [1, 2]\n[eval]\nbenchmark = "qa"\n')
+        (root / "grid").mkdir()
+        (root / "grid/results.jsonl").write_text('{"name": "1"}\n')
+        assert mpu("inspect", "grid.toml", "--json", cwd=root).json["experiments"] == ["1", "2"]
         kinds = {
             path: mpu("inspect", path, "--json", cwd=root).json["kind"]
             for path in (
                 "run", "run/run.json", "run/log.jsonl", "run/server/identity.txt", "run/server/round_1/deltas",
                 "run/server/round_1/model", "run/client/round_1/copy_1", "eval.json", "deltas/base.safetensors", "base",
+                "grid", "grid.toml",
             )
         }  # fmt: skip
         assert len(set(kinds.values())) == len(kinds)
@@ -453,6 +464,42 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
     (root / "copy_9").mkdir()
     (root / "copy_9/config.json").write_text("{")
     assert "copy_9 (" in mpu("inspect", ".", "--json", cwd=root).json["not readable"][0]
+
+
+def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
+    """From another folder, with spaces in the path: the commands that `inspect` prints lead to the new model."""
+    folder = root / "my round"
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.01, "--out", folder, "--keys", folder / "keys.bin", cwd=root)
+    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1, "--out", f"{folder / 'deltas'}/"), "aggregate": ()}
+    for command, options in missing.items():
+        [step] = re.findall("next: (mpu .+)", mpu("inspect", "my round", cwd=root).out)
+        assert shlex.split(step)[1] == command
+        mpu(*shlex.split(step)[1:], *options, cwd=root)
+    assert (root / "unlearned/model.safetensors").exists()
+
+
+def test_quiet_leaves_results_and_warnings(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("publish", "base", "--copies", 2, "--kappa", 0.3, "--force")
+    loud = mpu(*command, cwd=root)
+    warnings = [line for line in loud.err.splitlines() if line.startswith("warning: ")]
+    assert warnings
+    assert len(warnings) < len(loud.err.splitlines())
+    for quiet in (("--quiet", *command), (*command, "--quiet")):
+        outcome = mpu(*quiet, cwd=root)
+        assert (outcome.out, outcome.err.splitlines()) == (loud.out, warnings)
+        monkeypatch.delenv("MPU_QUIET")  # which --quiet sets, for the processes that a command starts
+    monkeypatch.setenv("MPU_QUIET", "1")
+    assert mpu(*command, cwd=root).err.splitlines() == warnings
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_times_stay_on_narrow_terminals(width: int) -> None:
+    text = io.StringIO()
+    console = Console(width=width, file=text, force_terminal=True, color_system=None)
+    bar = Progress(*progress_columns("unlearn copy_1", "steps"), console=console, auto_refresh=False, expand=True)
+    bar.add_task("", total=300, completed=123.0, text="loss 1.234 = forget 0.234 retain 1.000")
+    console.print(bar.get_renderable())
+    assert re.search(r"unlearn copy_1 .*123.0/300 steps 0:00:00 left -:--:-- loss", text.getvalue())
 
 
 def test_a_copy_in_the_wrong_place_is_named(mpu: Callable, root: Path) -> None:
