@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_NUMBER = re.compile(r"[\d.,]*\d(e[-+]?\d+)?")
+
 
 class Observer:
     """Receives stages, progress, notes and warnings; this one ignores them. The command line shows them."""
@@ -39,6 +43,35 @@ class Within(Observer):
 
     def warn(self, text: str) -> None:
         self._outer.warn(f"{self._part}: {text}")
+
+
+class WarningsOnce(Observer):
+    """An observer that passes on the first of warnings that differ in numbers only, such as those of every round, and
+    counts the others."""
+
+    def __init__(self, outer: Observer):
+        self._outer = outer
+        self._counts: dict[str, int] = {}
+
+    def stage(self, label: str, total: float, unit: str = "bytes") -> None:
+        self._outer.stage(label, total, unit)
+
+    def advance(self, amount: float, detail: str = "") -> None:
+        self._outer.advance(amount, detail)
+
+    def note(self, text: str) -> None:
+        self._outer.note(text)
+
+    def warn(self, text: str) -> None:
+        kind = _NUMBER.sub("#", text)
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if self._counts[kind] == 1:
+            self._outer.warn(text)
+
+    def note_repetitions(self) -> None:
+        """Note how many warnings were not passed on."""
+        if repeated := sum(self._counts.values()) - len(self._counts):
+            self._outer.note(f"{repeated} more warnings differed from these in numbers only")
 
 
 class WarningsOnly(Observer):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mpu_cli.cli import options
 from mpu_cli.cli.output import chosen_metrics, emit, paths_from, printable, warn
+from mpu_cli.errors import UsageError
+from mpu_cli.table_files import SUFFIXES, markdown_table, write_tables
+
+if TYPE_CHECKING:
+    from mpu_cli.evaluation.results import Evaluated
 
 BEST = "**"
 
@@ -25,19 +30,25 @@ def compare(
         str | None,
         typer.Option(help="Comma-separated metrics, or all (default: the main ones).", metavar="NAMES"),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the metrics (.png, .svg or .html).", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the metrics (.png, .svg, .pdf or .html).", metavar="FILE")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the table (.tex for booktabs, .csv or .md).", metavar="FILE")
+    ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Print results as a Markdown table, one row each, with the best of each column in bold.
+    """Print results as a Markdown table, one row each. The best of a column is bold if its 95 % interval overlaps no
+    other.
 
     Attacks (mia_…) are best near the retain model's value (0.5 if none is known), privleak near 0. A result that others
     used as --retain-log is the model to be like, so it gets no bold. Warns on standard error if results were produced
     differently.
     """
     from mpu_cli.evaluation.results import (
-        best,
         differences,
+        distinct_best,
         goal,
         main_metrics,
         one_retain_log,
@@ -45,6 +56,8 @@ def compare(
         retain_value,
     )
 
+    if out and out.suffix not in SUFFIXES:
+        raise UsageError(f"--out {out}: must end in {', '.join(SUFFIXES)}")
     if plot:
         from mpu_cli.evaluation.plots import draw_comparison
         from mpu_cli.figures import check_target
@@ -61,25 +74,34 @@ def compare(
     columns = {name: [result.value(name) for result in read] for name in names}
     for sentence in differences(read):
         warn(f"not directly comparable: {sentence}")
-    lines = ["| | " + " | ".join(map(_cell, names)) + " |", "|---|" + "---|" * len(names)]
     forms = {name: next(r.log.metrics[name] for r in read if r.log.has(name)) for name in names}
     competing = {name: [None if r.is_retain else r.value(name) for r in read] for name in names}
     marked = {
-        name: best(values, goal(name, forms[name]), retain_value(read, name)) for name, values in competing.items()
+        name: distinct_best(
+            values, [_interval(result, name) for result in read], goal(name, forms[name]), retain_value(read, name)
+        )
+        for name, values in competing.items()
     }
     if not one_retain_log(read):
         marked["privleak"] = set()  # measured against different retain models
+    rows, shown = [["", *names]], [["", *map(_cell, names)]]
     for i, result in enumerate(read):
-        cells = []
-        for name in names:
-            value = columns[name][i]
-            mark = BEST if i in marked[name] else ""
-            cells.append("–" if value is None else f"{mark}{value:.4g}{mark}")
-        lines.append(f"| {_cell(result.label)} | " + " | ".join(cells) + " |")
+        cells = ["–" if (value := columns[name][i]) is None else f"{value:.4g}" for name in names]
+        rows.append([result.label, *cells])
+        marks = [BEST if i in marked[name] else "" for name in names]
+        shown.append([_cell(result.label), *(f"{m}{cell}{m}" for m, cell in zip(marks, cells, strict=True))])
+    if out:
+        write_tables({"results": rows}, out, force=force)
     if plot:
         draw_comparison([result.label for result in read], columns, plot, force=force)
     document = {result.label: {name: columns[name][i] for name in names} for i, result in enumerate(read)}
-    emit(lines, document, as_json)
+    emit(markdown_table(shown), document, as_json)
+
+
+def _interval(result: Evaluated, name: str) -> tuple[float, float] | None:
+    """The 95 % interval of a metric, if the result has one."""
+    interval = result.log.metrics[name].get("interval") if result.log.has(name) else None
+    return tuple(interval) if interval else None
 
 
 def _cell(text: str) -> str:

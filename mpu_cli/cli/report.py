@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import chosen_metrics, emit, names_in
+from mpu_cli.cli.output import chosen_metrics, emit, names_in, warn
+from mpu_cli.wording import few
 
 
 def report(
@@ -19,7 +20,12 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Page to write (default: report.html in the first DIR).", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="What to write: a page (.html), tables (.tex for booktabs, .csv, .md) or figures (.pdf; default: "
+            "report.html in the first DIR).",
+            metavar="FILE",
+        ),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Metrics to show, comma-separated (default: the main ones).", metavar="NAMES")
@@ -32,17 +38,20 @@ def report(
     as_json: options.Json = False,
 ) -> None:
     """Write the tables and curves of sweeps as one HTML page that needs nothing else: forgetting against utility, and
-    each numeric axis of the grid, with 95 % intervals.
+    each numeric axis of the grid, with 95 % intervals. --out writes the tables or the figures alone, for a paper.
 
-    Prints the path of the page.
+    Prints the path of what it wrote.
     """
-    from mpu_cli.experiment.report import read_others, read_sweeps, write_report
+    from mpu_cli.experiment.report import missing_experiments, read_others, read_sweeps, write_report
 
     lines = read_sweeps(folders)
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = chosen_metrics(metrics, had) if metrics is not None else None
     target = out or folders[0] / "report.html"
     title = ", ".join(folder.resolve().name for folder in folders)
+    missing = missing_experiments(folders, lines)
+    if missing:
+        warn(f"without a result: {few(missing)}; `mpu sweep` resumes")
     write_report(lines, target, title, names, list(names_in(over)) if over else None,
-                 published=read_others(folders), force=force)  # fmt: skip
-    emit([target], {"report": target, "experiments": len(lines)}, as_json)
+                 published=read_others(folders), missing=missing, force=force)  # fmt: skip
+    emit([target], {"report": target, "experiments": len(lines), "missing": missing}, as_json)

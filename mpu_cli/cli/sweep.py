@@ -66,8 +66,9 @@ def sweep(
     from mpu_cli.experiment.literature import published_results
     from mpu_cli.experiment.sweep import overrides_of, play, read_sweep, sweep_metric_names
     from mpu_cli.experiment.sweep import sweep as run_sweep
-    from mpu_cli.experiment.tables import LITERATURE, degradation, markdown_table, pivot, sentences
+    from mpu_cli.experiment.tables import LITERATURE, degradation, pivot, sentences
     from mpu_cli.resumption import write_atomically
+    from mpu_cli.table_files import markdown_table
 
     folder = out or Path(file.stem)
     overrides = {**(overrides_of(like) if like else {}), **_overrides(settings or [])}

@@ -116,6 +116,22 @@ def best(values: Sequence[float | None], towards: str, retain: float | None = No
     return {i for i, m in enumerate(merits) if m == max(valid_merits)}
 
 
+def distinct_best(
+    values: Sequence[float | None],
+    intervals: Sequence[tuple[float, float] | None],
+    towards: str,
+    retain: float | None = None,
+) -> set[int]:
+    """As ``best``, but empty unless every value has an interval and that of the best overlaps no other one's."""
+    winners = best(values, towards, retain)
+    competing = {i for i, value in enumerate(values) if value is not None}
+    if len(winners) != 1 or any(intervals[i] is None for i in competing):
+        return set()
+    low, high = intervals[min(winners)] or (0.0, 0.0)
+    rivals = [interval for i in competing - winners if (interval := intervals[i])]
+    return winners if all(high < start or end < low for start, end in rivals) else set()
+
+
 def differences(results: Sequence[Evaluated]) -> list[str]:
     """How the results differ in facts that affect the numbers, one phrase each."""
     sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]

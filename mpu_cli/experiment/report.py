@@ -1,4 +1,5 @@
-"""A sweep as one HTML page: tables with the best in bold, forgetting against utility, a curve for each numeric axis.
+"""A sweep as one HTML page: tables, forgetting against utility, a curve for each numeric axis. The tables alone as
+LaTeX, CSV or Markdown; the figures alone as PDF.
 
 Modes differ by marker and line as well as by colour, so that the page can be printed in black and white.
 """
@@ -13,14 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpu_cli.boundary.documents import read_json_object
 from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.plots import draw_relearning
-from mpu_cli.evaluation.results import best, goal, main_metrics
+from mpu_cli.evaluation.results import distinct_best, goal, main_metrics
 from mpu_cli.experiment.tables import (
     BEFORE,
     FIXED,
     LITERATURE,
+    MEANINGLESS,
+    PLANNED,
     RELEARNING,
     REPEATS,
     RESULTS,
@@ -30,11 +34,14 @@ from mpu_cli.experiment.tables import (
     pivot,
     sentences,
 )
-from mpu_cli.figures import PALETTE, html_table, legend_below, make_figure, page, svg
+from mpu_cli.figures import PALETTE, html_table, legend_below, make_figure, page, plain, svg
 from mpu_cli.resumption import read_lines
+from mpu_cli.table_files import SUFFIXES, write_tables
+from mpu_cli.wording import few
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORGETTING = ("forget_truth_ratio", "forget_quality", "extraction_strength", "forget_Q_A_Prob", "forget_Q_A_ROUGE")
 UTILITY = ("model_utility", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_knowmem_ROUGE")
@@ -76,6 +83,19 @@ def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
 
 
+def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[str]:
+    """The names of experiments that the sweeps in ``folders`` have no result of, as far as the folders say."""
+    done = {str(line["name"]) for line in lines}
+    missing: list[str] = []
+    for folder in folders:
+        if (folder / PLANNED).is_file():
+            prefix = "" if len(folders) == 1 else f"{folder.resolve().name}/"
+            planned = read_json_object(folder / PLANNED).get("experiments")
+            names = [f"{prefix}{name}" for name in planned] if isinstance(planned, list) else []
+            missing += [name for name in names if name not in done]
+    return missing
+
+
 def write_report(
     lines: Sequence[Line],
     target: Path,
@@ -84,21 +104,29 @@ def write_report(
     over: Sequence[str] | None = None,
     *,
     published: Sequence[Line] = (),
+    missing: Sequence[str] = (),
     force: bool = False,
 ) -> None:
-    """Write the page; ``published`` are lines of what others measured, which stand beside.
+    """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of what others
+    measured, which stand beside, ``missing`` the names of experiments without a result.
 
-    Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes.
+    Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes and suffixes.
     """
+    if target.suffix not in (*SUFFIXES, ".html", ".pdf"):
+        raise UsageError(f"--out {target}: must end in .html, .pdf, {', '.join(SUFFIXES)}")
     had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
     names = list(metrics or main_metrics(had))
     repeats = [name for name in REPEATS if any(name in line for line in lines)] if over is None else list(over)
     beside = [*lines, *published]
     tables = pivot(beside, names, None, over)
-    parts = [
-        f"<p>{len(lines)} experiments, {sum(line.get('seconds') or 0 for line in lines) / 60:.0f} minutes of work "
-        "without evaluation. Bold: best of its row. Where runs are averaged, ± is half of the 95 % interval.</p>"
-    ]
+    if target.suffix in SUFFIXES:
+        write_tables(tables, target, force=force)
+        return
+    figures = _figures(lines, had, names, repeats)
+    if target.suffix == ".pdf":
+        _write_pdf(figures, target, force)
+        return
+    parts = [f"<p>{html.escape(_summary(lines, missing))}</p>"]
     for mode, mode_distances in degradation(beside, names).items():
         parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(mode_distances)]
     for name, (head, *rows) in tables.items():
@@ -106,19 +134,54 @@ def write_report(
             f"<h2>{html.escape(name)}</h2>",
             html_table(head, [_html_row(head, r, name) for r in rows], escape=False),
         ]
+    for heading, figure in figures:
+        parts += [f"<h2>{html.escape(heading)}</h2>", svg(figure)]
+    with Transaction(force=force) as transaction:
+        transaction.add(target).write_text(page(title, parts), encoding="utf-8")
+
+
+def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
+    """How much was done, what is missing, and what bold and ± mean."""
+    minutes, evaluation = (
+        sum(line.get(name) or 0 for line in lines) / 60 for name in ("seconds", "evaluation_seconds")
+    )
+    times = f"{minutes:.0f} minutes of both parties' work, {evaluation:.0f} of evaluation"
+    lacking = f" Without a result: {few(missing)}." if missing else ""
+    return (
+        f"{len(lines)} experiments, {times}.{lacking} Where runs are averaged, ± is half of the 95 % interval; the "
+        "best of a row is bold if its interval overlaps no other. A dash: not measured, or a percentage above "
+        f"{MEANINGLESS}."
+    )
+
+
+def _figures(
+    lines: Sequence[Line], had: Sequence[str], names: Sequence[str], repeats: Sequence[str]
+) -> list[tuple[str, Figure]]:
+    """What the report draws, with headings."""
+    figures: list[tuple[str, Figure]] = []
     forgetting = next((name for name in FORGETTING if name in had), None)
     utility = next((name for name in UTILITY if name in had), None)
     if forgetting and utility:
         figure = make_figure([lambda axes: _plane(axes, lines, utility, forgetting)], None)
-        parts += ["<h2>Forgetting against utility</h2>", svg(figure)]
+        figures.append(("Forgetting against utility", figure))
     if curves := _relearning(lines):
         figure = make_figure([lambda axes: draw_relearning(axes, curves)], None)
-        parts += ["<h2>Learning again what was forgotten</h2>", svg(figure)]
+        figures.append(("Learning again what was forgotten", figure))
     for axis in _numeric_axes(lines, repeats):
-        panels = [_curves(lines, axis, name, repeats) for name in names]
-        parts += [f"<h2>{html.escape(axis)}</h2>", svg(make_figure(panels, None))]
-    with Transaction(force=force) as transaction:
-        transaction.add(target).write_text(page(title, parts), encoding="utf-8")
+        figures.append((axis, make_figure([_curves(lines, axis, name, repeats) for name in names], None)))
+    return figures
+
+
+def _write_pdf(figures: Sequence[tuple[str, Figure]], target: Path, force: bool) -> None:
+    """A page for each figure. Raises MpuError if there is none."""
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    if not figures:
+        raise MpuError(f"{target}: the sweep has nothing to draw", "write the tables: --out report.tex")
+    with Transaction(force=force) as transaction, PdfPages(transaction.add(target)) as pages:
+        for heading, figure in figures:
+            figure.suptitle(plain(heading), fontsize=11)
+            pages.savefig(figure)
 
 
 def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[str, Any]]]]:
@@ -135,12 +198,15 @@ def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[
 
 
 def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
-    """``row`` as HTML, with the best value in bold; axes and distances do not compete."""
+    """``row`` as HTML, with a value in bold if it is certainly the best; axes and distances do not compete."""
     values: list[float | None] = []
+    intervals: list[tuple[float, float] | None] = []
     for name, cell in zip(head, row, strict=True):
-        number = cell.split(" ±")[0]
-        values.append(_number(number) if name in MODES else None)
-    marked = best(values, goal(metric))
+        mean, _, half = cell.partition(" ± ")
+        value, width = (_number(mean), _number(half)) if name in MODES else (None, None)
+        values.append(value)
+        intervals.append(None if value is None or width is None else (value - width, value + width))
+    marked = distinct_best(values, intervals, goal(metric))
     return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]
 
 

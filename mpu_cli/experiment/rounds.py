@@ -36,7 +36,7 @@ from mpu_cli.experiment.launching import launch_unlearning
 from mpu_cli.experiment.modes import publication_in, rounds_of, with_merged_rounds, with_one_rate
 from mpu_cli.experiment.provenance import begin, facts_of, identity_of
 from mpu_cli.models.source import open_model
-from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.observer import SILENT, Observer, WarningsOnce, WarningsOnly, Within
 from mpu_cli.options.declare import flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating
@@ -83,8 +83,10 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     played = with_merged_rounds(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
-        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
+        once = WarningsOnce(observer)
+        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), once)
         model = rounds.play()
+        once.note_repetitions()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
 

@@ -20,6 +20,7 @@ import itertools
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,14 +40,14 @@ from mpu_cli.experiment.jobs import Jobs
 from mpu_cli.experiment.modes import publication_in
 from mpu_cli.experiment.recipes import read_recipe
 from mpu_cli.experiment.rounds import run
-from mpu_cli.experiment.tables import BEFORE, RELEARNING, RESULTS
+from mpu_cli.experiment.tables import BEFORE, PLANNED, RELEARNING, RESULTS, RETAIN
 from mpu_cli.manifest import VERSION
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.resumption import alone_beside, append_line, read_lines
+from mpu_cli.resumption import alone_beside, append_line, read_lines, write_atomically
 from mpu_cli.subprocesses import stop_running
 from mpu_cli.toml import read_toml
 
@@ -199,6 +200,7 @@ def sweep(
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PLANNED, json.dumps({"experiments": [cell.name for cell in cells]}))
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     results = folder / RESULTS
     stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
@@ -252,15 +254,17 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     before = _before(cell, folder, cell_observer)
     forms = {BEFORE: before} | _retain_forms(cell)
     outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, cell_observer)
+    started = time.monotonic()
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
     return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": _values(forms["after"]),
-            BEFORE: _values(before), **_curves(forms), **_agreement(outcome.log)}  # fmt: skip
+            BEFORE: _values(before), RETAIN: _values(forms.get(RETAIN, {})), **_curves(forms),
+            **_agreement(outcome.log), "evaluation_seconds": round(time.monotonic() - started, 3)}  # fmt: skip
 
 
 def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
-    return {name: form["agg_value"] for name, form in forms.items()}
+    return {name: form["agg_value"] for name, form in forms.items() if "agg_value" in form}
 
 
 def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, object]:
@@ -275,7 +279,7 @@ def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, o
 
 def _retain_forms(cell: Cell) -> dict[str, Mapping[str, Any]]:
     log = cell.measuring.retain_log
-    return {"retain model": read_retain_log(log).metrics} if log else {}
+    return {RETAIN: read_retain_log(log).metrics} if log else {}
 
 
 def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:

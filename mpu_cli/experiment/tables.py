@@ -17,15 +17,18 @@ from typing import Any
 from mpu_cli.errors import UsageError
 
 BEFORE = "before"  # of a line: the metrics of the model before unlearning; also how their column is called
+RETAIN = "retain model"  # of a line: the metrics of the model that never saw the forget set; also their column
 RELEARNING = "relearning"  # of a line: curves of models whose forgotten records are learned again
 FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
-         "error_estimate", "seconds", BEFORE, RELEARNING)  # fmt: skip
+         "error_estimate", "seconds", "evaluation_seconds", BEFORE, RETAIN, RELEARNING)  # fmt: skip
 RESULTS = "results.jsonl"  # of a sweep's folder
+PLANNED = "sweep.json"  # of a sweep's folder: the names of all experiments
 PUBLISHED = "published"  # how the mode of what others measured begins
 LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
 COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 CONFIDENCE = 0.95
+MEANINGLESS = 1000  # percent: clean's value, or what it changed, is next to nothing
 
 Line = Mapping[str, Any]
 
@@ -56,22 +59,22 @@ def pivot(
     places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
     # A place that omits an axis gets no row of its own if others fill it in.
     rows = [row for row in places if not any(_covers(row, other) for other in places)]
-    before_columns = [BEFORE] if any(line.get(BEFORE) for line in lines) else []
-    changed = [head for head in compared if before_columns and not _is_published(head)]
+    same_columns = [name for name in (RETAIN, BEFORE) if any(line.get(name) for line in lines)]  # as for all modes
+    changed = [head for head in compared if BEFORE in same_columns and not _is_published(head)]
     distances = [f"{head}: % from clean" for head in compared]
     distances += [f"{head}: % of clean's change" for head in changed]
     tables = {}
     for metric in metrics:
-        table = [[*down, *before_columns, *map(str, heads), *distances]]
+        table = [[*down, *same_columns, *map(str, heads), *distances]]
         for row in rows:
             where = dict(zip(down, row, strict=True))
             here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
-            before = [_value(line, metric, BEFORE) for column_lines in here.values() for line in column_lines]
-            cells = [_text([*dict.fromkeys(before)]) for _ in before_columns]
+            row_lines = [line for column_lines in here.values() for line in column_lines]
+            cells = [_text([*dict.fromkeys(_value(line, metric, name) for line in row_lines)]) for name in same_columns]
             cells += [_text([_value(line, metric) for line in here[head]]) for head in heads]
             apart = {h: _distances(here[h], here[_clean_of(h)], metric, repeats) for h in compared}
-            cells += [_text([each.percent for each in column_distances]) for column_distances in apart.values()]
-            cells += [_text([each.of_change for each in apart[head]]) for head in changed]
+            cells += [_percents([each.percent for each in column_distances]) for column_distances in apart.values()]
+            cells += [_percents([each.of_change for each in apart[head]]) for head in changed]
             table.append([*("–" if value is None else str(value) for value in row), *cells])
         tables[metric] = table
     return tables
@@ -143,7 +146,7 @@ def sentences(distances: Mapping[str, Distance]) -> list[str]:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
+    return "–" if value > MEANINGLESS else f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
 
 
 def _axes(line: Line) -> list[str]:
@@ -187,15 +190,14 @@ def _text(values: Sequence[float | None]) -> str:
     return mean if len(numbers) < 2 else f"{mean} ± {half_interval(numbers):.2g}"
 
 
+def _percents(values: Sequence[float | None]) -> str:
+    """As ``_text``; a dash where a percentage says nothing, because it is of next to nothing."""
+    return "–" if any(value is not None and value > MEANINGLESS for value in values) else _text(values)
+
+
 def half_interval(values: Sequence[float]) -> float:
     """Half of the 95 % interval of the mean of two or more ``values``, by Student's t."""
     from scipy import stats
 
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
     return float(quantile * statistics.stdev(values) / math.sqrt(len(values)))
-
-
-def markdown_table(table: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first row is its header."""
-    head, *rows = [f"| {' | '.join(cells)} |" for cells in table]
-    return [head, "|" + "---|" * len(table[0]), *rows]

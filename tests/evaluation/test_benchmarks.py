@@ -206,10 +206,18 @@ class TestCompare:
         alike = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
         assert "not directly comparable" not in alike.err
         values = alike.json
+        documents = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"}
         lower = min(values, key=lambda name: values[name]["forget_Q_A_Prob"])
-        lines = mpu("compare", tmp_path / "a.json", tmp_path / "b.json").out.splitlines()
-        [row] = [line for line in lines if line.startswith(f"| {lower} |")]
-        assert row.split("|")[2].strip() == f"**{values[lower]['forget_Q_A_Prob']:.4g}**"
+        for width, mark in ((0.0, "**"), (1.0, "")):  # half of the interval
+            for name, document in documents.items():
+                form = document["metrics"]["forget_Q_A_Prob"]
+                form["interval"] = [form["agg_value"] - width, form["agg_value"] + width]
+                (tmp_path / f"{name}_{width:g}.json").write_text(json.dumps(document))
+            shown = mpu("compare", *(tmp_path / f"{name}_{width:g}.json" for name in "ab"), "--out", tmp_path / "t.tex",
+                        "--force").out  # fmt: skip
+            [row] = [line for line in shown.splitlines() if line.startswith(f"| {lower}_{width:g} |")]
+            assert row.split("|")[2].strip() == f"{mark}{values[lower]['forget_Q_A_Prob']:.4g}{mark}"
+            assert f"{lower}\\_{width:g} & {values[lower]['forget_Q_A_Prob']:.4g}" in (tmp_path / "t.tex").read_text()
         mpu("eval", other, *common, "--out", tmp_path / "c.json", "--batch-size", 2, "--dtype", "bfloat16")
         (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
         mpu("eval", other, *common, "--out", tmp_path / "d.json")
@@ -226,7 +234,8 @@ class TestCompare:
         document = json.loads((tmp_path / "eval.json").read_text())
         for other, marks in (("same", 1), ("another", 0)):
             for name, value, digest in (("a", -5.0, "same"), ("b", 40.0, other)):
-                variant = {**document, "metrics": {"privleak": {"agg_value": value}}, "retain_log": {"sha256": digest}}
+                form = {"agg_value": value, "interval": [value - 1, value + 1]}
+                variant = {**document, "metrics": {"privleak": form}, "retain_log": {"sha256": digest}}
                 (tmp_path / f"{name}.json").write_text(json.dumps(variant))
             shown = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--metrics", "privleak").out
             assert shown.count("**-5**") == marks
@@ -242,7 +251,7 @@ class TestCompare:
         retain = json.loads((tmp_path / "retain.json").read_text())["metrics"]["mia_min_k"]["agg_value"]
         assert document["retain_log"]["metrics"]["mia_min_k"] == retain
         for name, value in (("near", retain + 0.01), ("chance", 0.5 + 0.02 * (1 if retain < 0.5 else -1) + 0.03)):
-            document["metrics"]["mia_min_k"]["agg_value"] = value
+            document["metrics"]["mia_min_k"] |= {"agg_value": value, "interval": [value - 0.001, value + 0.001]}
             (tmp_path / f"{name}.json").write_text(json.dumps(document))
         for names in (("retain", "near", "chance"), ("near", "chance")):
             shown = mpu("compare", *(tmp_path / f"{n}.json" for n in names), "--metrics", "mia_min_k,privleak").out

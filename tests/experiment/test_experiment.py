@@ -392,8 +392,11 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             )
         assert len(list((root / "alone").glob("retain-*.json"))) == 1
         table = mpu(*options, "--out", "alone", cwd=root).out.splitlines()
-        assert table[2] == "| before | clean | mpu | published: us | mpu: % from clean | mpu: % of clean's change |"
-        assert table[4].split("|")[4].strip() == "0.25"
+        distances = "mpu: % from clean | mpu: % of clean's change"
+        assert table[2] == f"| retain model | before | clean | mpu | published: us | {distances} |"
+        [log] = (root / "alone").glob("retain-*.json")
+        of_retain = json.loads(log.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
+        assert [cell.strip() for cell in table[4].split("|")][1:6:4] == [f"{of_retain:.4g}", "0.25"]
         assert table[-2].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", "--jobs", 2, cwd=root, check=False)
         assert failed.status == 1

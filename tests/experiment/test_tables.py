@@ -17,6 +17,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.experiment.literature import published_results
 from mpu_cli.experiment.recipes import read_recipe
 from mpu_cli.experiment.tables import degradation, pivot
+from mpu_cli.observer import Observer, WarningsOnce, Within
 from mpu_cli.records.reading import read_records
 from tests.helpers.models import needs_shared
 from tests.helpers.paths import ROOT, SHARED
@@ -66,12 +67,13 @@ def test_pivot_averages_repeats() -> None:
 
 
 def test_report(mpu: Callable, tmp_path: Path) -> None:
-    """Best in bold, by what each metric is good for; curves with intervals; nothing from elsewhere."""
+    """Best in bold where intervals allow it, by what each metric is good for; curves with intervals; nothing from
+    elsewhere; experiments without a result are named; tables and figures alone."""
     values = {("clean", None): 0.5, ("mpu", 0.01): 0.6, ("mpu", 0.1): 0.3}
     lines = [
         {"name": f"{mode}-{kappa}-{seed}", "digest": "", "algo": "npo", "mode": mode, "secret_seed": seed,
          **({} if kappa is None else {"kappa": kappa}), "seconds": 60,
-         "metrics": {"model_utility": value + seed / 100, "forget_Q_A_Prob": value}}
+         "metrics": {"model_utility": value + seed / 1000, "forget_Q_A_Prob": value}}
         for (mode, kappa), value in values.items() for seed in (1, 2)
     ]  # fmt: skip
     (tmp_path / "sweep").mkdir()
@@ -79,10 +81,30 @@ def test_report(mpu: Callable, tmp_path: Path) -> None:
     assert mpu("report", "sweep", cwd=tmp_path).out == "sweep/report.html\n"
     page = (tmp_path / "sweep/report.html").read_text()
     bold = set(re.findall(r"<b>([^<]*)</b>", page))
-    assert {"0.615 ± 0.064", "0.515 ± 0.064"} <= bold  # utility: more is better
+    assert {"0.6015 ± 0.0064", "0.5015 ± 0.0064"} <= bold  # utility: more is better
     assert {"0.5 ± 0", "0.3 ± 0"} <= bold  # what the model still says of the records: less is
     assert "mpu</b>: average degradation (distance from clean) over 1 algorithm" in page
     assert page.count("<svg") == 2
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps({"experiments": [*(line["name"] for line in lines), "lost"]}))
+    partial = mpu("report", "sweep", "--force", "--json", cwd=tmp_path)
+    assert partial.json["missing"] == ["lost"]
+    assert "without a result: lost" in partial.err
+    assert "Without a result: lost." in (tmp_path / "sweep/report.html").read_text()
+    tables = pivot(lines, ["model_utility", "forget_Q_A_Prob"])
+    for suffix in ("csv", "tex", "md", "pdf"):
+        mpu("report", "sweep", "--out", f"report.{suffix}", cwd=tmp_path)
+    with (tmp_path / "report.csv").open(newline="") as file:
+        assert [*csv.reader(file)] == [
+            ["table", *tables["model_utility"][0]],
+            *([metric, *row] for metric, (_, *rows) in tables.items() for row in rows),
+        ]
+    latex = (tmp_path / "report.tex").read_text()
+    cells = [re.split(r"(?<!\\)&", line) for line in latex.splitlines() if line.endswith(r"\\")]
+    assert [len(row) for row in cells] == [len(row) for table in tables.values() for row in table]
+    assert r"$\pm$" in latex
+
+    assert (tmp_path / "report.pdf").read_bytes().count(b"/Type /Page ") == 2
+    assert "must end in" in mpu("report", "sweep", "--out", "report.docx", cwd=tmp_path, check=False).err
     assert not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "already exists" in mpu("report", "sweep", cwd=tmp_path, check=False).err
     assert mpu("report", "sweep", "--force", "--metrics", "model_utility", cwd=tmp_path).out
@@ -183,3 +205,30 @@ def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> Non
     if {"clean", "mpu"} <= {*modes}:
         assert "mpu: average degradation (distance from clean) over 1 algorithm" in outcome.out
     assert list((tmp_path / "out").glob("retain-*.json"))
+
+
+def test_warnings_of_all_rounds_are_shown_once() -> None:
+    """Those that differ in more than numbers are all shown; the others are counted."""
+
+    class Recording(Observer):
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def warn(self, text: str) -> None:
+            self.texts.append(text)
+
+        note = warn
+
+    recording = Recording()
+    once = WarningsOnce(recording)
+    for number in range(1, 4):
+        Within(once, f"round {number} of 3").warn(
+            f"copy 1: hardly forgotten (loss 1.0{number}e-3 → 0.{number}, 20,00{number})"
+        )
+    once.warn("round 1 of 3: another one")
+    once.note_repetitions()
+    assert recording.texts == [
+        "round 1 of 3: copy 1: hardly forgotten (loss 1.01e-3 → 0.1, 20,001)",
+        "round 1 of 3: another one",
+        "2 more warnings differed from these in numbers only",
+    ]
