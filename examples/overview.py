@@ -1,4 +1,4 @@
-"""README's figure, from the numbers in docs/overview.json: python examples/overview.py
+"""The figure of docs/protection.md, from the numbers in docs/overview.json: python examples/overview.py
 
 Left: what noise hides of a real model from whoever holds a copy, and what unlearning on that copy costs the records
 that are to be kept (docs/protection.md). Right: how fast what was forgotten is learned again (docs/results.md).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mpu_cli.options.generate import TARGET, module
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
+HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -77,6 +79,28 @@ def test_links_lead_somewhere(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", target_path.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+def test_troubleshooting_quotes_real_messages() -> None:
+    """Every message in the page's tables is a text of the program, up to what differs from case to case."""
+    texts = []
+    for path in (ROOT / "mpu_cli").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = [*ast.walk(tree)]
+        docstrings = {ast.get_docstring(node, clean=False) for node in nodes if isinstance(node, HAVE_DOCSTRINGS)}
+        for node in nodes:
+            pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
+            parts = [str(piece.value) if isinstance(piece, ast.Constant) else "…" for piece in pieces]
+            if isinstance(node, ast.JoinedStr | ast.Constant) and "".join(parts) not in docstrings:
+                texts.append(" ".join("".join(parts).split()))
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    messages = [line.split("|")[1] for line in page.splitlines() if re.match(r"\| (?!message)", line)]
+    assert len(messages) > 25
+    for message in messages:
+        quoted = re.sub(r" \(a (warning|note)\)", "", message).split("…")
+        fixed_parts = [part.strip() for part in quoted if part.strip()]
+        known = fixed_parts == ["something else"] or any(all(part in text for part in fixed_parts) for text in texts)
+        assert known, message
 
 
 def test_what_claims_are_shown_by_exists() -> None:

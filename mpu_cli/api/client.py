@@ -148,7 +148,7 @@ def unlearn(
         out: the delta to write (default: deltas/COPY.safetensors; after round 1, deltas/round_R/COPY.safetensors).
         reference_file: the reference model's probabilities, written in round 1 and read in later rounds.
         force: replace a delta that exists.
-        options, checks, logging: groups of options, with names and ranges as on the command line.
+        options: how to train, with names and ranges as on the command line; likewise ``checks`` and ``logging``.
         observer: hears of progress and of warnings about the records.
         keywords: single options, such as ``algo="npo"`` or ``forget="forget.jsonl"``, which win over the groups.
 

@@ -76,7 +76,8 @@ def plan_publish(
         existing_keys: the keys, if they exist already and ``only`` makes further copies (default: those in ``keys``).
         copy_recipients: age public keys, one a copy, that the copies are sealed for.
         recipients: age public keys that the keys are sealed for; else ``passphrase``, else ``identity``.
-        run, round: name and number (default: those that follow ``base``).
+        run: the run's name (default: the one that made ``base``, or random).
+        round: the round's number (default: the one after that of ``base``, or 1).
         seed: for repeatable experiments only: whoever knows it can undo the copies.
         force: replace copies that exist.
         options: how to publish.
@@ -208,7 +209,8 @@ def plan_aggregate(
         base: the published model (default: where the keys say that it was); ``config``: its config.json.
         out: directory for the model (default: unlearned; after round 1, unlearned_R).
         as_adapter: write LoRA deltas as one peft adapter instead.
-        identity, passphrase: what opens the keys.
+        identity: the age identity that opens the keys (default: your own).
+        passphrase: opens keys that were sealed with one.
         force: replace what exists, and write an update that is nothing but noise.
         options: how to aggregate; ``keywords`` are single options, which win over it.
 

@@ -3,7 +3,7 @@
 The reader knows the model before, its tokenizer, and the delta in the model's own coordinates, which are as good as the
 copy's for this: every rule looks at rows and directions together with the weights that they belong to. Which rule is
 best depends on the optimiser and on what is tied; a server can find that out with a delta of its own. The rules were
-chosen among many on deltas of the TOFU models (examples/what_a_delta_lists.py repeats the numbers of SECURITY.md).
+chosen among many on deltas of the TOFU models (examples/what_a_delta_lists.py repeats the numbers of the threat model).
 
 ``change`` is the delta of a tensor and ``weight`` the same tensor before; (rows, width) for embeddings and heads.
 """

@@ -94,7 +94,7 @@ def write_report(
             ["way", "step", "copy", "seconds", "details"],
             [_step(mode, line) for mode, log in logs.items() for line in log],
         ),
-        "<p>For what this does and does not protect, see mpu's SECURITY.md.</p>",
+        "<p>For what this does and does not protect, see mpu's docs/threat_model.md.</p>",
     ]
     shown.report.write_text(page("Unlearning without sharing the records or the model", parts), encoding="utf-8")
 
