@@ -20,9 +20,11 @@ sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to everyone whose CPU would have had one
 
 if TYPE_CHECKING:
-    from mpu_cli.api import aggregate, audit, evaluate, invert, publish, unlearn
+    from mpu_cli.api import aggregate, audit, check, evaluate, invert, publish, surrogate, unlearn
 
-__all__ = ["__version__", "aggregate", "audit", "evaluate", "invert", "publish", "unlearn"]
+__all__ = [
+    "__version__", "aggregate", "audit", "check", "evaluate", "invert", "publish", "surrogate", "unlearn",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

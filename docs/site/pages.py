@@ -16,7 +16,7 @@ from links import AT_ROOT  # noqa: E402
 API = {
     "mpu_cli.api.server": ("publish", "plan_publish", "aggregate", "plan_aggregate", "invert", "add"),
     "mpu_cli.api.client": ("unlearn", "plan_unlearn", "unlearn_all"),
-    "mpu_cli.api.surrogate": ("surrogate", "plan_surrogate"),
+    "mpu_cli.api.surrogates": ("surrogate", "plan_surrogate", "carry_out_surrogate"),
     "mpu_cli.api.measuring": ("evaluate", "audit"),
     "mpu_cli.api.checking": ("check",),
     "mpu_cli.errors": ("MpuError", "UsageError"),

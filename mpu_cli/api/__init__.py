@@ -15,12 +15,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpu_cli.api.checking import check
     from mpu_cli.api.client import unlearn
     from mpu_cli.api.measuring import audit, evaluate
     from mpu_cli.api.server import add, aggregate, invert, plan_aggregate, plan_publish, publish
+    from mpu_cli.api.surrogates import surrogate
 
-__all__ = ["add", "aggregate", "audit", "evaluate", "invert", "plan_aggregate", "plan_publish", "publish", "unlearn"]
-_WHERE = {"unlearn": "client", "audit": "measuring", "evaluate": "measuring"}  # the others: server
+__all__ = [
+    "add", "aggregate", "audit", "check", "evaluate", "invert", "plan_aggregate", "plan_publish", "publish",
+    "surrogate", "unlearn",
+]  # fmt: skip
+_WHERE = {  # the others: server
+    "unlearn": "client", "audit": "measuring", "evaluate": "measuring", "check": "checking", "surrogate": "surrogates",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpu_cli.api.measuring import measure
 from mpu_cli.api.paths import PathLike
@@ -22,8 +22,14 @@ from mpu_cli.evaluation.verdict import VERBATIM, SetScore, Verdict
 from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import with_keywords
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mpu_cli.options.keywords import MeasureKeywords
 
 
 @dataclass(frozen=True)
@@ -36,25 +42,28 @@ class Check:
 
 def check(
     copy: PathLike,
-    measuring: Measuring,
     *,
+    options: Measuring | None = None,
     unseen: PathLike | None = None,
     before: PathLike | None = None,
     with_receipt: bool = False,
     identity: PathLike | None = None,
     observer: Observer = SILENT,
+    **keywords: Unpack[MeasureKeywords],
 ) -> Check:
-    """Measure ``copy`` on the records to forget and to retain that ``measuring`` names, and judge.
+    """``mpu check``: measure ``copy`` on the records ``forget`` and ``retain``, and judge.
 
     Args:
         copy: a copy of the server's new model; a sealed one is opened with ``identity``.
-        measuring: the records, how they become text, and how the model is run.
+        options: the records, how they become text, and how the model is run.
         unseen: records of the same kind that the model never saw.
         before: a copy, or any model, from before unlearning, measured on the same records.
+        keywords: single options, such as ``forget="forget.jsonl"``, which win over ``options``.
         with_receipt: whether the result has a receipt, signed with the client's secret, which is made on first use.
 
     Raises MpuError for records or models that cannot be read.
     """
+    measuring = with_keywords(Measuring, options, {"benchmark": "qa", **keywords})
     records = measuring.benchmark
     if not records.forget:
         raise MpuError("no records to forget", "name them with --forget")

@@ -61,13 +61,13 @@ def check(
     from mpu_cli.checkpoint.transaction import Transaction
     from mpu_cli.evaluation.receipt import as_text
 
-    benchmark = replace(BenchmarkOptions(), benchmark="qa", forget=forget, retain=retain, reading=reading)
+    benchmark = replace(BenchmarkOptions(), forget=forget, retain=retain, reading=reading)
     measuring = replace(Measuring(), benchmark=benchmark, prompts=prompts, scoring=scoring)
     if receipt and receipt.exists() and not force:
         raise MpuError(f"{receipt}: already exists", "choose another name, or use --force to replace it")
     with terminal() as observer:
         result = run_check(
-            copy, measuring, unseen=unseen, before=before, with_receipt=receipt is not None, identity=identity,
+            copy, options=measuring, unseen=unseen, before=before, with_receipt=receipt is not None, identity=identity,
             observer=observer,
         )  # fmt: skip
     verdict = result.verdict

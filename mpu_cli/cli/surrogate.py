@@ -14,7 +14,7 @@ from mpu_cli.cli.output import emit, note, terminal
 from mpu_cli.options.surrogates import Surrogates
 
 if TYPE_CHECKING:
-    from mpu_cli.api.surrogate import SurrogatePlan
+    from mpu_cli.api.surrogates import SurrogatePlan
 
 
 @expand_option_groups
@@ -41,16 +41,15 @@ def surrogate(
     records say stays.
     Prints the path of the surrogate records.
     """
-    from mpu_cli.api.surrogate import plan_surrogate
-    from mpu_cli.api.surrogate import surrogate as make_surrogate
+    from mpu_cli.api.surrogates import carry_out_surrogate, plan_surrogate
 
     with terminal() as observer:
-        plan = plan_surrogate(forget, surrogates, observer=observer)
+        plan = plan_surrogate(forget, options=surrogates, observer=observer)
         if dry_run:
             note(_privacy_line(plan))
             emit([], {"records": len(plan.records), **_numbers(plan), "prompts": len(plan.prompts)}, as_json)
             return
-        result = make_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
+        result = carry_out_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
     note(_privacy_line(plan))
     note(
         f"for you only: {result.covered_records} of {len(plan.records)} records mention a released term; what the "

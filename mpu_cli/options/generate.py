@@ -11,6 +11,7 @@ from typing import Any
 from mpu_cli.options.declare import Declaration, declared_options
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.publishing import Aggregating, Publishing
+from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 
 TARGET = Path(__file__).with_name("keywords.py")
@@ -19,6 +20,7 @@ GROUPS: dict[str, tuple[Any, ...]] = {
     "UnlearnKeywords": (Unlearning, Checks, Logging),
     "AggregateKeywords": (Aggregating,),
     "MeasureKeywords": (Measuring,),
+    "SurrogateKeywords": (Surrogates,),
 }
 HEADER = '''"""The options of the Python functions, for editors and type checkers: names, types, and what each is for.
 

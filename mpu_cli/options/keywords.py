@@ -279,3 +279,51 @@ class MeasureKeywords(TypedDict, total=False):
     relearn_steps: int
     # relearn: their learning rate. Must be above 0. Default: 1e-05.
     relearn_lr: float
+
+
+class SurrogateKeywords(TypedDict, total=False):
+    """Those of ``Surrogates``, whose defaults hold."""
+
+    # ε of the release; further releases and trainings add to it. Must be above 0. Default: 1.0.
+    dp_epsilon: float
+    # δ of the release: at most so likely gets out what a single record says. Must be between 0 and 1. Default: 1e-06.
+    dp_delta: float
+    # Field that names the person of a record: all records of one are protected together.
+    dp_unit: str | None
+    # What ε compares: your records with one left out, or with one replaced by another. Default: left-out.
+    dp_neighbours: Literal["left-out", "replaced"]
+    # Refuse a release after which all that your ledger holds would spend more than this ε at δ = 1e-5. Must be above
+    # 0.
+    dp_budget: float | None
+    # Terms that a record counts for (with --dp-unit, all records of a person): more need more records each. Must be
+    # between 0 and 101. Default: 1.
+    terms: int
+    # Field that names what a record is about (default: names in capitals, found in its text).
+    term_column: str | None
+    # Folder with the files of TOFU or MUSE, instead of the Hub.
+    data_dir: str | Path | None
+    # Names of your fields, such as question=instruction,answer=response, in files that have them; they win over every
+    # other form that a record has.
+    columns: str | None
+    # What a record is in a file of plain text: the file, or each paragraph; blank lines are between them. Default:
+    # file.
+    split: Literal["file", "paragraphs"]
+    # Skip rows that are not records, such as those with an empty answer, and count them. Default: False.
+    skip_bad: bool
+    # Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it. Default: last.
+    turns: Literal["last", "all"]
+    # System prompt for the chat template; '' for none. Default: You are a helpful assistant..
+    system_prompt: str
+    # Date for chat templates that print one. Default: 10 Apr 2025.
+    date: str
+    # Variables for the chat template, such as enable_thinking=false (comma-separated). Default: ().
+    template_option: str | Sequence[str]
+    # Prompts about a term, one a line with {term} (default: 24 questions about a person).
+    prompts: str | Path | None
+    # Public records of the same kind: their questions are prompts, too, with the term in place of the name that they
+    # are about.
+    public: str | None
+    # Prompts about each term, at most. Must be above 0. Default: 48.
+    prompts_per_term: int
+    # Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one). Default: auto.
+    device: str

@@ -11,7 +11,9 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+import mpu_cli
 from mpu_cli.client.ledger import default_ledger_path, epsilon_of, read_ledger
+from mpu_cli.errors import UsageError
 from mpu_cli.models.answers import Answers
 from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
@@ -49,6 +51,20 @@ class TestRelease:
         assert "--dp-budget 1.9" in refused.err
         assert not (tmp_path / "second.jsonl").exists()
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
+
+    def test_the_function_does_what_the_command_does(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        """The same records, release and entry in the ledger; terms that are certain, because 40 records have them."""
+        command = mpu("surrogate", copy, "--dp-epsilon", 2, "--prompts-per-term", 5, "--out", "a.jsonl", cwd=tmp_path)
+        surrogates = mpu_cli.surrogate(
+            copy, forget=str(tmp_path / "forget.jsonl"), out=tmp_path / "b.jsonl", dp_epsilon=2, prompts_per_term=5
+        )
+        assert command.out == "a.jsonl\n"
+        assert ([*surrogates.terms], surrogates.covered_records) == (["Ada Lovelace"], 40)
+        assert (tmp_path / "a.jsonl").read_bytes() == surrogates.path.read_bytes()
+        by_command, by_function = read_ledger(default_ledger_path())
+        assert by_command.release == by_function.release
+        with pytest.raises(UsageError, match="dp_epsilonn: unknown option"):
+            mpu_cli.surrogate(copy, dp_epsilonn=2)
 
     def test_nothing_is_spent_on_what_cannot_be_written(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         (tmp_path / "surrogate.jsonl").write_text("mine")

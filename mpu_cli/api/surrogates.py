@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpu_cli.api.paths import PathLike
 from mpu_cli.api.sealed import opened_copy
@@ -20,11 +21,17 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.evaluation.answers import Respondent
 from mpu_cli.models.source import open_model
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import with_keywords
 from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.options.unlearning import Privacy
 from mpu_cli.records.reading import read_named
 from mpu_cli.records.record import Record, check_units, question
 from mpu_cli.records.terms import MAX_TERM, prompt_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mpu_cli.options.keywords import SurrogateKeywords
 
 PLACEHOLDER = "{term}"
 PROMPTS = (
@@ -61,12 +68,21 @@ class SurrogateRecords:
     covered_records: int
 
 
-def plan_surrogate(forget: str, options: Surrogates, *, observer: Observer = SILENT) -> SurrogatePlan:
-    """What ``surrogate`` will release, without a model and without spending anything.
+def plan_surrogate(
+    forget: str,
+    *,
+    options: Surrogates | None = None,
+    observer: Observer = SILENT,
+    **keywords: Unpack[SurrogateKeywords],
+) -> SurrogatePlan:
+    """What ``surrogate`` will release of the records ``forget``, without a model and without spending anything.
+
+    ``keywords`` are single options, such as ``dp_epsilon=2``, which win over ``options``.
 
     Raises UsageError for a bound that no threshold achieves; MpuError for records or prompts that cannot be read, and
     without OpenDP.
     """
+    options = with_keywords(Surrogates, options, keywords)
     release = options.release
     check_units(options.reading, release.dp_unit)
     records = read_named(
@@ -82,6 +98,25 @@ def plan_surrogate(forget: str, options: Surrogates, *, observer: Observer = SIL
 
 
 def surrogate(
+    copy: PathLike,
+    *,
+    forget: str = "forget.jsonl",
+    out: PathLike = "surrogate.jsonl",
+    force: bool = False,
+    identity: PathLike | None = None,
+    options: Surrogates | None = None,
+    observer: Observer = SILENT,
+    **keywords: Unpack[SurrogateKeywords],
+) -> SurrogateRecords:
+    """``mpu surrogate``: records that stand in for those of ``forget``, under a bound on what they tell.
+
+    Args and errors are those of ``plan_surrogate`` and ``carry_out_surrogate``.
+    """
+    plan = plan_surrogate(forget, options=options, observer=observer, **keywords)
+    return carry_out_surrogate(copy, plan, out=out, force=force, identity=identity, observer=observer)
+
+
+def carry_out_surrogate(
     copy: PathLike,
     plan: SurrogatePlan,
     *,
