@@ -222,6 +222,12 @@ def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registr
             signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
     if job.checks:
         refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+        if not signs:
+            compared = f", and its structure is that of {job.checks.like}" if job.checks.like else ""
+            job.observer.note(
+                f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
+                "(docs/threat_model.md says what such checks miss)"
+            )
 
 
 def _train_privately(

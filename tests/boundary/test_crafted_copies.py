@@ -112,7 +112,8 @@ class TestACraftedCopy:
         """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
         public = save(random_model("llama", seed=5), root / "public")
         copy = publish_copy(mpu, root)
-        unlearn_copy(mpu, root, copy, "honest", "--like", public)
+        honest = unlearn_copy(mpu, root, copy, "honest", "--like", public)
+        assert f"checked: nothing shows that {copy} was built to carry records out" in honest.err
         default_ledger_path().unlink()  # else the ledger tells that this is not the copy of before
         weights = load_file(copy / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -124,6 +125,7 @@ class TestACraftedCopy:
         assert "lm_head.weight" in refused.err
         assert not (root / "d.safetensors").exists()
         outcome = unlearn_copy(mpu, root, copy, "d", "--like", public, "--trust-copy")
+        assert "checked: nothing" not in outcome.err
         assert "tie_word_embeddings" in outcome.err
         assert "lm_head.weight" not in load_file(root / "d.safetensors")  # not trained unless asked
 
