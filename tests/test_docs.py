@@ -44,6 +44,16 @@ def test_the_list_of_families_is_current() -> None:
     assert page == families_page(), "run: python -m mpu_cli.cli.reference families > docs/families.md"
 
 
+def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:
+    """Made again from the import contract, and every package of the source is in it."""
+    command = [sys.executable, "-c", f"import runpy; m = runpy.run_path({str(ROOT / 'docs/site/packages.py')!r}); "
+               "print(m['picture'](m['layers_of'](m['ROOT'] / 'pyproject.toml')), end='')"]  # fmt: skip
+    drawn = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert drawn == (ROOT / "docs/packages.svg").read_text(encoding="utf-8"), "run: python docs/site/packages.py"
+    names = {path.stem for path in (ROOT / "mpu_cli").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert all(f">{name}</text>" in drawn for name in names)
+
+
 def test_every_metric_is_defined_and_its_page_is_current() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     assert page == metrics_page(), "run: python -m mpu_cli.cli.reference metrics > docs/metrics.md"
