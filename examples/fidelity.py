@@ -117,7 +117,8 @@ def main() -> None:
                 "--train-embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr,
                 "--epochs", options.epochs,
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
-                "--dtype", "float32", *(["--pretrained", options.pretrained] if options.pretrained else []),
+                "--dtype", "float32", "--kappa", 0.01,
+                *(["--pretrained", options.pretrained] if options.pretrained else []),
                 *(["--layer", options.layer] if algorithm == "rmu" else []),
             ]  # fmt: skip
             model = options.work / f"clean-{hashlib.sha256(repr(training).encode()).hexdigest()[:16]}"

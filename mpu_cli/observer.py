@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_NUMBER = re.compile(r"[\d.,]*\d(e[-+]?\d+)?")
+_ROUND = re.compile(r"^round \d+ of \d+: ")
+_QUANTITY = re.compile(r"\d+\.\d+(e[-+]?\d+)?|\d+(?=\s?%)")  # measured; numbers of copies, layers, … are not
 
 
 class Observer:
@@ -46,8 +47,8 @@ class Within(Observer):
 
 
 class WarningsOnce(Observer):
-    """An observer that passes on the first of warnings that differ in numbers only, such as those of every round, and
-    counts the others."""
+    """An observer that passes on a warning once, however many rounds repeat it with other measurements, and counts the
+    others. Texts that differ in a copy's or a layer's number are different warnings."""
 
     def __init__(self, outer: Observer):
         self._outer = outer
@@ -63,15 +64,15 @@ class WarningsOnce(Observer):
         self._outer.note(text)
 
     def warn(self, text: str) -> None:
-        kind = _NUMBER.sub("#", text)
+        kind = _QUANTITY.sub("#", _ROUND.sub("", text))
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if self._counts[kind] == 1:
             self._outer.warn(text)
 
     def note_repetitions(self) -> None:
-        """Note how many warnings were not passed on."""
+        """Say how many warnings were not passed on."""
         if repeated := sum(self._counts.values()) - len(self._counts):
-            self._outer.note(f"{repeated} more warnings differed from these in numbers only")
+            self._outer.warn(f"later rounds repeated these {repeated} times, with other measurements")
 
 
 class WarningsOnly(Observer):

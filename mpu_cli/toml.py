@@ -25,8 +25,15 @@ def parse_value(text: str) -> object:
 def read_toml(path: Path) -> dict[str, Any]:
     """The document in ``path``. Raises MpuError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_toml(content, path)
+
+
+def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
+    """The document that ``content``, of the file ``path``, is. Raises MpuError if it is not TOML."""
+    try:
+        return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MpuError(f"{path}: not TOML ({error})") from error

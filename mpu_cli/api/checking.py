@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from mpu_cli.options.keywords import MeasureKeywords
 
 
+UNUSED = frozenset({"benchmark", "holdout", "metrics", "retain_log", "attacks", "reference_model"})  # options of eval
+
+
 @dataclass(frozen=True)
 class Check:
     """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for)."""
@@ -61,8 +64,10 @@ def check(
         keywords: single options, such as ``forget="forget.jsonl"``, which win over ``options``.
         with_receipt: whether the result has a receipt, signed with the client's secret, which is made on first use.
 
-    Raises MpuError for records or models that cannot be read.
+    Raises MpuError for records or models that cannot be read, UsageError for options that a check has no use for.
     """
+    if useless := sorted(UNUSED.intersection(keywords)):
+        raise UsageError(f"{useless[0]}: a check does not use it", "name records that the model never saw as unseen")
     measuring = with_keywords(Measuring, options, {"benchmark": "qa", **keywords})
     records = measuring.benchmark
     if not records.forget:

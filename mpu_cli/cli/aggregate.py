@@ -242,8 +242,8 @@ def _preview(plan: AggregatePlan, as_json: bool) -> None:
 
 def _accuracy(error: ErrorEstimate) -> str:
     """The note about the distance from the clean update."""
-    if math.isnan(error.permanent) and math.isnan(error.relative):
-        return "error of the update: cannot be estimated from one copy"
+    if math.isnan(error.relative) and not error.permanent > 0:
+        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(error.permanent) else "")
     if math.isnan(error.relative):
         return f"error of the update: about {error.permanent:.0%}, from permanent noise"
     if math.isnan(error.permanent):

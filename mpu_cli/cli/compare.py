@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,25 +85,33 @@ def compare(
     }
     if not one_retain_log(read):
         marked["privleak"] = set()  # measured against different retain models
-    rows, shown = [["", *names]], [["", *map(_cell, names)]]
+    rows = [["", *names]]
     for i, result in enumerate(read):
         cells = ["–" if (value := columns[name][i]) is None else f"{value:.4g}" for name in names]
-        rows.append([result.label, *cells])
         marks = [BEST if i in marked[name] else "" for name in names]
-        shown.append([_cell(result.label), *(f"{m}{cell}{m}" for m, cell in zip(marks, cells, strict=True))])
+        rows.append([printable(result.label), *(f"{m}{cell}{m}" for m, cell in zip(marks, cells, strict=True))])
     if out:
         write_tables({"results": rows}, out, force=force)
     if plot:
         draw_comparison([result.label for result in read], columns, plot, force=force)
     document = {result.label: {name: columns[name][i] for name in names} for i, result in enumerate(read)}
-    emit(markdown_table(shown), document, as_json)
+    emit(markdown_table(rows), document, as_json)
 
 
 def _interval(result: Evaluated, name: str) -> tuple[float, float] | None:
-    """The 95 % interval of a metric, if the result has one."""
-    interval = result.log.metrics[name].get("interval") if result.log.has(name) else None
-    return tuple(interval) if interval else None
+    """The 95 % interval of a metric, if the result has one or the values that it is the mean of."""
+    from mpu_cli.experiment.tables import half_interval
 
-
-def _cell(text: str) -> str:
-    return printable(text).replace("|", "\\|").replace("\n", " ")
+    if not result.log.has(name):
+        return None
+    form = result.log.metrics[name]
+    if interval := form.get("interval"):
+        return tuple(interval)
+    entries = [entry for entry in (form.get("value_by_index") or {}).values() if isinstance(entry, dict)]
+    for name_of_value in entries[0] if len(entries) > 1 else ():
+        values = [entry.get(name_of_value) for entry in entries]
+        numbers = [value for value in values if isinstance(value, float)]
+        mean = math.fsum(numbers) / len(entries)
+        if len(numbers) == len(entries) and math.isclose(mean, form["agg_value"], rel_tol=1e-6, abs_tol=1e-9):
+            return mean - (half := half_interval(numbers)), mean + half
+    return None

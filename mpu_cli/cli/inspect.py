@@ -41,6 +41,7 @@ def inspect(
     Changes nothing. PATH may be a link; links inside a folder are not followed.
     """
     from mpu_cli.boundary.files import open_regular
+    from mpu_cli.cli.toml_files import describe_toml
     from mpu_cli.sealing import AGE_HEADER
 
     if path.name == "mpu.json" and path.is_file():
@@ -53,12 +54,14 @@ def inspect(
     if not path.is_dir():
         with open_regular(path) as file:
             head = file.read(64)
-    if head.startswith(AGE_HEADER):
+    if path.suffix == ".toml" and path.is_file():
+        facts = describe_toml(path)
+    elif head.startswith(AGE_HEADER):
         facts = _sealed_facts(path, identity, passphrase_file)
     elif head.startswith((b"AGE-SECRET-KEY-", b"# ")):
         facts = _identity(path)
     else:
-        facts = _recipe(path) or _document(path, head) or _folder(path) or _checkpoint(path, tensors)
+        facts = _document(path, head) or _folder(path) or _checkpoint(path, tensors)
     emit(_lines(facts), facts, as_json)
 
 
@@ -248,17 +251,6 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _recipe(path: Path) -> dict[str, object] | None:
-    """What a file for ``mpu sweep`` asks for; None for anything else."""
-    if path.suffix != ".toml" or not path.is_file():
-        return None
-    from mpu_cli.experiment.sweep import read_sweep
-
-    cells = read_sweep(path)
-    return {"kind": "recipe of mpu sweep", "experiments": [cell.name for cell in cells],
-            "varied": sorted({name for cell in cells for name in cell.varied})}  # fmt: skip
-
-
 def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The table under ``name``; an empty one for anything else that a file may have there."""
     value = document.get(name)
@@ -271,7 +263,7 @@ def _folder(path: Path) -> dict[str, object] | None:
     from mpu_cli.boundary.documents import read_json_object
     from mpu_cli.checkpoint.reader import open_checkpoint
     from mpu_cli.cli.workplace import workplace
-    from mpu_cli.experiment.tables import RESULTS
+    from mpu_cli.experiment.tables import PLANNED, RESULTS
     from mpu_cli.manifest import facts_of
     from mpu_cli.resumption import read_lines
 
@@ -282,14 +274,11 @@ def _folder(path: Path) -> dict[str, object] | None:
         numbers = (folder.parent.name.removeprefix("round_") for folder in path.glob("server/round_*/model"))
         rounds = sorted(int(number) for number in numbers if number.isdecimal())
         return {"kind": "mpu run", "steps done": len(log), "rounds with a model": rounds}
-    if (path / RESULTS).is_file() or any(path.glob("*/run.json")):
+    if (path / PLANNED).is_file():
         lines = read_lines(path / RESULTS, "choose another folder", links=False)
-        return {
-            "kind": "mpu sweep", "experiments done": [str(line.get("name")) for line in lines],
-            "runs": sorted(run.parent.name for run in path.glob("*/run.json")),
-        }  # fmt: skip
+        return {"kind": "mpu sweep", "experiments done": [str(line.get("name")) for line in lines]}
     if (path / "report.html").is_file() and (path / "models").is_dir():
-        models = sorted(model.parent.name for model in path.glob("models/*/config.json"))
+        models = sorted(model.parent.name for model in islice(path.glob("models/*/config.json"), MAX_SIBLINGS))
         return {"kind": "mpu demo", "models": models, "page": str(path / "report.html")}
     if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json", links=False)).get(
         "format"

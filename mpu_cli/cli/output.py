@@ -17,7 +17,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.observer import Observer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
     from mpu_cli.evaluation.answers import Shown
 
@@ -102,7 +102,8 @@ def show_answers(answers: Iterable[Shown]) -> None:
         after = "answer" if shown.before is None else "after"
         texts = {"truth": shown.truth, "before": shown.before, after: shown.answer}
         lines = [f"  {who + ':':<8} {text}" for who, text in texts.items() if text is not None]
-        note("\n".join([shown.question.strip(), *lines]))
+        if _first():  # asked for by --show, so also where notes are not shown
+            print(printable("\n".join([shown.question.strip(), *lines])), file=sys.stderr)
 
 
 def terminal_width() -> int | None:
@@ -133,26 +134,6 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     console.print(drawn)
 
 
-def progress_columns(label: str, unit: str) -> tuple[ProgressColumn, ...]:
-    """The parts of a bar. Where the terminal is narrow, the bar and the detail give way; the times never do."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    def one_line() -> Column:
-        return Column(no_wrap=True)
-
-    amount = "{task.completed:.1f}/{task.total} " + unit
-    return (
-        TextColumn(label, table_column=one_line()),
-        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-        DownloadColumn(table_column=one_line()) if unit == "bytes" else TextColumn(amount, table_column=one_line()),
-        TimeElapsedColumn(table_column=one_line()),
-        TextColumn("left", table_column=one_line()),
-        TimeRemainingColumn(table_column=one_line()),
-        TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2)),
-    )
-
-
 class Terminal(Observer):
     """Shows on standard error what an operation reports: notes, warnings, and a bar per stage or, if it is not a
     terminal, a line every few seconds."""
@@ -169,6 +150,8 @@ class Terminal(Observer):
             return
         from rich.console import Console
         from rich.progress import Progress
+
+        from mpu_cli.cli.progress import progress_columns
 
         columns = progress_columns(label, unit)
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True, expand=True)

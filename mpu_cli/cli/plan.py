@@ -66,7 +66,7 @@ def plan(
     room = None if memory is None else bytes_of(memory)
 
     from mpu_cli.client.checks import check_options
-    from mpu_cli.experiment.cost import cost, examples_of, measure_machine
+    from mpu_cli.experiment.cost import cost, examples_of, measure_machine, sets_of
     from mpu_cli.experiment.memory import Work, largest_work, peak_memory, rows_at_once, way_to_fit
     from mpu_cli.models.shallow import shallow
     from mpu_cli.models.source import open_model
@@ -74,6 +74,8 @@ def plan(
 
     unlearning = Unlearning(algo=algo, training=training, lora=lora)
     objective = check_options(unlearning)
+    if pretrained is not None:
+        open_model(pretrained)  # raises for one that is not there
     disguise = disguise.with_scale(with_pretrained=pretrained is not None)
     scheme = scheme_of(disguise)
     opened = shallow(open_model(model), disguise.omitted_layers)  # what is sent and trained on
@@ -82,7 +84,7 @@ def plan(
     work = Work(rows, length, rows * length // 2)
     if forget:
         examples = examples_of(opened, forget, reading)
-        tokens = 2 * epochs * sum(len(example.ids) for example in examples)
+        tokens = sets_of(unlearning) * epochs * sum(len(example.ids) for example in examples)
         work = largest_work([examples], unlearning)
     machine = measure_machine()
     costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)

@@ -47,7 +47,7 @@ def run(
 
 
 def _preview(experiment: Experiment, out: Path, as_json: bool) -> None:
-    """The rounds, what passes between the parties, and how long training takes at least."""
+    """The rounds, what passes between the parties, and about how long training takes."""
     from mpu_cli.client.checks import check_options
     from mpu_cli.client.dataset import read_dataset
     from mpu_cli.experiment.cost import costs_of
@@ -62,7 +62,7 @@ def _preview(experiment: Experiment, out: Path, as_json: bool) -> None:
         lines += [
             f"sent\t{in_bytes(cost.sent)} of copies",
             f"returned\t{in_bytes(cost.returned)} of deltas",
-            f"training\tat least {in_time(3600 * cost.hours)} at this processor's speed",
+            f"training\tabout {in_time(3600 * cost.hours)} on this machine's processors",
         ]
     else:
         lines.append("cost\tnot known: the model or the records are not on this machine")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpu_cli.cli import options
-from mpu_cli.cli.output import chosen_metrics, emit, in_bytes, names_in, note, table, terminal
+from mpu_cli.cli.output import chosen_metrics, emit, in_bytes, in_time, names_in, note, table, terminal
 from mpu_cli.errors import MpuError, UsageError
 
 if TYPE_CHECKING:
@@ -132,15 +132,15 @@ def _overrides(settings: Sequence[str]) -> dict[str, object]:
 
 
 def _preview(cells: Sequence[Cell], as_json: bool) -> None:
-    """The experiments, what passes between the parties, and how long training takes at least."""
+    """The experiments, what passes between the parties, and about how long training takes."""
     from mpu_cli.experiment.cost import costs_of
 
     costs = costs_of([cell.experiment for cell in cells])
     table(
         f"{len(cells)} experiments",
-        ["", "sent to the client", "returned", "training at this processor's speed"],
+        ["", "sent to the client", "returned", "training, about"],
         [
-            [cell.name, in_bytes(cost.sent), in_bytes(cost.returned), f"{cost.hours:.2g} h"]
+            [cell.name, in_bytes(cost.sent), in_bytes(cost.returned), in_time(3600 * cost.hours)]
             if cost
             else [cell.name, "–", "–", "–"]
             for cell, cost in zip(cells, costs, strict=True)
@@ -152,7 +152,8 @@ def _preview(cells: Sequence[Cell], as_json: bool) -> None:
             f"{len(cells) - len(known_costs)} models or sets of records are not on this machine, so their "
             "cost is not known"
         )
-    note(f"in all at least {sum(cost.hours for cost in known_costs):.2g} h of training; evaluation comes on top")
+    hours = sum(cost.hours for cost in known_costs)
+    note(f"in all about {in_time(3600 * hours)} of training on this machine's processors; evaluation comes on top")
     document = [
         {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
         for cell, cost in zip(cells, costs, strict=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
+from mpu_cli.outputs import round_folder
 
 MAX_ENTRIES = 1000  # entries that are looked at
 
@@ -57,7 +58,7 @@ def workplace(folder: Path) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"kind": "folder"}
     for (run, number), paths in rounds.items():
         facts[f"round {number} of run {run[:8]}…"] = _state(
-            folder, paths, copies_of[run, number], keys, models.get((run, number))
+            folder, number, paths, copies_of[run, number], keys, models.get((run, number))
         )
     if keys:
         facts["keys"] = keys
@@ -80,7 +81,9 @@ def _candidates(folder: Path) -> list[Path]:
     ]  # fmt: skip
 
 
-def _state(folder: Path, paths: dict[str, dict[int, Path]], count: int, keys: list[str], model: str | None) -> str:
+def _state(
+    folder: Path, number: int, paths: dict[str, dict[int, Path]], count: int, keys: list[str], model: str | None
+) -> str:
     """Which copies and deltas of a round are there, and what to do next."""
 
     def progress_text(what: str) -> str:
@@ -91,7 +94,8 @@ def _state(folder: Path, paths: dict[str, dict[int, Path]], count: int, keys: li
     if model:
         step = f"measure {model} with mpu eval"
     elif todo:
-        step = shlex.join(["mpu", "unlearn", *(str(path) for path in todo)])
+        deltas_folder = round_folder(folder / "deltas", number)
+        step = shlex.join(["mpu", "unlearn", *(str(path) for path in todo), "--out", f"{deltas_folder}/"])
     elif missing:
         step = f"wait for the deltas of {', '.join(missing)}"
     elif keys:

@@ -105,7 +105,8 @@ def cost(
 ) -> Cost:
     """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
 
-    Training takes 6 operations per token and weight: 2 forward, 4 backward. What comes back is what ``options`` train.
+    Training takes 6 operations per token and weight, 2 forward and 4 backward; with LoRA, which has no gradients of the
+    weights, 4. What comes back is what ``options`` train.
     """
     from mpu_cli.checkpoint.writer import nbytes_of
     from mpu_cli.client.delta import delta_specs
@@ -122,7 +123,8 @@ def cost(
     width = max(ITEM_SIZE[info.dtype] for info in parameters.values())
     moved = 9 * copies * weights * width
     operations = copies * (6 * weights + 4 * layout.sizes["head_dim"] * attention)
-    training = None if tokens is None else 6.0 * weights * tokens * copies
+    per_token = 6.0 if options.lora.lora_rank is None else 4.0
+    training = None if tokens is None else per_token * weights * tokens * copies
     return Cost(
         weights=weights,
         attention_weights=attention,
@@ -142,7 +144,7 @@ def cost(
 
 @dataclass(frozen=True)
 class ExperimentCost:
-    """An experiment with all its rounds: bytes to and from the client, hours of training at this machine's speed."""
+    """An experiment with all its rounds: bytes to and from the client, hours of training here, roughly."""
 
     sent: int
     returned: int
@@ -150,7 +152,7 @@ class ExperimentCost:
 
 
 def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
-    """What each experiment costs at least; None if its model or records are not on this machine."""
+    """What each experiment costs; None if its model or records are not on this machine."""
     from mpu_cli.client.checks import epochs_of
     from mpu_cli.experiment.modes import publication_in, rounds_of, with_merged_rounds
 
@@ -174,16 +176,25 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
             continue
         round_cost = cost(
             model, machine, copies=published.copies, options=options,
-            tokens=int(2 * epochs_of(options) * read[where]),
+            tokens=int(sets_of(options) * epochs_of(options) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)
         assert round_cost.training_seconds is not None
         costs.append(
             ExperimentCost(
-                rounds * round_cost.published, rounds * round_cost.returned, rounds * round_cost.training_seconds / 3600
+                rounds * round_cost.published,
+                rounds * round_cost.returned,
+                rounds * round_cost.training_seconds * SLOWER / 3600,
             )
         )
     return costs
+
+
+def sets_of(options: Unlearning) -> int:
+    """How many sets of records are trained on, each with as many records a step: those to forget, and those to keep."""
+    from mpu_cli.client.losses import objective_of
+
+    return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ def _model_itself(published: Publication) -> Publication:
 
 def _one_noised_copy(published: Publication) -> Publication:
     mean = math.fsum(published.scheme.scales) / published.copies
-    permanent = 0.0 if published.kappa else published.shared_kappa  # all the noise that there is
-    return replace(published, scheme=ZeroSum((mean,)), shared_kappa=permanent, mark=0.0, symmetries="none", omitted=())
+    return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none", omitted=())
 
 
 # What the server publishes in a mode, in place of what the options say.

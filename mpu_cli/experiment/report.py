@@ -205,6 +205,8 @@ def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]
         mean, _, half = cell.partition(" ± ")
         value, width = (_number(mean), _number(half)) if name in MODES else (None, None)
         values.append(value)
+        # A mode with one run beside averaged ones ignores what is repeated: it has no spread.
+        width = 0.0 if width is None and any(" ± " in cell for cell in row) else width
         intervals.append(None if value is None or width is None else (value - width, value + width))
     marked = distinct_best(values, intervals, goal(metric))
     return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]

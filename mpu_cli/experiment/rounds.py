@@ -85,8 +85,10 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     with alone_in(folder, "run", "--out"):
         once = WarningsOnce(observer)
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), once)
-        model = rounds.play()
-        once.note_repetitions()
+        try:
+            model = rounds.play()
+        finally:
+            once.note_repetitions()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
 

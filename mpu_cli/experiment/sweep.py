@@ -58,11 +58,7 @@ _OF_COPIES = (
     "kappa", "permanent_noise", "omit_layers", "copies", "noise", "alphas", "nodes", "symmetries", "mark", "max_noise",
     "secret_seed",
 )  # fmt: skip
-IGNORED = {
-    "clean": _OF_COPIES,
-    "clean-rounds": _OF_COPIES,
-    "noised": ("omit_layers", "symmetries", "mark"),
-}
+IGNORED = {"clean": _OF_COPIES, "clean-rounds": _OF_COPIES, "noised": ("omit_layers", "symmetries", "mark")}
 FORGET_QUALITY = "forget_quality"
 LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
 RETAIN_MODEL = "retain_model"  # of [eval]: the model that never saw the forget set, of which the sweep makes the log
@@ -148,8 +144,9 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
     ]
     named = []
     for cell in cells:
+        defaults = _defaults(cell)
         shown = {
-            name: cell.options.get(name, _default(name)) for name in axes if name not in _ignored_options(cell.options)
+            name: cell.options.get(name, defaults[name]) for name in axes if name not in _ignored_options(cell.options)
         }
         shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
         named.append(replace(cell, varied={k: "default" if v in (None, ()) else v for k, v in shown.items()}))
@@ -157,10 +154,7 @@ def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _ignored_options(options: Mapping[str, object]) -> tuple[str, ...]:
-    mode = options.get("mode", "mpu")
-    # Where noise cancels, one copy with all of its noise has no other.
-    replaced = ("permanent_noise",) if mode == "noised" and options.get("kappa") else ()
-    return (*IGNORED.get(str(mode), ()), *replaced)
+    return IGNORED.get(str(options.get("mode", "mpu")), ())
 
 
 def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:
@@ -172,9 +166,14 @@ def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varie
     return Cell("-".join(parts) or "run", effective_options, dict(evaluation), shown)
 
 
-def _default(name: str) -> object:
-    declaration = declared_options(Experiment)[name]
-    return None if declaration.is_required else declaration.default
+def _defaults(cell: Cell) -> dict[str, object]:
+    """What each option is where ``cell`` omits it; the scales of the noise depend on what else is set."""
+    defaults = {name: each.default for name, each in declared_options(Experiment).items() if not each.is_required}
+    experiment = cell.experiment
+    if "kappa" in _ignored_options(cell.options):
+        return defaults
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    return defaults | {"kappa": disguise.kappa, "permanent_noise": disguise.permanent_noise}
 
 
 def _digest(cell: Cell) -> str:

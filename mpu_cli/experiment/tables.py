@@ -146,7 +146,7 @@ def sentences(distances: Mapping[str, Distance]) -> list[str]:
 
 
 def _percent(value: float) -> str:
-    return "–" if value > MEANINGLESS else f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
+    return f"over {MEANINGLESS:,} %" if value > MEANINGLESS else f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
 
 
 def _axes(line: Line) -> list[str]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.cli.output import progress_columns
+from mpu_cli.cli.progress import progress_columns
 from mpu_cli.records.reading import read_records
 from mpu_cli.sealing import default_identity_path
 from tests.helpers.models import DemoModel, random_model, save
@@ -307,15 +307,18 @@ class TestCheckedBeforeTheWork:
         mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", cwd=root)
         mpu("unlearn", "base", *TRAINING, cwd=root)
         (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\nepochs = [1, 2]\n[eval]\nbenchmark = "qa"\n')
+        (root / "mpu.toml").write_text("# mine\n[publish]\ncopies = 2\n")
         (root / "grid").mkdir()
         (root / "grid/results.jsonl").write_text('{"name": "1"}\n')
-        assert mpu("inspect", "grid.toml", "--json", cwd=root).json["experiments"] == ["1", "2"]
+        (root / "grid/sweep.json").write_text('{"experiments": ["1", "2"]}')
+        assert mpu("inspect", "grid.toml", "--json", cwd=root).json["axes"] == {"epochs": "2 values"}
+        assert mpu("inspect", ".", "--json", cwd=root).json["kind"] == "folder"  # with a run in it, and no sweep itself
         kinds = {
             path: mpu("inspect", path, "--json", cwd=root).json["kind"]
             for path in (
                 "run", "run/run.json", "run/log.jsonl", "run/server/identity.txt", "run/server/round_1/deltas",
                 "run/server/round_1/model", "run/client/round_1/copy_1", "eval.json", "deltas/base.safetensors", "base",
-                "grid", "grid.toml",
+                "grid", "grid.toml", "mpu.toml",
             )
         }  # fmt: skip
         assert len(set(kinds.values())) == len(kinds)
@@ -450,8 +453,8 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
     training = ("--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl")
     steps = {
-        "mpu unlearn copy_1 copy_2": ("copy_1",),
-        "mpu unlearn copy_2": ("copy_2",),
+        "mpu unlearn copy_1 copy_2 --out deltas/": ("copy_1",),
+        "mpu unlearn copy_2 --out deltas/": ("copy_2",),
     }
     for expected, copies in steps.items():
         said = mpu("inspect", ".", cwd=root).out
@@ -470,7 +473,7 @@ def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
     """From another folder, with spaces in the path: the commands that `inspect` prints lead to the new model."""
     folder = root / "my round"
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, "--out", folder, "--keys", folder / "keys.bin", cwd=root)
-    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1, "--out", f"{folder / 'deltas'}/"), "aggregate": ()}
+    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1), "aggregate": ()}
     for command, options in missing.items():
         [step] = re.findall("next: (mpu .+)", mpu("inspect", "my round", cwd=root).out)
         assert shlex.split(step)[1] == command

@@ -217,7 +217,9 @@ class TestCompare:
                         "--force").out  # fmt: skip
             [row] = [line for line in shown.splitlines() if line.startswith(f"| {lower}_{width:g} |")]
             assert row.split("|")[2].strip() == f"{mark}{values[lower]['forget_Q_A_Prob']:.4g}{mark}"
-            assert f"{lower}\\_{width:g} & {values[lower]['forget_Q_A_Prob']:.4g}" in (tmp_path / "t.tex").read_text()
+            value = f"{values[lower]['forget_Q_A_Prob']:.4g}"
+            in_latex = rf"\textbf{{{value}}}" if mark else value
+            assert f"{lower}\\_{width:g} & {in_latex}" in (tmp_path / "t.tex").read_text()
         mpu("eval", other, *common, "--out", tmp_path / "c.json", "--batch-size", 2, "--dtype", "bfloat16")
         (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
         mpu("eval", other, *common, "--out", tmp_path / "d.json")

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.experiment import rounds
+from mpu_cli.experiment.modes import publication_in
+from mpu_cli.experiment.sweep import read_sweep
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.experiment import Experiment
@@ -522,6 +524,22 @@ def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, opti
     assert (planned["copies"], planned["noise"]["kappa"], planned["noise"]["permanent_noise"]) == (
         published.copies, published.kappa, published.shared_kappa,
     )  # fmt: skip
+
+
+def test_a_sweep_says_which_noise_each_cell_has(tmp_path: Path) -> None:
+    """Where a case omits the scales, those that it is run with; one noised copy keeps permanent noise."""
+    (tmp_path / "grid.toml").write_text(
+        'base = "base"\nalgo = "gradascent"\n[[cases]]\npermanent_noise = [0.1, 1.0]\nmode = "noised"\n'
+        '[[cases]]\nkappa = 0.3\n[[cases]]\npretrained = "reference"\n'
+    )
+    cells = read_sweep(tmp_path / "grid.toml")
+    assert [(cell.varied["kappa"], cell.varied["permanent_noise"]) for cell in cells] == [
+        (0.01, 0.1), (0.01, 1.0), (0.3, 0.0), (0.0, 10.0),
+    ]  # fmt: skip
+    scales = [publication_in(cell.experiment, seed=bytes(32)) for cell in cells]
+    assert [(each.copies, each.kappa, each.shared_kappa) for each in scales] == [
+        (1, 0.01, 0.1), (1, 0.01, 1.0), (3, 0.3, 0.0), (1, 0.0, 10.0),
+    ]  # fmt: skip
 
 
 def test_plan_counts(mpu: Callable, root: Path) -> None:
