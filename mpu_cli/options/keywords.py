@@ -298,7 +298,7 @@ class SurrogateKeywords(TypedDict, total=False):
     # Terms that a record counts for (with --dp-unit, all records of a person): more need more records each. Must be
     # between 0 and 101. Default: 1.
     terms: int
-    # Field that names what a record is about (default: names in capitals, found in its text).
+    # Field that names what a record is about (default: capitalised words in its text).
     term_column: str | None
     # Folder with the files of TOFU or MUSE, instead of the Hub.
     data_dir: str | Path | None

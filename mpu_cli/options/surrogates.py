@@ -35,7 +35,7 @@ class TermRelease(Options):
         above=0, below=101,
     )  # fmt: skip
     term_column: str | None = option(
-        None, "Field that names what a record is about (default: names in capitals, found in its text).",
+        None, "Field that names what a record is about (default: capitalised words in its text).",
         metavar="COLUMN",
     )  # fmt: skip
 
