@@ -77,6 +77,11 @@ def check(
             transaction.add(receipt).write_text(as_text(result.receipt), encoding="utf-8")
         note(f"{receipt}: holds numbers only, no records; your public key is {result.receipt.client.public_key}")
         note("the server signs it, too, with `mpu receipt FILE --keys KEYS`, of the publication that COPY is from")
+    if verdict.is_conspicuous:
+        note(
+            "the records to forget are much less probable than unseen ones: whoever has the model can see that they were "
+            "forgotten; a shorter step shows less"
+        )
     if verdict.request:
         note(f"next: {verdict.request}")
     note(

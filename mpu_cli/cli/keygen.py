@@ -20,9 +20,10 @@ def keygen(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make an age identity (mode 0600). Pass its public key to `publish --recipient`; the file opens the keys.
+    """Make an age identity (mode 0600), which opens what is sealed for its public key, the printed line that begins with
+    age1: copies (`publish --copy-recipients`), or keys (`publish --recipient`). Send that line, never the file.
 
-    Prints the path of the identity; the public key is printed to standard error and is also in the file.
+    Prints the path of the identity; the public key goes to standard error.
     """
     from mpu_cli.sealing import default_identity_path, make_identity
 

@@ -56,6 +56,11 @@ class Verdict:
         return self.retain.probability >= self.before_retain.probability - MARGIN
 
     @property
+    def is_conspicuous(self) -> bool:
+        """Whether the records to forget are so much less probable than unseen ones that this shows what was forgotten."""
+        return self.unseen is not None and self.forget.probability < self.unseen.probability - 2 * MARGIN
+
+    @property
     def passes(self) -> bool:
         return self.is_forgotten is True and self.is_retained is True
 

@@ -68,6 +68,7 @@ def test_the_verdict_follows_from_the_numbers() -> None:
     assert verdict(0.4 + 0.99 * MARGIN, 0.9 - 0.99 * MARGIN).passes
     assert not verdict(0.4 + 1.01 * MARGIN, 0.9).passes
     assert not verdict(0.4, 0.9 - 1.01 * MARGIN).passes
+    assert [verdict(p, 0.9).is_conspicuous for p in (0.4 - 1.9 * MARGIN, 0.4 - 2.1 * MARGIN)] == [False, True]
     assert verdict(0.4, 0.9, before=0.41).is_forgotten is None  # there was nothing to forget
     noise = SetScore(1, 1e-5)  # a copy that knows nothing
     assert Verdict(noise, noise, noise, noise, noise).sentence.startswith("undecided")
