@@ -79,7 +79,7 @@ def check(
         note("the server signs it, too, with `mpu receipt FILE --keys KEYS`, of the publication that COPY is from")
     if verdict.is_conspicuous:
         note(
-            "the records to forget are much less probable than unseen ones: whoever has the model can see that they were "
+            "the records to forget are much less probable than unseen ones: whoever has the model sees that they were "
             "forgotten; a shorter step shows less"
         )
     if verdict.request:

@@ -20,7 +20,7 @@ def keygen(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make an age identity (mode 0600), which opens what is sealed for its public key, the printed line that begins with
+    """Make an age identity (mode 0600). It opens what is sealed for its public key, the printed line that begins with
     age1: copies (`publish --copy-recipients`), or keys (`publish --recipient`). Send that line, never the file.
 
     Prints the path of the identity; the public key goes to standard error.

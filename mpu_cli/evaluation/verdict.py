@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def is_conspicuous(self) -> bool:
-        """Whether the records to forget are so much less probable than unseen ones that this shows what was forgotten."""
+        """Whether records to forget are so much less probable than unseen ones that this shows what was forgotten."""
         return self.unseen is not None and self.forget.probability < self.unseen.probability - 2 * MARGIN
 
     @property
