@@ -19,6 +19,7 @@ from mpu_cli.records.encoding import Encoding
 from mpu_cli.records.reading import read_records
 from tests.helpers.models import load, random_model, save
 from tests.helpers.paths import SHARED
+from tests.helpers.protocol import tensors
 
 
 def write_about(path: Path, name: str, count: int) -> Path:
@@ -130,6 +131,34 @@ class TestRelease:
         for named in ([], ["--forget", "surrogate.jsonl"]):  # otherwise the private files beside it are read
             refused = mpu("unlearn", copy, *named, "--public-records", check=False, cwd=tmp_path)
             assert "where private records are expected" in refused.err
+
+
+def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -> None:
+    """One owner answers over a spool, one by hand, each with surrogate records: the model is the base plus both updates,
+    and the ledger counts the two releases and no training."""
+    write_about(tmp_path / "public.jsonl", "Alan Turing", 20)
+    training = ("--public-records", "--retain", "public.jsonl", "--algo", "graddiff", "--epochs", 1, "--lr", 1e-3)
+    for owner in "ab":
+        mpu("publish", copy, "--copies", 2, "--kappa", 0.01, "--out", owner, "--keys", f"{owner}.bin", cwd=tmp_path)
+        mpu("surrogate", f"{owner}/copy_1", "--prompts-per-term", 4, "--out", f"{owner}.jsonl", cwd=tmp_path)
+    run = json.loads((tmp_path / "a/copy_1/mpu.json").read_text())["run"]
+    folder = tmp_path / f"spool/in/{run}/round_1"
+    folder.mkdir(parents=True)
+    for k in (1, 2):
+        (tmp_path / f"a/copy_{k}").rename(folder / f"copy_{k}")
+    mpu("watch", "spool", "--forget", "a.jsonl", *training, "--work", "work", "--once", cwd=tmp_path)
+    mpu("unlearn", "b/copy_1", "b/copy_2", "--forget", "b.jsonl", *training, "--out", "deltas/", cwd=tmp_path)
+    assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(2.0)
+    of_a = f"spool/out/{run}/round_1"
+    mpu("aggregate", of_a, "--keys", "a.bin", "--out", "of_a", cwd=tmp_path)
+    mpu("aggregate", "deltas", "--keys", "b.bin", "--out", "of_b", cwd=tmp_path)
+    mpu("aggregate", of_a, "deltas", "--keys", "a.bin", "--keys", "b.bin", "--out", "of_both", cwd=tmp_path)
+    base, alone_a, alone_b, both = (
+        tensors(path) for path in (copy, *(tmp_path / f"of_{n}" for n in ("a", "b", "both")))
+    )
+    assert any(not torch.equal(alone_a[name], base[name]) for name in base)
+    for name, weights in base.items():
+        torch.testing.assert_close(both[name], alone_a[name] + alone_b[name] - weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
