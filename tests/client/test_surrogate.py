@@ -134,8 +134,8 @@ class TestRelease:
 
 
 def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -> None:
-    """One owner answers over a spool, one by hand, each with surrogate records: the model is the base plus both updates,
-    and the ledger counts the two releases and no training."""
+    """One owner answers over a spool, one by hand, each with surrogate records: the model is the base plus both
+    updates, and the ledger counts the two releases and no training."""
     write_about(tmp_path / "public.jsonl", "Alan Turing", 20)
     training = ("--public-records", "--retain", "public.jsonl", "--algo", "graddiff", "--epochs", 1, "--lr", 1e-3)
     for owner in "ab":
@@ -153,9 +153,8 @@ def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -
     mpu("aggregate", of_a, "--keys", "a.bin", "--out", "of_a", cwd=tmp_path)
     mpu("aggregate", "deltas", "--keys", "b.bin", "--out", "of_b", cwd=tmp_path)
     mpu("aggregate", of_a, "deltas", "--keys", "a.bin", "--keys", "b.bin", "--out", "of_both", cwd=tmp_path)
-    base, alone_a, alone_b, both = (
-        tensors(path) for path in (copy, *(tmp_path / f"of_{n}" for n in ("a", "b", "both")))
-    )
+    models = (copy, *(tmp_path / name for name in ("of_a", "of_b", "of_both")))
+    base, alone_a, alone_b, both = (tensors(path) for path in models)
     assert any(not torch.equal(alone_a[name], base[name]) for name in base)
     for name, weights in base.items():
         torch.testing.assert_close(both[name], alone_a[name] + alone_b[name] - weights, rtol=0, atol=1e-6)
