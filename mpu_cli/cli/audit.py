@@ -59,7 +59,7 @@ def audit(
     fast: Annotated[bool, typer.Option("--fast", help="Examine only three layers.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the errors by block and attack to a .png, .svg or .html file.", metavar="FILE"),
+        typer.Option(help="Plot the errors by block and attack to a .png, .svg, .pdf or .html file.", metavar="FILE"),
     ] = None,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,

@@ -84,7 +84,7 @@ def eval_(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Plot the distributions behind the numbers (.png, .svg or .html).",
+            help="Plot the distributions behind the numbers (.png, .svg, .pdf or .html).",
             rich_help_panel=OUTPUT,
             metavar="FILE",
         ),

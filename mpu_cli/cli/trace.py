@@ -64,7 +64,7 @@ def trace(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot z by block to a .png, .svg or .html file.", metavar="FILE"),
+        typer.Option(help="Plot z by block to a .png, .svg, .pdf or .html file.", metavar="FILE"),
     ] = None,
     identity: options.Identity = None,
     passphrase_file: options.PassphraseFile = None,

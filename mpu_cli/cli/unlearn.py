@@ -105,6 +105,8 @@ def _tell(copy: str, unlearning: Unlearning, result: UnlearningResult) -> None:
     """What came of one copy, on standard error."""
     rounded = f" ({result.rounding:.2%} of it lost to {unlearning.delta_dtype})" if unlearning.delta_dtype else ""
     note(result.summary(name_of_copy(copy), unlearning.algo) + rounded)
+    if result.checked:
+        note(result.checked)
     for warning in result.warnings():
         warn(warning)
     if result.spent:

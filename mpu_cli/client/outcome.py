@@ -45,6 +45,7 @@ class UnlearningResult:
     earlier: int = 0  # trainings in the ledger before this one
     rate: float = 0.0  # the learning rate
     resumed_after: int = 0  # steps that were taken by earlier calls
+    checked: str | None = None  # what the checks of the copy came to, if they found nothing
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""

@@ -126,7 +126,7 @@ def unlearn(
         to_train = loaded.change.wrap(loaded.model)
         observer.stage("measure", 1, "done")
         before = measure(to_train, records.sets, job.options) if job.is_alone else None
-        _inspect_copy(job, records.signs, registration, before)
+        checked = _inspect_copy(job, records.signs, registration, before)
         progress = _start_progress(job, steps_done / len(steps))
         spent, trained = None, to_train
         if loaded.private:
@@ -145,7 +145,7 @@ def unlearn(
         shutil.rmtree(checkpoints.folder)
     return UnlearningResult(
         target, progress.losses, norm, job.is_main_process, spent, before, after, rounding, len(registration.earlier),
-        float(training.lr), steps_done,
+        float(training.lr), steps_done, checked,
     )  # fmt: skip
 
 
@@ -213,21 +213,28 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
     return checkpoints, steps_done
 
 
-def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None) -> None:
-    """Refuse a copy with signs that it was built to carry records out. Raises MpuError."""
+def _inspect_copy(
+    job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None
+) -> str | None:
+    """What the checks of a copy came to, if they found nothing. Raises MpuError for signs that it was built to carry
+    records out."""
     signs = list(signs)
     if job.ledger and registration.entry and before:
         write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)
         if job.checks:
             signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
-    if job.checks:
-        refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
-        if not signs:
-            compared = f", and its structure is that of {job.checks.like}" if job.checks.like else ""
-            job.observer.note(
-                f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
-                "(docs/threat_model.md says what such checks miss)"
-            )
+    if not job.checks:
+        return None
+    refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+    compared = f", and its structure is that of {job.checks.like}" if job.checks.like else ""
+    return (
+        None
+        if signs
+        else (
+            f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
+            "(docs/threat_model.md says what such checks miss)"
+        )
+    )
 
 
 def _train_privately(
