@@ -154,10 +154,10 @@ def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -
     mpu("aggregate", "deltas", "--keys", "b.bin", "--out", "of_b", cwd=tmp_path)
     mpu("aggregate", of_a, "deltas", "--keys", "a.bin", "--keys", "b.bin", "--out", "of_both", cwd=tmp_path)
     models = (copy, *(tmp_path / name for name in ("of_a", "of_b", "of_both")))
-    base, alone_a, alone_b, both = (tensors(path) for path in models)
+    base, alone_a, alone_b, together = (tensors(path) for path in models)
     assert any(not torch.equal(alone_a[name], base[name]) for name in base)
     for name, weights in base.items():
-        torch.testing.assert_close(both[name], alone_a[name] + alone_b[name] - weights, rtol=0, atol=1e-6)
+        torch.testing.assert_close(together[name], alone_a[name] + alone_b[name] - weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
