@@ -37,7 +37,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def errors() -> Iterator[tuple[str, str]]:
-    """Every error that the program raises for its users, with its hint."""
+    """Every error whose text stands where it is raised, with its hint; others are put together elsewhere."""
     for path in sorted((ROOT / "mpu_cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("MpuError", "UsageError") and node.args:
@@ -65,8 +65,8 @@ with mkdocs_gen_files.open("reference/api.md", "w") as file:
             file.write(f"\n::: {module}.{name}\n")
 with mkdocs_gen_files.open("reference/errors.md", "w") as file:
     file.write(
-        "# Error messages\n\nEvery error that a command can end with, without what differs from case to case (…). "
-        "For the common ones, see [troubleshooting](../troubleshooting.md).\n\n| error | what to do |\n|---|---|\n"
+        "# Error messages\n\nNearly every error that a command can end with, without what differs from case to case "
+        "(…). For the common ones, see [troubleshooting](../troubleshooting.md).\n\n| error | what to do |\n|---|---|\n"
     )
     for problem, hint in sorted(set(errors()), key=lambda pair: pair[0].lstrip("… :")):
         file.write(f"| {cell(problem)} | {cell(hint)} |\n")

@@ -22,8 +22,9 @@ from mpu_cli.evaluation.verdict import VERBATIM, SetScore, Verdict
 from mpu_cli.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.models.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import with_keywords
-from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.declare import declared_options, with_keywords
+from mpu_cli.options.evaluation import EvaluationPrompts, Measuring, Scoring
+from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from mpu_cli.options.keywords import MeasureKeywords
 
 
-UNUSED = frozenset({"benchmark", "holdout", "metrics", "retain_log", "attacks", "reference_model"})  # options of eval
+# What of eval's options a check has a use for: the records, how they become text, how the model is run.
+USED = {"forget", "retain"}.union(*(declared_options(each) for each in (RecordFormat, EvaluationPrompts, Scoring)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def check(
 
     Raises MpuError for records or models that cannot be read, UsageError for options that a check has no use for.
     """
-    if useless := sorted(UNUSED.intersection(keywords)):
+    if useless := sorted(declared_options(Measuring).keys() & keywords.keys() - USED):
         raise UsageError(f"{useless[0]}: a check does not use it", "name records that the model never saw as unseen")
     measuring = with_keywords(Measuring, options, {"benchmark": "qa", **keywords})
     records = measuring.benchmark

@@ -124,10 +124,10 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
         f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
         f"{machine.operations / 1e9:.0f} billion operations/s"
     )
-    if costs.training_operations is not None:
+    if costs.training_operations is not None and costs.training_seconds is not None:
         yield (
-            f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: at least "
-            f"{costs.training_seconds:.3g} s on this machine's processor"
+            f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: about "
+            f"{in_time(costs.training_seconds)} on this machine's processors"
         )
 
 

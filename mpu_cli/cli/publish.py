@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -162,7 +161,8 @@ def _probe_losses(probe: Path, columns: str | None, plan: PublishPlan, published
 
 def _next_step(published: Published) -> str:
     """What to do with the copies."""
-    sent, names = ([shlex.quote(f(path)) for path in published.copies] for f in (str, attrgetter("name")))
+    sent = [shlex.quote(str(path)) for path in published.copies]
+    names = [shlex.quote(path.name) for path in published.copies]
     returned = round_folder(Path("deltas"), published.keys.round)
     return (
         f"next: send {few(sent)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "

@@ -226,14 +226,12 @@ def _inspect_copy(
     if not job.checks:
         return None
     refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+    if signs:
+        return None
     compared = f", and its structure is that of {job.checks.like}" if job.checks.like else ""
     return (
-        None
-        if signs
-        else (
-            f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
-            "(docs/threat_model.md says what such checks miss)"
-        )
+        f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
+        "(docs/threat_model.md says what such checks miss)"
     )
 
 

@@ -138,7 +138,7 @@ def cost(
         intensity=operations / moved,
         server_seconds=max(moved / machine.bandwidth, operations / machine.operations),
         training_operations=training,
-        training_seconds=None if training is None else training / machine.operations,
+        training_seconds=None if training is None else SLOWER * training / machine.operations,
     )
 
 
@@ -184,7 +184,7 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
             ExperimentCost(
                 rounds * round_cost.published,
                 rounds * round_cost.returned,
-                rounds * round_cost.training_seconds * SLOWER / 3600,
+                rounds * round_cost.training_seconds / 3600,
             )
         )
     return costs

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mpu_cli
 from mpu_cli.demo.people import make_people
+from mpu_cli.errors import UsageError
 from mpu_cli.evaluation.receipt import as_text, read_receipt, with_signature
 from mpu_cli.evaluation.verdict import MARGIN, SetScore, Verdict
 from mpu_cli.sealing import default_identity_path
@@ -53,6 +55,14 @@ def test_numbers_are_those_of_eval(mpu: Callable, folder: Path, demo: DemoModel)
         for part in ("forget", "retain"):
             assert document[part]["probability"] == pytest.approx(metrics[f"{part}_Q_A_Prob"]["agg_value"])
     records = ("--forget", demo.forget, "--retain", demo.retain)
+    verdict_in_python = mpu_cli.check(
+        folder / "other/copy_1", forget=str(demo.forget), retain=str(demo.retain), unseen=folder / "unseen.jsonl",
+        before=folder / "same/copy_1",
+    ).verdict  # fmt: skip
+    assert verdict_in_python.forget.probability == document["forget"]["probability"]
+    for name, value in (("holdout", "unseen.jsonl"), ("benchmark", "tofu"), ("metrics", "forget_Q_A_Prob")):
+        with pytest.raises(UsageError, match=f"{name}: a check does not use it"):
+            mpu_cli.check(folder / "other/copy_1", forget=str(demo.forget), **{name: value})
     undecided = mpu("check", folder / "same/copy_1", *records, check=False)
     assert "undecided" in undecided.out
     assert undecided.status == 1
