@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 # colour-blind-safe palette (Okabe and Ito)
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
+STYLE = """:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222;background:#fff}
 table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;border-bottom:1px solid #ddd}
 td{vertical-align:top}.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.wide{overflow-x:auto;margin:1.5em 0}.wide svg{max-width:100%;min-width:36em;height:auto}"""
+.wide{overflow-x:auto;margin:1.5em 0}.wide svg{max-width:100%;min-width:36em;height:auto}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}td,th{border-color:#444}
+.wide svg{background:#fff}}"""
 _NUMBER = re.compile(r"[-−]?\d[\d.,]*(e[-+]\d+)?%?( ± [\d.e+-]+)?( ★)?")
 _BOLD = re.compile("</?b>")
 

@@ -55,7 +55,7 @@ def audit_delta(
         warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
         note(
             "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp-epsilon give a bound "
-            "(docs/threat_model.md)"
+            "(docs/attacks.md)"
         )
     else:
         note(f"none of the {len(readings)} readings tells anything about these records")

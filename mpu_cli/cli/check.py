@@ -76,7 +76,7 @@ def check(
         with Transaction(force=force) as transaction:
             transaction.add(receipt).write_text(as_text(result.receipt), encoding="utf-8")
         note(f"{receipt}: holds numbers only, no records; your public key is {result.receipt.client.public_key}")
-        note("the server signs it, too, with `mpu receipt FILE --keys KEYS`, of the publication that COPY is from")
+        note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
     if verdict.is_conspicuous:
         note(
             "the records to forget are much less probable than unseen ones: whoever has the model sees that they were "

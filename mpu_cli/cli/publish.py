@@ -166,8 +166,7 @@ def _next_step(published: Published) -> str:
     returned = round_folder(Path("deltas"), published.keys.round)
     return (
         f"next: send {few(sent)} to the client, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it "
-        f"writes; then `mpu aggregate {returned} --keys {shlex.quote(str(published.keys_path))}`. Without these keys, "
-        "and what opens them, deltas cannot be mapped back"
+        f"writes; then `mpu aggregate {returned} --keys {shlex.quote(str(published.keys_path))}`"
     )
 
 
@@ -270,10 +269,10 @@ def report(published: Published, max_noise: float | None = None) -> None:
             scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
         table(f"Noise at {scale}, as requested and as stored", columns, rows)
         note(
-            "RMS(v): of what fine-tuning changed, or of the weights without --pretrained; σ: noise as asked for; "
-            "survived: what storage left of it (RMS); unchanged: share of weights that it left alone"
+            "RMS(v): size of what fine-tuning changed (without --pretrained, of the weights); σ: the requested noise; "
+            "survived: what storage left of it; unchanged: share of weights whose noise was rounded away"
         )
     note(
         f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
-        "keep this file, and keep it secret"
+        "keep it, and keep it secret: without it deltas cannot be mapped back"
     )

@@ -95,7 +95,7 @@ def unlearn(
     ]  # fmt: skip
     targets = [each.task.target for each in outcomes]
     note(
-        "next: send what is printed (`mpu audit-delta` shows what it tells). The server's model may forget less than "
+        "next: send the deltas (`mpu audit-delta` shows what they tell). The server's model may forget less than "
         "the copy: ask for a copy of the new one, and `mpu check` it"
     )
     emit(targets, documents[0] if len(documents) == 1 else {"deltas": documents}, as_json)

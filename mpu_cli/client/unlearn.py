@@ -231,7 +231,7 @@ def _inspect_copy(
     compared = f", and its structure is that of {job.checks.like}" if job.checks.like else ""
     return (
         f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
-        "(docs/threat_model.md says what such checks miss)"
+        "(docs/attacks.md says what such checks miss)"
     )
 
 

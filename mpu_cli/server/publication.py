@@ -248,8 +248,8 @@ def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
     path = default_secret_path()
     if not path.exists():
         note(
-            f"made {path}, with which your keys are authenticated and from which permanent noise is drawn; keep it "
-            "safe: whoever gets publications made with several averages their noise away"
+            f"made {path}, which authenticates your keys and seeds permanent noise; back it up: the noise of "
+            "publications with different secrets averages out"
         )
     try:
         return own_secret(

@@ -1,6 +1,6 @@
 """What one party sends, made to hurt the other: each attack on real files, through the command line.
 
-The table in docs/threat_model.md names these tests.
+The table in docs/attacks.md names these tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a second round of attacks found, each on real files and through the command line where a party would.
 
-The table in docs/threat_model.md names these tests.
+The table in docs/attacks.md names these tests.
 """
 
 from __future__ import annotations

@@ -448,7 +448,7 @@ class TestWhatThePublisherIsTold:
             assert " ".join(warning.split()) in " ".join(outcome.err.split())
         bounded = api.publish(base, out=tmp_path / "d", keys=tmp_path / "d.bin", kappa=1.0, max_noise=0.1)
         [warning] = [each for each in bounded.warnings if "give the weights away" in each]
-        assert float(re.search(r"is off by ([\d.]+) of their size", warning)[1]) < 0.101
+        assert float(re.search(r"to within ([\d.]+) of their size", warning)[1]) < 0.101
         public = save(random_model("llama", seed=1), tmp_path / "public")
         published = api.publish(base, public, out=tmp_path / "c", keys=tmp_path / "c.bin")
         assert published.leakage is not None
