@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib
 import json
 import os
 import subprocess
@@ -17,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores; two thread
 
 import pytest
 import torch
+import typer.main
 
 from mpu_cli.cli.main import main
 from tests.helpers.models import DemoModel, make_demo_model, random_model, save, write_records
@@ -111,6 +115,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoModel:
 @pytest.fixture(scope="session", autouse=True)
 def _deterministic() -> None:
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_commands() -> None:
+    """Thousands of commands run in one process: typer reads the signatures of all of them each time, and accelerate
+    looks for garbage after each training among half a million objects of modules, which are none."""
+    typer.main.get_params_from_function = functools.cache(typer.main.get_params_from_function)
+    for module in ("mpu_cli.client.unlearn", "mpu_cli.evaluation.evaluate", "peft", "datasets"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ _MISSING = object()
 
 # Entries that do not change what a model computes: labels, where it came from, what trained it.
 HARMLESS = {
-    "_name_or_path", "auto_map", "id2label", "label2id", "unsloth_fixed", "unsloth_version", "torchscript",
-    "task_specific_params", "problem_type", "finetuning_task", "_attn_implementation", "output_attentions",
+    "_name_or_path", "_model_name_or_path", "auto_map", "id2label", "label2id", "unsloth_fixed", "unsloth_version",
+    "torchscript", "task_specific_params", "problem_type", "finetuning_task", "_attn_implementation",
+    "output_attentions",
 }  # fmt: skip
 # Entries of other files that change neither tokens nor what is generated: where files lay, and what is no limit.
 _HARMLESS_BESIDE = {

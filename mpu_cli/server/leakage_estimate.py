@@ -10,7 +10,7 @@ with c the product of the cosines between its true and its observed singular vec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,9 @@ from mpu_cli.symmetry.transform import as_matrix
 
 SAMPLED = 3  # layers that are looked at; blocks outside layers all are
 MAX_SINGULAR_VALUES = 256  # singular values of a matrix that are looked at
+FEW_SINGULAR_VALUES = 32  # that are looked at first: if the last of them are in the noise, so are those after them
+LAST = 8  # of them, which are taken for TOO_SMALL times what they are: a random projection finds these too small
+TOO_SMALL = 1.25
 MAX_WEIGHTS = 1 << 22  # weights of a matrix that are looked at
 # RMS of the rounding error in units of eps times that of the numbers: ulp/√12, for numbers spread evenly over octaves.
 ROUNDING = math.sqrt(math.log(4) / 3 / 12)
@@ -59,7 +62,7 @@ def estimate_attack_error(plan: PublishPlan, published: Published) -> Hidden | N
         copy_noise = min(copy.survived for copy in blocks[name].copies)
         combined_noise = left_of(shared.get(name, 0.0), blocks[name].weights_rms, stored, publication.scheme)
         return _shares(
-            [_change(base.checkpoint, theirs, tensor.name) for tensor in tensors], (copy_noise, combined_noise)
+            (_change(base.checkpoint, theirs, tensor.name) for tensor in tensors), (copy_noise, combined_noise)
         )
 
     with torch.random.fork_rng(devices=[]):
@@ -123,22 +126,34 @@ def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> 
     return change, len(ours) / max(1, len(rows))
 
 
-def _shares(changes: Sequence[tuple[torch.Tensor, float]], noises: tuple[float, float]) -> torch.Tensor:
+def _shares(changes: Iterable[tuple[torch.Tensor, float]], noises: tuple[float, float]) -> torch.Tensor:
     """The shares of Σ v² that scaling and singular values leave, for each scale of the noise: (2, 2)."""
     residual, total = torch.zeros(2, 2, dtype=torch.float64), 0.0
     for change, times in changes:
         energy = times * float(change.double().square().sum())
         total += energy
         rows, columns = times * change.shape[0], change.shape[1]
-        values = None
-        if min(change.shape) > 1:
-            values = torch.svd_lowrank(change, min(MAX_SINGULAR_VALUES, *change.shape))[1].double() * math.sqrt(times)
+        values = _values_above(noises, change, times) if min(change.shape) > 1 else None
         for i, noise in enumerate(noises):
             apart = noise**2 * rows * columns
             scaled = energy * apart / (energy + apart) if energy else 0.0
             residual[i, 0] += scaled
             residual[i, 1] += scaled if values is None else energy - seen_of(values, noise, rows, columns)
     return (residual / total).clamp(0, 1) if total else residual
+
+
+def _values_above(noises: Sequence[float], change: torch.Tensor, times: float) -> torch.Tensor:
+    """The largest singular values of a change of which ``change`` is every ``times``-th row, all that stand out of any
+    of the ``noises`` among them, unless these are more than MAX_SINGULAR_VALUES."""
+    values = torch.zeros(0)
+    for count in (FEW_SINGULAR_VALUES, MAX_SINGULAR_VALUES):
+        count = min(count, *change.shape)
+        values = torch.svd_lowrank(change, count)[1].double() * math.sqrt(times)
+        rest = TOO_SMALL * values[-min(LAST, count) :]
+        rows, columns = times * change.shape[0], change.shape[1]
+        if count == min(change.shape) or all(noise and not seen_of(rest, noise, rows, columns) for noise in noises):
+            break
+    return values
 
 
 def seen_of(values: torch.Tensor, noise: float, rows: float, columns: float) -> float:

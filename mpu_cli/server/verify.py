@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mpu_cli.architectures.layout import Layout, TensorLayout, layout_of
 from mpu_cli.checkpoint.dtypes import NAME, compute_dtype
+from mpu_cli.checkpoint.pool import worker_pool
 from mpu_cli.checkpoint.reader import Checkpoint
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.manifest import read_copy_manifest
 from mpu_cli.models.shallow import names_in_base, shallow
 from mpu_cli.models.source import Model
-from mpu_cli.models.tensor_names import in_memory
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.server.keys import Keys
 from mpu_cli.server.noise import Noise
-from mpu_cli.symmetry.transform import Transform, as_matrix, row_slices
+from mpu_cli.symmetry.transform import TensorMap, Transform, as_matrix, row_slices
 
 TOKENS = (2, 64)  # batch and length of the random tokens on which logits are compared
 SAME_FUNCTION = 1e-4  # of the largest logit, in float32
@@ -98,29 +100,33 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         names,
         keys.publication.permanent_names(layout_of(full_base.checkpoint.tensors, full_base.config, full_base.source)),
     )
+    network = _Network(base, layout) if logits else None
     observer.stage("verify", base.checkpoint.nbytes)
     blocks = []
-    for block, tensors in layout.blocks.items():
-        if not tensors[0].constant:
-            blocks.append(again.block(block, tensors))
-        observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
-    function, stored = _logits_differences(base, copy, layout, again) if logits else (None, None)
+    with worker_pool() as pool:
+        for block, tensors in layout.blocks.items():
+            if tensors[0].constant:
+                list(pool.map(partial(again.regenerate, network), tensors))
+            else:
+                blocks.append(again.summary(block, list(pool.map(partial(again.check, network), tensors))))
+            observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
+        function, stored = _logits_differences(copy, layout, again, network, pool) if network else (None, None)
     return Verification(manifest.copy, blocks, function, stored)
-
-
-Named = tuple[str, torch.Tensor]  # a tensor with its name in the model that it is for
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Some rows of one tensor: base, noise, and the copy as stored, regenerated and undone."""
+    """Some rows of one tensor: base, noise, and the copy as stored, regenerated and (on request) undone."""
 
     start: int
     base: torch.Tensor
     noise: torch.Tensor
     stored: torch.Tensor
     again: torch.Tensor
-    undone: torch.Tensor
+    mapping: TensorMap
+
+    def undone(self) -> torch.Tensor:
+        return self.mapping.backward(self.stored.double(), self.start)
 
 
 @dataclass
@@ -161,71 +167,114 @@ class _Again:
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
             again = mapping.forward(noisy, start)
-            yield _Slice(start, weights, noise, stored, again, mapping.backward(stored.double(), start))
+            yield _Slice(start, weights, noise, stored, again, mapping)
 
-    def block(self, block: str, tensors: list[TensorLayout]) -> BlockCheck:
-        survived = count = difference = changed = 0.0
-        rounding = True
-        for tensor in tensors:
-            for part in self.slices(tensor):
-                clean = part.base.double()
-                off = (part.undone - (clean + part.noise)).abs().max()
-                difference = max(difference, float(off.nan_to_num(torch.inf)))
-                survived += float((part.undone - clean).square().sum())
-                count += clean.numel()
-                expected = part.again.to(part.stored.dtype)
-                changed += int((part.stored != expected).sum())
-                apart = (part.stored.double() - expected.double()).abs()
-                eps = torch.finfo(part.stored.dtype).eps
-                allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
-                rounding &= bool((apart <= allowed).all())  # false for NaN too
-        requested_sigma = self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1])
-        return BlockCheck(block, requested_sigma, math.sqrt(survived / count), difference, changed / count, rounding)
+    def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
+        """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
+        result = _TensorCheck()
+        for part in self._regenerated(network, tensor):
+            result.add(part)
+        return result
 
+    def regenerate(self, network: _Network | None, tensor: TensorLayout) -> None:
+        """Give ``network`` a constant that the coordinates of the copy reorder."""
+        if network and any(tensor.axes):
+            for _ in self._regenerated(network, tensor):
+                pass
 
-def _logits_differences(base: Model, copy: Model, layout: Layout, again: _Again) -> tuple[float, float]:
-    """Largest logit differences from base plus noise on random tokens: of T(base + noise), and of the copy."""
-    length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
-
-    def noisy(tensor: TensorLayout) -> Named:
-        return tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)])
-
-    def transformed_weights(tensor: TensorLayout) -> Named:
-        target = torch.empty(as_matrix(base.checkpoint.tensor(tensor.name)).shape)
-        mapping = again.transform.of(tensor)
-        for part in again.slices(tensor):
+    def _regenerated(self, network: _Network | None, tensor: TensorLayout) -> Iterator[_Slice]:
+        """The slices of a tensor. Once they are through, ``network`` has the tensor."""
+        if network is None:
+            yield from self.slices(tensor)
+            return
+        target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape)
+        mapping = self.transform.of(tensor)
+        for part in self.slices(tensor):
             mapping.put(target, part.again.float(), part.start)
-        return again.transform.name(tensor), target
+            yield part
+        network.fill(self.transform.name(tensor), target)
 
-    def stored_weights(tensor: TensorLayout) -> Named:
-        return tensor.name, copy.checkpoint.tensor(tensor.name).float()
+    def summary(self, block: str, parts: Sequence[_TensorCheck]) -> BlockCheck:
+        count = sum(part.count for part in parts)
+        return BlockCheck(
+            block,
+            self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1]),
+            math.sqrt(math.fsum(part.survived for part in parts) / count),
+            max(part.difference for part in parts),
+            sum(part.changed for part in parts) / count,
+            all(part.rounding for part in parts),
+        )
 
-    expected = _logits(base, layout, noisy, tokens)
+
+@dataclass
+class _TensorCheck:
+    """What BlockCheck says, of one tensor: sums over its ``count`` weights."""
+
+    survived: float = 0.0
+    difference: float = 0.0
+    changed: int = 0
+    count: int = 0
+    rounding: bool = True
+
+    def add(self, part: _Slice) -> None:
+        clean, undone = part.base.double(), part.undone()
+        off = (undone - (clean + part.noise)).abs().max()
+        self.difference = max(self.difference, float(off.nan_to_num(torch.inf)))
+        self.survived += float((undone - clean).square().sum())
+        self.count += clean.numel()
+        expected = part.again.to(part.stored.dtype)
+        self.changed += int((part.stored != expected).sum())
+        apart = (part.stored.double() - expected.double()).abs()
+        eps = torch.finfo(part.stored.dtype).eps
+        allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
+        self.rounding &= bool((apart <= allowed).all())  # false for NaN too
+
+
+class _Network:
+    """The base's network, built once, whose weights are replaced for each comparison."""
+
+    def __init__(self, model: Model, layout: Layout):
+        from transformers import AutoConfig
+
+        from mpu_cli.models.network import build
+        from mpu_cli.models.tensor_names import in_memory
+
+        described = {k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")}
+        self._network = build(AutoConfig.for_model(**described), dtype=torch.float32).eval()
+        self._places = in_memory(self._network, layout.tensors)
+        length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
+
+    @torch.no_grad()
+    def fill(self, name: str, values: torch.Tensor) -> None:
+        target = self._places[name]
+        target.copy_(values.view(target.shape))
+
+    @torch.no_grad()
+    def logits(self) -> torch.Tensor:
+        """(batch, length, vocabulary), of random tokens."""
+        return self._network(self._tokens).logits  # type: ignore[no-any-return]
+
+
+def _logits_differences(
+    copy: Model, layout: Layout, again: _Again, network: _Network, pool: Executor
+) -> tuple[float, float]:
+    """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the copy."""
+    filled = [tensor for tensor in layout.tensors.values() if any(tensor.axes) or not tensor.constant]
+
+    def fill_noisy(tensor: TensorLayout) -> None:
+        network.fill(tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)]))
+
+    def fill_stored(tensor: TensorLayout) -> None:
+        network.fill(tensor.name, copy.checkpoint.tensor(tensor.name).float())
+
+    transformed = network.logits()
+    list(pool.map(fill_noisy, filled))
+    expected = network.logits()
+    list(pool.map(fill_stored, filled))
     largest = float(expected.abs().max())
-
-    def apart(weights: Callable[[TensorLayout], Named]) -> float:
-        return float((_logits(base, layout, weights, tokens) - expected).abs().max()) / largest
-
-    return apart(transformed_weights), apart(stored_weights)
-
-
-def _logits(
-    model: Model, layout: Layout, weights: Callable[[TensorLayout], Named], tokens: torch.Tensor
-) -> torch.Tensor:
-    from transformers import AutoConfig
-
-    from mpu_cli.models.network import build
-
-    config = AutoConfig.for_model(**{k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")})
-    network = build(config, dtype=torch.float32).eval()
-    places = in_memory(network, layout.tensors)
-    with torch.no_grad():
-        for tensor in layout.tensors.values():
-            if tensor.constant and not any(tensor.axes):
-                continue
-            name, values = weights(tensor)
-            target = places[name]
-            target.copy_(values.view(target.shape))
-        return network(tokens).logits
+    transformed_difference, stored_difference = (
+        float((logits - expected).abs().max()) / largest for logits in (transformed, network.logits())
+    )
+    return transformed_difference, stored_difference

@@ -96,8 +96,13 @@ class TensorMap:
         """Write the result of ``forward`` to its rows in the copy's full tensor."""
         if self._places is None:
             target[start : start + len(x)] = x
+            return
+        places = self._places[start : start + len(x)]
+        if _is_of_words(target) and _is_of_words(x):
+            # numpy moves words of eight bytes in a sixth of the time that index_copy_ takes for bfloat16.
+            target.view(torch.int64).numpy()[places.numpy()] = x.view(torch.int64).numpy()
         else:
-            target.index_copy_(0, self._places[start : start + len(x)], x)
+            target.index_copy_(0, places, x)
 
     def take(self, source: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The rows of a copy's full tensor that come from the base's rows ``start … stop``."""
@@ -109,6 +114,13 @@ class TensorMap:
         if columns is not None:
             y = map_columns(y, columns, inverse=True)
         return y if self._rows is None else turn_rows(y, self._rows, start, inverse=True)
+
+
+def _is_of_words(matrix: torch.Tensor) -> bool:
+    """Whether each row of ``matrix`` is a number of aligned words of eight bytes, one row after the other."""
+    row_bytes = matrix.shape[1] * matrix.element_size()
+    offset = matrix.storage_offset() * matrix.element_size()
+    return matrix.is_contiguous() and row_bytes % 8 == offset % 8 == matrix.data_ptr() % 8 == 0
 
 
 class Transform:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from mpu_cli.sealing import default_identity_path, read_identities
 from mpu_cli.server.keys import unseal
 from mpu_cli.server.publication import Publication
 from mpu_cli.symmetry.axis import AxisMap
-from mpu_cli.symmetry.transform import as_matrix, row_slices, tensor_map
+from mpu_cli.symmetry.transform import TensorMap, as_matrix, row_slices, tensor_map
 from tests.helpers.models import CONFIGS, VOCABULARY, random_model, save
 
 SETS = ("paper", "signed", "all")
@@ -188,3 +189,20 @@ def test_grouping_of_heads_is_kept(tmp_path):
     key = maps["key"].order.view(-1, d)[:, 0] // d
     for root, head in enumerate(query.tolist()):
         assert head // group == key[root // group]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8], ids=str)
+def test_rows_arrive_whatever_their_bytes(dtype: torch.dtype) -> None:
+    """Rows of any width, in tensors that begin anywhere in a file, against indexing by torch; and back."""
+    generator = torch.Generator().manual_seed(0)
+    for columns, offset in itertools.product(range(1, 10), range(9)):
+        order = torch.randperm(7, generator=generator)
+        mapping = TensorMap(AxisMap(order), None)
+        rows = torch.randint(0, 100, (7, columns), generator=generator).to(dtype)
+        room = torch.zeros(7 * columns + offset, dtype=dtype)
+        target = room[offset:].view(7, columns)
+        for start, stop in ((0, 3), (3, 7)):
+            mapping.put(target, rows[start:stop], start)
+        assert torch.equal(target, rows[order])
+        assert not room[:offset].any()
+        assert torch.equal(mapping.take(target, 2, 6), rows[2:6])
