@@ -136,6 +136,7 @@ def test_the_citation_is_of_this_version() -> None:
     assert "2602.23798" in citation["references"][0]["url"]
 
 
+@pytest.mark.slow
 def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")

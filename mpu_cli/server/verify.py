@@ -172,17 +172,17 @@ class _Again:
     def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
         """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
         result = _TensorCheck()
-        for part in self._regenerated(network, tensor):
+        for part in self._slices_into(network, tensor):
             result.add(part)
         return result
 
     def regenerate(self, network: _Network | None, tensor: TensorLayout) -> None:
         """Give ``network`` a constant that the coordinates of the copy reorder."""
         if network and any(tensor.axes):
-            for _ in self._regenerated(network, tensor):
+            for _ in self._slices_into(network, tensor):
                 pass
 
-    def _regenerated(self, network: _Network | None, tensor: TensorLayout) -> Iterator[_Slice]:
+    def _slices_into(self, network: _Network | None, tensor: TensorLayout) -> Iterator[_Slice]:
         """The slices of a tensor. Once they are through, ``network`` has the tensor."""
         if network is None:
             yield from self.slices(tensor)

@@ -141,7 +141,8 @@ def main(options: argparse.Namespace) -> None:
                 make_one = make_sparse_delta if options.fast else make_delta
                 make_one(base, manifest, deltas / f"copy_{k}.safetensors", dtype)
             floor = floor_of_aggregate(deltas, base, folder / "cp")
-            joined = run_measured(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned")
+            # By force: these deltas have nothing in common, which aggregate refuses.
+            joined = run_measured(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned", "--force")
             tell(f"aggregate, {dtype} deltas", *joined, floor)
             shutil.rmtree(folder / "unlearned")
             if options.mergekit and dtype == "BF16":

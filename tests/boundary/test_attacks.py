@@ -122,6 +122,7 @@ class TestACopyThatReadsTheClientsDisk:
         edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
         assert "quantis" in unlearn_copy(mpu, root, copy, "d", check=False).err
 
+    @pytest.mark.slow
     def test_an_adapter_that_imports_a_module(self, mpu: Callable, root: Path, demo: DemoModel) -> None:
         """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
         records = ["--forget", demo.forget, "--retain", demo.retain]
@@ -272,6 +273,7 @@ class TestSmallThings:
             with pytest.raises(MpuError):
                 delta_manifest(as_metadata(good | bad), tmp_path)
 
+    @pytest.mark.slow
     def test_two_first_publications_at_once(self, mpu: Callable, root: Path, shell: Callable) -> None:
         """Both keys open with the one identity that was made."""
         done = shell("for i in 1 2 3; do (mpu publish base --copies 2 --out p$i --keys p$i.bin) & done; wait")

@@ -275,6 +275,7 @@ class TestAPlantedCheckpoint:
 
 
 class TestPrograms:
+    @pytest.mark.slow
     def test_a_module_in_the_current_folder_is_not_imported(self, tmp_path: Path) -> None:
         from mpu_cli.subprocesses import python_command, safe_environment
 
@@ -428,6 +429,7 @@ class TestKeysOfSomebodyElse:
         assert "unknown" in mpu("inspect", "forged.bin", cwd=root).out
         assert "this server" in mpu("inspect", "keys.bin", cwd=root).out
 
+    @pytest.mark.slow
     def test_a_passphrase_authenticates_itself(self, mpu: Callable, root: Path) -> None:
         (root / "word").write_text("correct horse\n")
         mpu("publish", "base", "--copies", 2, "--out", "p", "--keys", "p.bin", "--passphrase-file", "word", cwd=root)
@@ -489,6 +491,7 @@ class TestResources:
         assert time.monotonic() - started < 120
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # kilobytes
 
+    @pytest.mark.slow
     def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
         tokenizer = json.loads((honest / "tokenizer.json").read_text())
@@ -501,6 +504,7 @@ class TestResources:
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer", "BertTokenizer"])
+@pytest.mark.slow
 def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
     """Without a tokenizer.json, and when an older form lies beside one."""
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
@@ -527,7 +531,8 @@ def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_pat
 
 
 class TestTheSpoolOfSomebodyElse:
-    @pytest.mark.parametrize("obstacle", ["file", pytest.param("deep", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("obstacle", ["file", "deep"])
     def test_nothing_in_out_ends_the_worker(self, mpu: Callable, root: Path, obstacle: str) -> None:
         """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
         first_copy, second_copy = copies(mpu, root)

@@ -115,6 +115,7 @@ def test_loading_says_which_folder_was_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", by_kind(["falcon_h1", "jamba", "qwen3_5_text"]))
+@pytest.mark.slow
 def test_state_space_models_fetch_no_kernels(tmp_path: Path, family: str) -> None:
     """transformers would get and run them from the Hub if the package is there: a stand-in says if it is asked."""
     base = save(random_model(family), tmp_path / "base")

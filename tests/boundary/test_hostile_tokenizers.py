@@ -26,9 +26,13 @@ class TestAChatTemplateThatNeverEnds:
         [
             "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
             "{% endfor %}",
-            "{{ 'a' * 10**9 }}",
-            "{% set x = namespace(s='aaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
-            "{{ (10**9000000)|string|length }}{{ 10**(10**9) }}",
+            pytest.param("{{ 'a' * 10**9 }}", marks=pytest.mark.slow),
+            pytest.param(
+                "{% set x = namespace(s='aaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}"
+                "{{ x.s }}",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param("{{ (10**9000000)|string|length }}{{ 10**(10**9) }}", marks=pytest.mark.slow),
         ],
         ids=["loops", "text", "doubling", "number"],
     )
@@ -162,6 +166,7 @@ class TestAnAdapter:
             assert refused.is_one_error
         assert self.measure(mpu, root, "--base", "base").json["metrics"] == honest
 
+    @pytest.mark.slow
     def test_expressions_and_sizes_in_its_config(
         self, mpu: Callable, root: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

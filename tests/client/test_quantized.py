@@ -152,6 +152,7 @@ def test_attacks_that_change_weights(mpu: Callable, base: Path, tmp_path: Path) 
     assert (outcome.status, "changes weights" in outcome.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_no_library_fetches_kernels(tmp_path: Path) -> None:
     """bitsandbytes would, on a CPU with bfloat16 products, if the package is there: a stand-in says if it is asked."""
     (tmp_path / "kernels.py").write_text("raise SystemExit('a kernel was asked for')\n")

@@ -133,6 +133,7 @@ class TestRelease:
             assert "where private records are expected" in refused.err
 
 
+@pytest.mark.slow
 def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -> None:
     """One owner answers over a spool, one by hand, each with surrogate records: the model is the base plus both
     updates, and the ledger counts the two releases and no training."""

@@ -82,6 +82,7 @@ class TestTheMechanism:
         assert noise.sf(mechanism.threshold - 2) <= delta < noise.sf(mechanism.threshold - 3)
 
     @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 0.05), (4.0, 1e-3)])
+    @pytest.mark.slow
     def test_what_one_record_says_gets_out_as_rarely_as_stated(self, epsilon: float, delta: float) -> None:
         """Over 200,000 terms that one record has each: the rate is the bound's δ, which is below the requested one."""
         mechanism = term_mechanism(TermRelease(dp_epsilon=epsilon, dp_delta=delta))
@@ -112,6 +113,7 @@ class TestTheRelease:
         records = [*about("Ada Lovelace", 60), *about("Alan Turing", 2)]
         assert terms_in(records, dp_epsilon=1.0) == [["Ada Lovelace"]]
 
+    @pytest.mark.slow
     def test_one_record_changes_how_often_a_name_is_released_by_no_more_than_epsilon(self) -> None:
         """At the threshold, where it changes most: over many draws, the ratio with and without one record."""
         options = {"dp_epsilon": 1.0, "dp_delta": 1e-3}

@@ -43,6 +43,7 @@ def check(mpu: Callable, copy: Path, folder: Path, demo: DemoModel, *options: ob
     return json.loads(outcome.out)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_eval(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """On a copy that forgot nothing, and on one that forgot everything; of both it says what to ask for."""
     for name, verdict in (("same", (False, True)), ("other", (True, False))):
