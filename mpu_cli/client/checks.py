@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mpu_cli.client.compiling import check_compiler
 from mpu_cli.client.dataset import Dataset
 from mpu_cli.client.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.client.private import check_objective
@@ -44,6 +45,8 @@ def check_options(options: Unlearning) -> Objective:
     if options.lora.quantize is not None:
         if options.training.precision == "float64" or is_sharded():
             raise UsageError("--quantize does not work with --precision float64, or weights split over processes")
+        if options.training.compile:
+            raise UsageError("--quantize does not work with --compile")
         check_bitsandbytes()
     if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
@@ -54,10 +57,12 @@ def check_options(options: Unlearning) -> Objective:
     if options.privacy.dp_epsilon is not None:
         check_units(options.records.reading, options.privacy.dp_unit)
         check_objective(options.algo, objective)
-        mixed = options.training.precision == "mixed"
-        if options.training.warmup_steps or options.training.gradient_checkpointing or mixed:
+        training = options.training
+        mixed = training.precision == "mixed"
+        if training.warmup_steps or training.gradient_checkpointing or training.compile or mixed:
             raise UsageError(
-                "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing or --precision mixed"
+                "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing, --compile or --precision "
+                "mixed"
             )
     return objective
 
@@ -88,6 +93,10 @@ def check_training(training: Training, date: str) -> None:
     parse_date(date)
     device = device_of(training.device)
     tell_accelerate(device)
+    if training.compile:
+        if training.gradient_checkpointing:
+            raise UsageError("--compile does not work with --gradient-checkpointing")
+        check_compiler(device)
     if training.attention == "flash_attention_2":
         if training.precision not in ("bfloat16", "mixed") or device.type != "cuda":
             raise UsageError("--attention flash_attention_2 requires --precision bfloat16 or mixed and a CUDA device")

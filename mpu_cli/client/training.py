@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from mpu_cli.client.checkpoints import KEPT_CHECKPOINTS, Checkpoints, Saving, step_of
+from mpu_cli.client.compiling import compiled_layers
 from mpu_cli.client.losses import Objective
 from mpu_cli.client.precision import as_wide_as
 from mpu_cli.client.processes import from_first
@@ -141,6 +142,8 @@ def train(
             # Recomputation in the backward pass runs outside the modes of the forward pass.
             contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch requires a function)
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        if training.compile:
+            stack.enter_context(compiled_layers(model))
         per_process = -(-training.batch_size // arguments.world_size)
         accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)

@@ -140,6 +140,9 @@ class UnlearnKeywords(TypedDict, total=False):
     precision: Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
     # Use less memory and more time. Default: False.
     gradient_checkpointing: bool
+    # Compile the model's layers first, with torch.compile: pays in trainings of many minutes. Needs a C++ compiler,
+    # or Triton on a GPU. Use it for every copy or for none. Default: False.
+    compile: bool
     # On a GPU: bit-identical results for the same seed, at some cost in speed. Default: True.
     deterministic: bool
     # Attention implementation; eager for a model without sdpa. Default: sdpa.

@@ -152,6 +152,11 @@ class Training(Options):
         "layers computed in bfloat16; bfloat16: half the memory, and small steps round away.",
     )
     gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False)
+    compile: bool = option(
+        False,
+        "Compile the model's layers first, with torch.compile: pays in trainings of many minutes. Needs a C++ "
+        "compiler, or Triton on a GPU. Use it for every copy or for none.",
+    )
     deterministic: bool = option(
         True, "On a GPU: bit-identical results for the same seed, at some cost in speed.", affects_result=False
     )

@@ -3,14 +3,16 @@
     python -m tests.benchmarks.profile MODEL [--length 128] [--batch 4] [--threads 2]
 
 MODEL is a folder, or the name of a shape (0.1b, 0.5b), which is made of random weights. On the CPU in float32, as
-`mpu unlearn` (NPO, AdamW, three steps) and `mpu eval` (two batches) compute; torch's profiler attributes each
-operation's own time. The last row compares with matrix products alone, at this machine's rate for large ones.
+`mpu unlearn` (NPO, AdamW, three steps, embeddings and head not trained) and `mpu eval` (two batches) compute; torch's
+profiler attributes each operation's own time. The last row compares with matrix products alone, at this machine's rate
+for large ones. ``--compile`` compiles each layer first (torch.compile), outside of what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.client.trainer import outside_layers
 from mpu_cli.experiment.cost import measure_machine
 from tests.benchmarks.growth import score_batch, train_steps
 from tests.helpers.shapes import SHAPES, make
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rate = measure_machine().operations
@@ -66,6 +70,14 @@ def main() -> None:
         profiles = {}
         for name, work in kinds.items():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            for weight in outside_layers(model):
+                weight.requires_grad_(False)
+            if options.compile:
+                started = time.perf_counter()
+                for layer in model.model.layers:
+                    layer.compile(dynamic=False)
+                work(model, options.length, options.batch)
+                print(f"{name}: compiled in {time.perf_counter() - started:.0f} s")
             profiles[name] = shares(lambda work=work, model=model: work(model, options.length, options.batch))
     print(f"| | {' | '.join(f'{name}, share' for name in profiles)} |\n|---|---|---|")
     for kind in [*KINDS, "the rest"]:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from transformers.integrations import sdpa_attention
 
-from mpu_cli.client import checkpoints, schedule, trainer, training
+from mpu_cli.client import checkpoints, compiling, schedule, trainer, training
 from mpu_cli.client.checkpoints import last_checkpoint
 from mpu_cli.client.dataset import read_dataset
 from mpu_cli.client.reference_model import Reference, forward
@@ -171,6 +172,7 @@ def test_two_processes_give_the_delta_of_one(mpu, folder, more):
 SHARDED = """
 import os
 import shlex
+import shutil
 import sys
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -352,6 +354,38 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
     a, b = load_file(folder / "a.safetensors"), load_file(folder / "b.safetensors")
     for name, tensor in a.items():
         torch.testing.assert_close(b[name], tensor, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"], ["--precision", "mixed"]])
+def test_compiled_layers_give_the_same_delta(mpu, folder, more):
+    """To rounding, over batches of several lengths; with SGD, whose steps are as exact as the gradients."""
+    for name, compiled in (("a", []), ("b", ["--compile"])):
+        torch._dynamo.reset()
+        mpu("unlearn", "base", *TRAINING, "--optim", "sgd", "--lr", 1e-2, *more, *compiled, "--out",
+            f"{name}.safetensors", cwd=folder)  # fmt: skip
+    a, b = load_file(folder / "a.safetensors"), load_file(folder / "b.safetensors")
+    assert a.keys() == b.keys()
+    tolerance = 2e-2 if "mixed" in more else 1e-4
+    for name, tensor in a.items():
+        assert (b[name] - tensor).norm() <= tolerance * tensor.norm() + 1e-9, name
+    assert any(not torch.equal(b[name], tensor) for name, tensor in a.items())
+
+
+@pytest.mark.slow
+def test_layers_that_cannot_be_compiled_are_one_error(mpu, folder, shell, monkeypatch):
+    """A compiler that fails, and none."""
+    compiler = folder / "g++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    command = shlex.join(["mpu", "unlearn", "base", *TRAINING, "--compile", "--quiet"])
+    refused = shell(f"TORCHINDUCTOR_CACHE_DIR=cache CXX={compiler} {command}")
+    assert (refused.returncode, "mpu: error: --compile: " in refused.stderr) == (1, True), refused.stderr
+    assert not (folder / "deltas/base.safetensors").exists()
+    monkeypatch.setattr(compiling, "COMPILERS", ("no-such-compiler",))
+    refused = mpu("unlearn", "base", *TRAINING, "--compile", check=False, cwd=folder)
+    assert (refused.is_one_error, "needs a C++ compiler" in refused.err) == (True, True)
 
 
 def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):

@@ -243,6 +243,7 @@ def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
                 status = ended.code
         remaining_bytes = METER.allocated - before
         gc.collect()  # or what one command leaves would be freed during another, whose figures it would spoil
+        gc.freeze()  # what is left is modules, among which each training would look for garbage
         ran.append({
             "command": " ".join(arguments), "failed": said.getvalue() if status else "", "left": remaining_bytes,
             "peak": METER.peak - before, "waits": METER.waits,
