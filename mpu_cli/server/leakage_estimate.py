@@ -121,7 +121,7 @@ def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> 
     ours, theirs = as_matrix(base.tensor(name)), as_matrix(public[name])
     step = -(-ours.numel() // MAX_WEIGHTS)
     rows = ours[::step]
-    change = rows.float() - theirs[::step].float()
+    change = rows.to(torch.float32, copy=True).sub_(theirs[::step])
     base.forget_pages(name)
     return change, len(ours) / max(1, len(rows))
 
@@ -130,7 +130,7 @@ def _shares(changes: Iterable[tuple[torch.Tensor, float]], noises: tuple[float, 
     """The shares of Σ v² that scaling and singular values leave, for each scale of the noise: (2, 2)."""
     residual, total = torch.zeros(2, 2, dtype=torch.float64), 0.0
     for change, times in changes:
-        energy = times * float(change.double().square().sum())
+        energy = times * float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
         total += energy
         rows, columns = times * change.shape[0], change.shape[1]
         values = _values_above(noises, change, times) if min(change.shape) > 1 else None

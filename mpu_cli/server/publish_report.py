@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mpu_cli.architectures.layout import layout_of
 from mpu_cli.boundary.cleaning import left_out
+from mpu_cli.heap import return_freed_memory
 from mpu_cli.models.files import not_in_copies
 from mpu_cli.models.source import TOKENIZER_FILES
 from mpu_cli.server.calibration import statement
@@ -35,6 +36,7 @@ class Remark:
 def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     """How far off the best known attack is; None without a pretrained model, or if only some copies were written."""
     complete = len(plan.copies) == plan.publication.copies
+    return_freed_memory()  # of slices
     return estimate_attack_error(plan, published) if plan.pretrained and complete else None
 
 
