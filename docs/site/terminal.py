@@ -109,4 +109,6 @@ def main(demo: Path, check: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) / "mpu-demo", "--check" in sys.argv[2:])
+    if sys.argv[2:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]) / "mpu-demo", check=bool(sys.argv[2:]))

@@ -44,7 +44,7 @@ OLMo 2 were tested on trained models, too.
 
 `mpu check-family MODEL` applies each symmetry to a checkpoint, alone and with the others, and compares logits.
 `mpu plan MODEL` says what a given model allows. An architecture that is not listed is refused: a transform that does
-not fit would change what the model computes. How to add one: [CONTRIBUTING.md](../CONTRIBUTING.md#add-a-family).
+not fit would change what the model computes. How to add one: [contributing](../CONTRIBUTING.md#add-a-family).
 
 - **RoPE** allows one angle in each plane of two coordinates, for a key head and all its query heads, and any
   rotation of the coordinates that it leaves alone. Which two coordinates share a plane differs: i and i + r/2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,13 +13,17 @@ import torch
 from mpu_cli.errors import MpuError
 from mpu_cli.models.layers import decoder_layers
 
-COMPILERS = (os.environ.get("CXX") or "g++", "clang++", "c++")
+# What torch uses.
+COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def check_compiler(device: torch.device) -> None:
     """Raise MpuError if layers cannot be compiled for ``device`` here."""
-    if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
-        raise MpuError("--compile needs a C++ compiler, and none was found", "install g++ or clang, or leave it out")
+    if device.type == "cpu" and shutil.which(COMPILER) is None:
+        raise MpuError(
+            f"--compile needs a C++ compiler, and there is no {COMPILER}",
+            "install one, name another by CXX, or leave it out",
+        )
 
 
 @contextmanager
@@ -27,7 +32,8 @@ def compiled_layers(model: torch.nn.Module) -> Iterator[None]:
     layers that cannot be compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    for layer in decoder_layers(model):
+    layers = list(decoder_layers(model))
+    for layer in layers:
         layer.compile(dynamic=True)  # batches differ in length
     try:
         yield
@@ -35,3 +41,6 @@ def compiled_layers(model: torch.nn.Module) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if not line.startswith("backend=")), type(error).__name__)
         raise MpuError(f"--compile: {reason}", "leave it out") from error
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None  # what Module.compile sets; measuring compiles nothing

@@ -142,8 +142,7 @@ def train(
             # Recomputation in the backward pass runs outside the modes of the forward pass.
             contexts = lambda: (nullcontext(), as_wide_as(model.dtype))  # noqa: E731 (torch requires a function)
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-        if training.compile:
-            stack.enter_context(compiled_layers(model))
+        stack.enter_context(compiled_layers(model) if training.compile else nullcontext())
         per_process = -(-training.batch_size // arguments.world_size)
         accumulation = -(-per_process // (training.micro_batch_size or per_process))
         arguments.gradient_accumulation_steps = accumulation * len(terms)

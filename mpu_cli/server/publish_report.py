@@ -113,10 +113,10 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
     per_copy, combined = math.sqrt(min(noise)) / size, math.sqrt(shared) / size
     if per_copy > HARDLY and (publication.copies == 1 or combined > HARDLY):
         return
-    by_copies = f", from all copies {combined:.2g}" if publication.copies > 1 else ""
+    by_copies = f" ({combined:.2g} with all copies)" if publication.copies > 1 else ""
     yield Remark(
         "these copies give the weights away: by aligning one with a public model of the family, a client recovers "
-        f"them to within {per_copy:.2g} of their size{by_copies} (`mpu audit` shows it); with --pretrained, the public "
+        f"them to within {per_copy:.2g} of their size{by_copies}; `mpu audit` shows it. With --pretrained, the public "
         "model that yours was fine-tuned from, publish chooses noise that hides what fine-tuning changed",
         is_warning=True,
     )

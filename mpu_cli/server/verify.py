@@ -245,6 +245,7 @@ class _Network:
         length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
         generator = torch.Generator().manual_seed(0)
         self._tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
+        self._threads = torch.get_num_threads()
 
     @torch.no_grad()
     def fill(self, name: str, values: torch.Tensor) -> None:
@@ -253,8 +254,13 @@ class _Network:
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        """(batch, length, vocabulary), of random tokens."""
-        return self._network(self._tokens).logits  # type: ignore[no-any-return]
+        """(batch, length, vocabulary), of random tokens; on all cores, also where a pool of workers has them."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._network(self._tokens).logits  # type: ignore[no-any-return]
+        finally:
+            torch.set_num_threads(before)
 
 
 def _logits_differences(
