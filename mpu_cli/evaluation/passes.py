@@ -124,6 +124,11 @@ def carry_out(
             sum(len(s.rows) for s in {id(s): s for e in todo for s in e.splits}.values())
         ):
             observer.note(remark)
+    elif is_masked_by_the_suite(run, todo):
+        observer.note(
+            f"OpenUnlearning's own numbers of this model differ: it hides {run.tokenizer.pad_token!r} from the model "
+            "wherever it stands, because it is also the padding (docs/evaluation.md)"
+        )
     scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
     items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)
     run.reader.prepare([*chain(*map(_flat, items))])
@@ -133,6 +138,15 @@ def carry_out(
         findings.keep(each.find(run, partial(_advance, observer, each.what)))
         if each.alters:
             run.release()
+
+
+def is_masked_by_the_suite(run: Run, todo: Sequence[Pass]) -> bool:
+    """Whether prompts hold the token that the tokenizer pads with: OpenUnlearning's collator masks it everywhere, for
+    instance the ends of turns of ChatML if these are the padding."""
+    pad = run.tokenizer.pad_token_id
+    parts = ((split, part) for each in todo for split in each.splits for part in each.parts)
+    items = (item for split, part in parts for item in _flat(run.encoded_items(split, part))[:1])
+    return pad is not None and any(pad in item.ids[: item.start] for item in items)
 
 
 def _advance(observer: Observer, what: str, count: float) -> None:

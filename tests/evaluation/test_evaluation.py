@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mpu_cli.evaluation.encoding import Item
 from mpu_cli.evaluation.readings import reading
 from mpu_cli.evaluation.scoring import TokenScores
+from tests.helpers.attacks import edit
 from tests.helpers.models import needs_shared, random_model, save
 from tests.helpers.paths import SHARED
 from tests.helpers.stopping import stop_when
@@ -152,6 +153,21 @@ class TestCommand:
             results.append({n: f["agg_value"] for n, f in json.loads(path.read_text())["metrics"].items()})
         assert results[1] == pytest.approx(results[0], abs=1e-5)
         assert results[2] == pytest.approx(results[0], abs=1e-5)
+
+    def test_the_padding_token_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
+        """OpenUnlearning masks it in prompts, too, which is said where they have it."""
+        results, notes = [], []
+        for pad in ("<pad>", "<s>"):
+            folder = shutil.copytree(model, tmp_path / f"model_{len(notes)}")
+            for name in ("tokenizer_config.json", "special_tokens_map.json"):
+                if (folder / name).exists():
+                    edit(folder / name, pad_token=pad)
+            out = folder / "eval.json"
+            command = ("eval", folder, "--data-dir", tofu, "--forget-split", "forget01", "--out", out)
+            notes.append(mpu(*command, "--metrics", "forget_Q_A_Prob").err)
+            results.append(json.loads(out.read_text())["metrics"]["forget_Q_A_Prob"])
+        assert results[0] == results[1]
+        assert ["OpenUnlearning's own numbers" in note for note in notes] == [False, True]
 
     def test_only_what_is_asked_for(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         for split in ("retain_perturbed", "holdout01", "real_authors_perturbed"):
