@@ -15,6 +15,7 @@ import csv
 import re
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,7 @@ def read_table(name: str) -> list[list[str]]:
         return list(csv.reader(file))
 
 
+@cache
 def read_commands() -> dict[str, str]:
     """Table → the command that measured it."""
     sys.path.insert(0, str(ROOT))

@@ -126,7 +126,7 @@ def carry_out(
             observer.note(remark)
     elif is_masked_by_the_suite(run, todo):
         observer.note(
-            f"OpenUnlearning's own numbers of this model differ: it hides {run.tokenizer.pad_token!r} from the model "
+            f"OpenUnlearning's own numbers of this model differ: it hides {padding_of(run)[0]!r} from the model "
             "wherever it stands, because it is also the padding (docs/evaluation.md)"
         )
     scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
@@ -140,10 +140,18 @@ def carry_out(
             run.release()
 
 
+def padding_of(run: Run) -> tuple[str | None, int | None]:
+    """The token that OpenUnlearning pads with, and its number: the end of the text, if the tokenizer names none."""
+    tokenizer = run.tokenizer
+    if tokenizer.pad_token_id is None:
+        return tokenizer.eos_token, tokenizer.eos_token_id
+    return tokenizer.pad_token, tokenizer.pad_token_id
+
+
 def is_masked_by_the_suite(run: Run, todo: Sequence[Pass]) -> bool:
-    """Whether prompts hold the token that the tokenizer pads with: OpenUnlearning's collator masks it everywhere, for
-    instance the ends of turns of ChatML if these are the padding."""
-    pad = run.tokenizer.pad_token_id
+    """Whether prompts hold the token that is padded with: OpenUnlearning's collator masks it everywhere, for instance
+    the ends of turns of ChatML if these are the padding."""
+    _, pad = padding_of(run)
     parts = ((split, part) for each in todo for split in each.splits for part in each.parts)
     items = (item for split, part in parts for item in _flat(run.encoded_items(split, part))[:1])
     return pad is not None and any(pad in item.ids[: item.start] for item in items)

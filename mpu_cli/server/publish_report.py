@@ -36,8 +36,10 @@ class Remark:
 def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     """How far off the best known attack is; None without a pretrained model, or if only some copies were written."""
     complete = len(plan.copies) == plan.publication.copies
-    return_freed_memory()  # of slices
-    return estimate_attack_error(plan, published) if plan.pretrained and complete else None
+    if not (plan.pretrained and complete):
+        return None
+    return_freed_memory()  # of slices, which the estimate has no use for
+    return estimate_attack_error(plan, published)
 
 
 def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:

@@ -157,7 +157,7 @@ class TestCommand:
     def test_the_padding_token_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         """OpenUnlearning masks it in prompts, too, which is said where they have it."""
         results, notes = [], []
-        for pad in ("<pad>", "<s>"):
+        for pad in ("<pad>", "<s>", None):  # without one, it pads with the end, which this template's prompts lack
             folder = shutil.copytree(model, tmp_path / f"model_{len(notes)}")
             for name in ("tokenizer_config.json", "special_tokens_map.json"):
                 if (folder / name).exists():
@@ -166,8 +166,10 @@ class TestCommand:
             command = ("eval", folder, "--data-dir", tofu, "--forget-split", "forget01", "--out", out)
             notes.append(mpu(*command, "--metrics", "forget_Q_A_Prob").err)
             results.append(json.loads(out.read_text())["metrics"]["forget_Q_A_Prob"])
-        assert results[0] == results[1]
-        assert ["OpenUnlearning's own numbers" in note for note in notes] == [False, True]
+        assert results[0] == results[1] == results[2]
+        assert ["OpenUnlearning's own numbers" in note for note in notes] == [False, True, False]
+        edit(folder / "tokenizer_config.json", eos_token="<s>")
+        assert "it hides '<s>' from the model" in mpu(*command, "--metrics", "forget_Q_A_Prob", "--force").err
 
     def test_only_what_is_asked_for(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         for split in ("retain_perturbed", "holdout01", "real_authors_perturbed"):
