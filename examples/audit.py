@@ -44,9 +44,8 @@ def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mpu_cli.demo.model import make_tokenizer
-    from mpu_cli.demo.people import make_people
-    from mpu_cli.records.reading import read_records
+    from mpu_cli.demo.model import make_people, make_tokenizer
+    from mpu_cli.records.read import read_records
 
     people = make_people(40, seed=0)
     for name, known in (("public", people[:20]), ("private", people[20:])):
@@ -70,7 +69,7 @@ def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
 
 def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
     """Plot error over κ for m = 2 and float32, one colour per attack: the total and (thin) each block."""
-    from mpu_cli.figures import PALETTE, make_figure, write_figure
+    from mpu_cli.measuring.plots import PALETTE, make_figure, write_figure
 
     there = [attack for attack in ATTACKS if attack in next(iter(found.values()))]
 

@@ -31,13 +31,13 @@ import torch
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 
-from mpu_cli.client.accounting import noise_multiplier_for
-from mpu_cli.evaluation.encoding import Item, encoder_of
-from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
+from mpu_cli.measuring.encoding import Item, encoder_of
+from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.model.load import load
+from mpu_cli.model.source import open_model
 from mpu_cli.options.unlearning import ChatTemplate, RecordFormat
-from mpu_cli.records.reading import read_named
+from mpu_cli.records.read import read_records
+from mpu_cli.training.private import noise_multiplier_for
 
 STEPS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # multiples of the delta
 DELTA = 1e-5
@@ -55,11 +55,11 @@ class Bench:
         encoder = encoder_of(tokenizer, ChatTemplate(), None, None, "as trained")
         paths = {name: getattr(arguments, name) for name in (*SETS, "beside")}
         self.items: dict[str, list[Item]] = {
-            name: _evenly_spaced(encoder.questions(read_named(path, RecordFormat())), arguments.scored)
+            name: _evenly_spaced(encoder.questions(read_records(path, RecordFormat())), arguments.scored)
             for name, path in paths.items()
             if path
         }
-        self.records = len(read_named(arguments.forget, RecordFormat()))
+        self.records = len(read_records(arguments.forget, RecordFormat()))
         self.before = self.losses({}, 0.0)
         self.before_means = _means(self.before)
 
@@ -84,7 +84,7 @@ class Bench:
             moved = {name: [b - a for a, b in zip(self.before[name], after[name], strict=True)] for name in after}
             yield {
                 "model": self.arguments.name, "records": self.records, "way": way, "epsilon": epsilon,
-                "step": step, "before": self.before_means, **_means(after),
+                "delta": DELTA if epsilon else epsilon, "step": step, "before": self.before_means, **_means(after),
                 "auc_kept": _auc(moved["forget"], moved["kept"]),
                 "auc_beside": _auc(moved["forget"], moved["beside"]) if "beside" in moved else None, **facts,
             }  # fmt: skip
@@ -189,14 +189,16 @@ def curves_of(rows: list[dict]) -> dict[tuple[str, int, str, float | None], list
 
 def table(rows: list[dict]) -> list[str]:
     """What is forgotten where kept records have lost COST, between the steps by linear interpolation; as Markdown."""
-    lines = ["| model | records | way | ε | forgotten, in nats |", "|---|---|---|---|---|"]
+    lines = ["| model | records | way | ε | δ | forgotten, in nats |", "|---|---|---|---|---|---|"]
+    deltas = {(row["model"], row["records"], row["way"], row["epsilon"]): row["delta"] for row in rows}
     for (model, records, way, epsilon), points in curves_of(rows).items():
         costs, gains = zip(*points, strict=True)
         reached = f"{np.interp(COST, np.maximum.accumulate(costs), gains):.2f}"
         if max(costs) < COST:
             reached = f"{max(gains):.2f}, where they lost {max(costs):.3f}"
-        shown = "–" if epsilon is None else f"{epsilon:g}"
-        lines.append(f"| {model} | {records} | {way} | {shown} | {reached} |")
+        delta = deltas[model, records, way, epsilon]
+        bound = "– | –" if epsilon is None else f"{epsilon:g} | {delta:g}"
+        lines.append(f"| {model} | {records} | {way} | {bound} | {reached} |")
     return lines
 
 

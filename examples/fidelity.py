@@ -28,14 +28,14 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.cli.main import main as mpu_main
-from mpu_cli.client.losses import ALGORITHMS
-from mpu_cli.evaluation.encoding import TrainedEncoder
-from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.experiment.tables import half_interval
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
+from mpu_cli.lab.report import half_interval
+from mpu_cli.measuring.encoding import TrainedEncoder
+from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.model.load import load
+from mpu_cli.model.source import open_model
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
+from mpu_cli.training.losses import ALGORITHMS
 
 
 def mpu(*arguments: object) -> str:

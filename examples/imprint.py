@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
-from mpu_cli.records.record import Record
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.model.load import load
+from mpu_cli.model.source import open_model
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.forms import Record
+from mpu_cli.records.read import read_records
 
 SAME = 0.999  # cosine from which a row of the delta is a hidden state
 TRAININGS = {

@@ -21,7 +21,7 @@ import numpy as np
 from fidelity import mpu
 from safetensors.numpy import load_file
 
-from mpu_cli.server.scheme import Extrapolated
+from mpu_cli.protocol.noise import Extrapolated
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -26,16 +26,14 @@ import transformers
 from protection import losses  # beside this file
 from safetensors.torch import load_file, save_file
 
-from mpu_cli import api
-from mpu_cli.client.finetune import finetune
-from mpu_cli.demo.model import make_model, make_tokenizer
-from mpu_cli.demo.people import make_people
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
+import mpu_cli
+from mpu_cli.demo.model import make_model, make_people, make_tokenizer
+from mpu_cli.model.load import load
+from mpu_cli.model.source import open_model
 from mpu_cli.options.unlearning import Prompts, Training
-from mpu_cli.records.batches import pad
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
+from mpu_cli.records.encode import Encoding, pad
+from mpu_cli.records.read import read_records
+from mpu_cli.training.finetune import finetune
 
 Weights = dict[str, torch.Tensor]
 EPOCHS, SCALES, DRAWS = 12, (0.1, 0.3, 1.0), 2
@@ -90,7 +88,7 @@ class Trial:
     def update(self, weights: Weights, of: str = "", seed: int = 0, epochs: int = EPOCHS) -> Weights:
         """What unlearning changes; ``of`` "own " for the server's own records."""
         delta = self.folder / "delta.safetensors"
-        api.unlearn(
+        mpu_cli.unlearn(
             self.store(weights), out=delta, force=True, forget=str(self.files[of + "forget"]),
             retain=str(self.files[of + "retain"]), seed=seed, epochs=epochs, **UNLEARNING,
         )  # fmt: skip

@@ -30,14 +30,13 @@ import torch
 from matplotlib.axes import Axes
 from scipy.optimize import brentq
 
-from mpu_cli import api
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.figures import PALETTE, make_figure, write_figure
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
-from mpu_cli.records.batches import pad
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
+import mpu_cli
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.measuring.plots import PALETTE, make_figure, write_figure
+from mpu_cli.model.load import load
+from mpu_cli.model.source import open_model
+from mpu_cli.records.encode import Encoding, pad
+from mpu_cli.records.read import read_records
 
 AT_ONCE = 8  # records
 SETS = ("forget", "retain", "unseen")
@@ -188,7 +187,7 @@ class Scored:
 def rouge(folder: Path, sets: dict[str, Path], scratch: Path) -> dict[str, float]:
     """ROUGE-L recall of a model's answers."""
     of = {"forget": str(sets["forget"]), "retain": str(sets["retain"])}
-    result = api.evaluate(folder, benchmark="qa", metrics=ROUGE, out=scratch / "eval.json", force=True, **of)
+    result = mpu_cli.evaluate(folder, benchmark="qa", metrics=ROUGE, out=scratch / "eval.json", force=True, **of)
     return {name.partition("_")[0] + "_rouge": form["agg_value"] for name, form in result.forms.items()}
 
 
@@ -213,7 +212,7 @@ def play(
     """One setting from publication to the server's model, which is left in ``scratch/after``."""
     target, began = Path(given.target), time.time()
     own = {name: value for name, value in setting.items() if name != "publish"}
-    published = api.publish(
+    published = mpu_cli.publish(
         target, given.pretrained, out=scratch, keys=scratch / "keys.bin", dtype="float32", force=True,
         **setting["publish"],
     )  # fmt: skip
@@ -222,14 +221,14 @@ def play(
         copy = Path(published.copies[0])
         found["copy"] = Scored(copy, sets).losses(*SETS) | rouge(copy, sets, scratch)
     for copy in published.copies:
-        api.unlearn(
+        mpu_cli.unlearn(
             copy, out=scratch / "deltas" / f"{Path(copy).name}.safetensors", force=True, forget=str(sets["forget"]),
             retain=str(sets["train"]), **(training | own),
         )  # fmt: skip
     trained = round(time.time() - began)
 
     def aggregate(step: float) -> float:
-        return api.aggregate(
+        return mpu_cli.aggregate(
             scratch / "deltas", keys=scratch / "keys.bin", base=target, out=scratch / "after", force=True,
             dtype="float32", server_lr=step,
         ).error.relative  # fmt: skip

@@ -24,16 +24,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.api.server import open_keys
-from mpu_cli.architectures.layout import layout_of
-from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import Scorer, TokenScores
-from mpu_cli.models.answers import read_answers
-from mpu_cli.models.loading import load
-from mpu_cli.models.source import open_model
-from mpu_cli.symmetry.transform import as_matrix
-from mpu_cli.tracing.noise import PublicationKeys
-from mpu_cli.tracing.served import trace_endpoint
+from mpu_cli.lab.trace import PublicationKeys, trace_endpoint
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.scoring import Scorer, TokenScores
+from mpu_cli.model.layout import layout_of
+from mpu_cli.model.load import load
+from mpu_cli.model.network import read_answers
+from mpu_cli.model.source import open_model
+from mpu_cli.model.transform import as_matrix
+from mpu_cli.protocol.keys import open_keys
 
 Weights = dict[str, torch.Tensor]
 BATCH = 4  # records of FORGET in a step of fine-tuning

@@ -1,6 +1,11 @@
 """MPU: privacy-preserving knowledge unlearning between a model owner and a data owner (arXiv 2602.23798).
 
-The functions of ``mpu_cli.api`` can be imported from here; they, and torch with them, are loaded on first use.
+The commands are functions, too, with the command line's names and defaults; torch is loaded when one is called:
+
+>>> from mpu_cli import aggregate, publish, unlearn
+>>> copies = publish("model", kappa=0.01).copies                                   # doctest: +SKIP
+>>> done = unlearn(copies, algo="npo", forget="forget.jsonl")                      # doctest: +SKIP
+>>> model = aggregate("deltas").path                                               # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -8,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from importlib import import_module
 
 from mpu_cli.version import __version__
 
@@ -19,17 +24,19 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to everyone whose CPU would have had one
 
-if TYPE_CHECKING:
-    from mpu_cli.api import aggregate, audit, check, evaluate, invert, publish, surrogate, unlearn
-
-__all__ = [
-    "__version__", "aggregate", "audit", "check", "evaluate", "invert", "publish", "surrogate", "unlearn",
-]  # fmt: skip
+# The commands as functions: those of ``Publish.call(base, kappa=1)``, by the names on the command line.
+_COMMANDS = {
+    "aggregate": "commands.aggregate", "check": "commands.check", "evaluate": "commands.evaluate",
+    "invert": "commands.invert", "publish": "commands.publish", "unlearn": "commands.unlearn",
+    "verify": "commands.verify", "audit": "lab.commands.audit", "surrogate": "lab.commands.surrogate",
+    "trace": "lab.commands.trace",
+}  # fmt: skip
+__all__ = ["__version__", *_COMMANDS]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        from mpu_cli import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """A command as a function, loaded on first use."""
+    if name not in _COMMANDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_COMMANDS[name]}")
+    return getattr(module, name.capitalize()).call

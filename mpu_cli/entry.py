@@ -11,8 +11,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from mpu_cli.checkpoint.transaction import STOPPING, Transaction
 from mpu_cli.errors import Stopped
+from mpu_cli.files.transaction import STOPPING, Transaction
 
 COLLECT = 10_000  # new objects; with Python's 700, a tenth of the time of importing transformers is collection
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 LONGEST = 2_000  # characters of a message
 
 
@@ -29,6 +31,15 @@ class MpuError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def no_space(error: BaseException) -> bool:
+    """Whether a disk is full, or a file larger than allowed. Libraries in Rust and C++ word what the system said."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    signs = ("os error 28", "os error 122", "os error 27", "storagefull", "filetoolarge", "quotaexceeded",
+             "no space left", "file write failed", "failed writing file", "unexpected pos")  # fmt: skip
+    return any(sign in str(error).lower() for sign in signs)
 
 
 class UsageError(MpuError):

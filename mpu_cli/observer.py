@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _ROUND = re.compile(r"^round \d+ of \d+: ")
 _QUANTITY = re.compile(r"\d+\.\d+(e[-+]?\d+)?|\d+(?=\s?%)")  # measured; numbers of copies, layers, … are not
@@ -22,6 +23,23 @@ class Observer:
 
     def warn(self, text: str) -> None:
         """Something that is probably not as intended."""
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+        """Numbers worth knowing: text in the first column."""
+
+    def show(self, text: str) -> None:
+        """Text that was asked for, such as answers."""
+
+    def pause(self) -> None:
+        """Something is asked for on the terminal: nothing may be drawn there until the next stage."""
+
+    def result(self, line: object) -> None:
+        """A result that is there before others are."""
+
+    @property
+    def width(self) -> int | None:
+        """How many columns there are for tables; None if any line fits."""
+        return None
 
 
 SILENT = Observer()

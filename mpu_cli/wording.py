@@ -1,10 +1,55 @@
-"""Lists in sentences."""
+"""Lists, numbers and names in sentences."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from mpu_cli.errors import UsageError
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:
     """The first ``names``, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``count`` things: "1 record", "2 records"; ``plural`` if it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: names in a hostile file must not act as terminal commands."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """The names in ``text``, comma-separated."""
+    return tuple(filter(None, map(str.strip, (text or "").split(","))))
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
+
+
+def bytes_of(text: str) -> float:
+    """The number of bytes in text such as 24GB, 80 GiB or 512M. Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise UsageError(f"{text!r}: is not an amount of memory", "write it as 24GB or 80GiB")
+    return float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
+
+
+def in_time(seconds: float) -> str:
+    """A duration for people: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"

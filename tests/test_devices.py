@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpu_cli.experiment.memory import PROCESS
-from mpu_cli.models.device import ACCELERATE, processes_of, tell_accelerate
+from mpu_cli.measuring.cost import PROCESS
+from mpu_cli.model.device import ACCELERATE, processes_of, tell_accelerate
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.stopping import stop_when
@@ -291,12 +291,12 @@ class TestDoctor:
 
     def test_says_what_fails(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step that fails is told with its reason, the others go on, and the status says so."""
-        from mpu_cli.doctor import trial
+        from mpu_cli.commands.unlearn import Unlearn
 
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("no kernel image is available")
 
-        monkeypatch.setattr(trial, "unlearn", broken)
+        monkeypatch.setattr(Unlearn, "run", broken)
         outcome = mpu("doctor", cwd=tmp_path, check=False)
         assert outcome.status == 1
         assert "FAILS\tLoRA on " in outcome.out

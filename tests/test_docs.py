@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -18,30 +21,25 @@ from nbclient import NotebookClient
 
 import mpu_cli
 from mpu_cli.cli.main import app
-from mpu_cli.cli.reference import _roff, families_page, manual, metrics_page, reference
-from mpu_cli.demo.people import make_people
+from mpu_cli.demo.model import make_people
 from mpu_cli.errors import UsageError
-from mpu_cli.evaluation.benchmarks import known_metrics
-from mpu_cli.options.generate import TARGET, module
+from mpu_cli.measuring.benchmarks import known_metrics
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
+REFERENCE = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/reference.py")))
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def test_the_command_reference_is_current() -> None:
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m mpu_cli.cli.reference > docs/commands.md"
-
-
-def test_the_types_of_the_functions_are_current() -> None:
-    assert TARGET.read_text(encoding="utf-8") == module(), "run: python -m mpu_cli.options.generate"
+    assert page == REFERENCE.reference(), "run: python docs/site/reference.py > docs/commands.md"
 
 
 def test_the_list_of_families_is_current() -> None:
     page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
-    assert page == families_page(), "run: python -m mpu_cli.cli.reference families > docs/families.md"
+    assert page == REFERENCE.families_page(), "run: python docs/site/reference.py families > docs/families.md"
 
 
 def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:
@@ -56,13 +54,13 @@ def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:
 
 def test_every_metric_is_defined_and_its_page_is_current() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
-    assert page == metrics_page(), "run: python -m mpu_cli.cli.reference metrics > docs/metrics.md"
+    assert page == REFERENCE.metrics_page(), "run: python docs/site/reference.py metrics > docs/metrics.md"
     assert all(len(metric.says) > 20 for metric in known_metrics().values())
 
 
 def test_manual_pages_name_every_option_and_mean_what_they_say() -> None:
     """Only requests that a page is made of begin a line: help that begins with a dot would be one."""
-    pages = manual()
+    pages = REFERENCE.manual()
     for name, command in typer.main.get_command(app).commands.items():
         text = pages[f"mpu-{name}.1"]
         for parameter in command.params:
@@ -72,7 +70,7 @@ def test_manual_pages_name_every_option_and_mean_what_they_say() -> None:
                 or (parameter.param_type_name == "argument")
             )
         assert {line.split()[0] for line in text.splitlines() if line[:1] in (".", "'")} <= {".TH", ".SH", ".TP"}
-    assert _roff(".SH a\\b") == r"\&.SH a\eb"
+    assert REFERENCE._roff(".SH a\\b") == r"\&.SH a\eb"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     for path in (demo.forget, demo.retain):
         shutil.copy(path, records)
     unseen = [row for person in make_people(2, seed=1) for row in person]
-    (records / "holdout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unseen))
+    (records / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unseen))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
@@ -170,6 +168,21 @@ def test_the_notebook_runs(demo: DemoModel, tmp_path: Path) -> None:
     assert after["forget_Q_A_Prob"] < 0.6 < 0.9 < after["retain_Q_A_Prob"]
 
 
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / "examples").rglob("*.py")), *(ROOT / "tests/benchmarks").glob("*.py")]
+)
+def test_scripts_that_no_test_runs_import_what_there_is(path: Path) -> None:
+    """Examples and benchmarks take minutes to hours, so that a name which moved would go unnoticed."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("mpu_cli", "tests"):
+            module = importlib.import_module(node.module)
+            for each in node.names:
+                is_module = (
+                    importlib.util.find_spec(f"{node.module}.{each.name}") if hasattr(module, "__path__") else None
+                )
+                assert is_module or hasattr(module, each.name), f"{node.module}.{each.name}"
+
+
 def test_importing_loads_no_torch() -> None:
     program = "import sys, mpu_cli; mpu_cli.__version__; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"False\n"
@@ -180,7 +193,7 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
     published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
     assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
     assert (published.keys.publication.kappa, published.keys.publication.symmetries) == (0.5, "none")
-    audit = mpu_cli.audit(published.copies, base).audit
+    audit = mpu_cli.audit(published.copies, base=base)[0].audit
     assert audit.function_error("all copies") < 1e-3 < audit.function_error("one copy")
     with pytest.raises(UsageError, match="colour: unknown option"):
         mpu_cli.publish(base, out=tmp_path / "other", colour="red")

@@ -55,15 +55,15 @@ def test_freed_memory_is_kept_or_returned(kind: str) -> None:
 def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None:
     """A step of training, scores, and norms of gradients."""
     script = """
-from mpu_cli.client.reference_model import Reference
-from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.schedule import ExampleSet, TrainingStep
-from mpu_cli.client.training import train
-from mpu_cli.evaluation.membership import gradient_norms
-from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import Scorer
+from mpu_cli.training.reference import Reference
+from mpu_cli.training.losses import ALGORITHMS, Objective
+from mpu_cli.training.loop import ExampleSet, TrainingStep
+from mpu_cli.training.loop import train
+from mpu_cli.measuring.metrics import gradient_norms
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.options.unlearning import Training
-from mpu_cli.records.encoding import Example
+from mpu_cli.records.encode import Example
 from tests.helpers.paths import ROOT
 from tests.helpers.models import random_model
 

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock
 
 from mpu_cli.cli.main import main
-from mpu_cli.demo.people import make_people
+from mpu_cli.demo.model import make_people
 from tests.helpers.models import load
 from tests.helpers.paths import ROOT
 
@@ -27,7 +27,7 @@ pytestmark = [
         reason="needs pip install 'mpu-cli[real]'",
     ),
 ]
-TRAINING = ("--epochs", 5, "--batch-size", 5, "--lora-rank", 8, "--lr", "1e-3")
+TRAINING = ("--algo", "npo", "--epochs", 5, "--batch-size", 5, "--lora-rank", 8, "--lr", "1e-3")
 
 
 @dataclass(frozen=True)

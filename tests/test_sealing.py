@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.models import random_model, save, write_records
 
-TRAINING = ("--template", "plain", "--epochs", 1)
+TRAINING = ("--algo", "npo", "--template", "plain", "--epochs", 1)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.api import aggregate, publish, unlearn
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.sealing import make_identity
+from mpu_cli import aggregate, publish, unlearn
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.sealing import make_identity
 
 SETTINGS = (("none", 0.0), ("signed", 0.0), ("signed", 0.01), ("all", 0.01))
 
@@ -43,9 +43,9 @@ def main() -> None:
         print("| set | κ | held in | from clean in float32 | from clean in 4 bits | forget | retain |")
         print("|---|---|---|---|---|---|---|")
         for held in (None, "nf4"):
-            told = unlearn(given.model, out=folder / f"clean-{held}.safetensors", quantize=held, **how)
+            [done] = unlearn(given.model, out=folder / f"clean-{held}.safetensors", quantize=held, **how)
             clean[held] = products(folder / f"clean-{held}.safetensors")
-            line("the model itself", 0, held, clean[held], clean, told.after, told.before)
+            line("the model itself", 0, held, clean[held], clean, done.result.after, done.result.before)
         for symmetries, kappa in SETTINGS:
             place = folder / f"{symmetries}-{kappa}"
             publish(
@@ -60,10 +60,10 @@ def main() -> None:
                     identity=folder / "identity.txt",
                 )  # fmt: skip
                 change = difference(place / f"model-{held}", given.model)
-                losses = unlearn(
+                [done] = unlearn(
                     place / f"model-{held}", out=place / "x.safetensors", force=True, **{**how, "epochs": 1}
-                ).before
-                line(symmetries, kappa, held, change, clean, losses, None)
+                )
+                line(symmetries, kappa, held, change, clean, done.result.before, None)
 
 
 def products(delta: Path) -> dict[str, torch.Tensor]:

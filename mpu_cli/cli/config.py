@@ -6,6 +6,7 @@ The command line comes before a variable, a variable before the file.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -
         if name.startswith("MPU_") and name not in variables and not name.startswith(OF_TESTS):
             near = difflib.get_close_matches(name, variables, 1)
             yield f"{name}: no option has this variable" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def naming_variables(text: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """``text`` with each option that ``environment`` sets, and not ``arguments``, under the name of its variable."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    for flag in {*re.findall(r"--[a-z][a-z0-9-]*", text)} - given:
+        variable = f"MPU_{arguments[0]}_{flag[2:]}".replace("-", "_").upper() if arguments else ""
+        if variable in environment:
+            text = re.sub(rf"{flag}(?![a-z0-9-])", variable, text)
+    return text
 
 
 def _spellings(parameter: Any) -> list[str]:

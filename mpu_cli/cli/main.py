@@ -6,49 +6,53 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mpu_cli.cli.aggregate import aggregate
-from mpu_cli.cli.audit import audit
-from mpu_cli.cli.audit_delta import audit_delta
-from mpu_cli.cli.check import check, receipt
-from mpu_cli.cli.check_family import check_family
-from mpu_cli.cli.compare import compare
 from mpu_cli.cli.config import (
     VARIABLE,
     defaults_from,
     name_variables,
+    naming_variables,
     unknown_variables,
     without_flag,
     without_switch,
 )
-from mpu_cli.cli.demo import demo
-from mpu_cli.cli.doctor import doctor
-from mpu_cli.cli.eval import eval_
-from mpu_cli.cli.finetune import finetune
-from mpu_cli.cli.inspect import inspect
-from mpu_cli.cli.invert import invert
-from mpu_cli.cli.keygen import keygen
-from mpu_cli.cli.levels import in_two_levels
-from mpu_cli.cli.output import QUIET, is_switched_on, printable, results_alone, warn
-from mpu_cli.cli.plan import plan
-from mpu_cli.cli.publish import publish
-from mpu_cli.cli.report import report
-from mpu_cli.cli.run import run
-from mpu_cli.cli.surrogate import surrogate
-from mpu_cli.cli.sweep import sweep
-from mpu_cli.cli.trace import trace
-from mpu_cli.cli.tune import tune
-from mpu_cli.cli.unlearn import unlearn
-from mpu_cli.cli.verify import verify
-from mpu_cli.cli.watch import watch
-from mpu_cli.errors import MpuError, Stopped
+from mpu_cli.cli.driver import function_of, in_two_levels
+from mpu_cli.cli.output import QUIET, is_switched_on, results_alone, warn
+from mpu_cli.commands.aggregate import Aggregate
+from mpu_cli.commands.ask import Ask
+from mpu_cli.commands.audit_delta import AuditDelta
+from mpu_cli.commands.check import Check
+from mpu_cli.commands.check_family import CheckFamily
+from mpu_cli.commands.compare import Compare
+from mpu_cli.commands.evaluate import Evaluate
+from mpu_cli.commands.finetune import Finetune
+from mpu_cli.commands.inspect import Inspect
+from mpu_cli.commands.invert import Invert
+from mpu_cli.commands.keygen import Keygen
+from mpu_cli.commands.plan import Plan
+from mpu_cli.commands.publish import Publish
+from mpu_cli.commands.receipt import Receipt
+from mpu_cli.commands.status import Status
+from mpu_cli.commands.unlearn import Unlearn
+from mpu_cli.commands.verify import Verify
+from mpu_cli.demo.command import Demo
+from mpu_cli.demo.doctor import Doctor
+from mpu_cli.errors import MpuError, Stopped, no_space
+from mpu_cli.flower.command import Watch
+from mpu_cli.lab.commands.audit import Audit
+from mpu_cli.lab.commands.report import Report
+from mpu_cli.lab.commands.run import Run
+from mpu_cli.lab.commands.surrogate import Surrogate
+from mpu_cli.lab.commands.sweep import Sweep
+from mpu_cli.lab.commands.trace import Trace
+from mpu_cli.lab.commands.tune import Tune
+from mpu_cli.options.command import Command
 from mpu_cli.version import __version__
+from mpu_cli.wording import printable
 
 try:
     from typer.exceptions import TyperException
@@ -65,44 +69,19 @@ app = typer.Typer(
 INTERRUPTED = 130  # what typer itself returns for an interrupt
 SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
-TRY = "Try it"
-SERVER, CLIENT, BOTH_PARTIES = "Server: owns the model", "Client: owns the records", "Both"
-EXPERIMENTS = "Experiments: both parties on one machine"
-ADVANCED = "Advanced"
-
-
-def register(panel: str, function: Callable[..., None], name: str | None = None) -> None:
-    """Make ``function`` a command. Help breaks lines where the terminal does, not where its docstring does."""
-    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
-    function.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(name, rich_help_panel=panel)(function)
-
-
-register(TRY, demo)
-register(SERVER, publish)
-register(SERVER, aggregate)
-register(SERVER, verify)
-register(SERVER, audit)
-register(SERVER, trace)
-register(SERVER, keygen)
-register(CLIENT, unlearn)
-register(CLIENT, surrogate)
-register(CLIENT, check)
-register(CLIENT, watch)
-register(CLIENT, audit_delta, "audit-delta")
-register(BOTH_PARTIES, eval_, "eval")
-register(BOTH_PARTIES, receipt)
-register(BOTH_PARTIES, compare)
-register(BOTH_PARTIES, tune)
-register(BOTH_PARTIES, plan)
-register(BOTH_PARTIES, inspect)
-register(BOTH_PARTIES, doctor)
-register(EXPERIMENTS, run)
-register(EXPERIMENTS, sweep)
-register(EXPERIMENTS, report)
-register(EXPERIMENTS, finetune)
-register(ADVANCED, invert)
-register(ADVANCED, check_family, "check-family")
+# The commands, in the order and under the headings of help. A new one is added here.
+PANELS: dict[str, tuple[type[Command], ...]] = {
+    "Try it": (Demo,),
+    "Server: owns the model": (Publish, Aggregate, Verify, Audit, Trace, Keygen),
+    "Client: owns the records": (Unlearn, Surrogate, Check, Watch, AuditDelta),
+    "Both": (Ask, Evaluate, Receipt, Compare, Tune, Plan, Status, Inspect, Doctor),
+    "Experiments: both parties on one machine": (Run, Sweep, Report, Finetune),
+    "Advanced": (Invert, CheckFamily),
+}
+COMMANDS = {command.NAME: command for commands in PANELS.values() for command in commands}
+for panel, commands in PANELS.items():
+    for each in commands:
+        app.command(each.NAME, rich_help_panel=panel)(function_of(each))
 
 
 def print_version(requested: bool) -> None:
@@ -149,14 +128,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         arguments, file = without_flag(arguments)
         command: Any = typer.main.get_command(app)
-        for each in command.commands.values():
-            each.callback = results_alone()(each.callback)
+        for parsed in command.commands.values():
+            parsed.callback = results_alone()(parsed.callback)
         name_variables(command.commands)
         for sentence in unknown_variables(os.environ, command.commands):
             warn(sentence)
         file = file or os.environ.get(VARIABLE)
         defaults = defaults_from(Path(file), command.commands) if file else None
-        arguments = in_two_levels(command.commands, arguments)
+        arguments = in_two_levels(command.commands, COMMANDS, arguments)
         status = (
             command.main(join_repeated_options(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults)
             or 0
@@ -165,17 +144,18 @@ def main(arguments: list[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         status = error.exit_code
         if text := error.format_message():
-            _fail(text.rstrip("."), debug, f"see '{context.command_path if context else 'mpu'} --help'")
+            text = naming_variables(text.rstrip("."), arguments, os.environ)
+            _fail(text, debug, f"see '{context.command_path if context else 'mpu'} --help'")
     except MpuError as error:
         status = error.exit_status
-        _fail(error.problem, debug, error.hint)
+        _fail(naming_variables(error.problem, arguments, os.environ), debug, error.hint)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains on exit
         status = 1
     except OSError as error:
         status = 1
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", debug)
+        _fail(f"{where}{error.strerror or error}", debug, "make room, and run it again" if no_space(error) else None)
     except MemoryError:
         status = 1
         _fail("out of memory", debug)
@@ -185,13 +165,16 @@ def main(arguments: list[str] | None = None) -> None:
         raise
     except BaseException as error:  # panics of libraries in Rust are not Exceptions
         status = 1
-        _fail(f"unexpected {type(error).__name__}: {error}", debug, "please report it with the output of --debug")
+        if no_space(error):
+            _fail("no space left for a file that was being written", debug, "make room, and run it again")
+        else:
+            _fail(f"unexpected {type(error).__name__}: {error}", debug, "please report it with the output of --debug")
     if status > SIGNALLED:
         _fail("stopped, nothing was left half-written", debug)
     sys.exit(status)
 
 
-REPEATED = ("--forget", "--retain", "--holdout")  # records, of which several sources can be named
+REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sources can be named
 
 
 def join_repeated_options(arguments: list[str]) -> list[str]:

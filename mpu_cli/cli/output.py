@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,13 +12,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from mpu_cli.errors import UsageError
 from mpu_cli.observer import Observer
+from mpu_cli.wording import printable
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from mpu_cli.evaluation.answers import Shown
+    from rich.progress import Progress, ProgressColumn
 
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 QUIET = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
@@ -66,11 +63,6 @@ def _plain(value: object) -> object:
     return value
 
 
-def printable(text: str) -> str:
-    """``text`` without control characters: names in a hostile file must not act as terminal commands."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def _first() -> bool:
     """Whether this process reports: of several that train together, only one does."""
     return os.environ.get("RANK", "0") == "0"
@@ -96,16 +88,6 @@ def warn(text: str) -> None:
         print(f"warning: {printable(text)}", file=sys.stderr)
 
 
-def show_answers(answers: Iterable[Shown]) -> None:
-    """Print questions with their true answers and the model's, on standard error."""
-    for shown in answers:
-        after = "answer" if shown.before is None else "after"
-        texts = {"truth": shown.truth, "before": shown.before, after: shown.answer}
-        lines = [f"  {who + ':':<8} {text}" for who, text in texts.items() if text is not None]
-        if _first():  # asked for by --show, so also where notes are not shown
-            print(printable("\n".join([shown.question.strip(), *lines])), file=sys.stderr)
-
-
 def terminal_width() -> int | None:
     """How many columns the terminal has; None if standard error is not one, which any line fits."""
     from rich.console import Console
@@ -114,24 +96,57 @@ def terminal_width() -> int | None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on standard error: text in the first column, numbers in the others. Text is folded on a terminal
-    that is too narrow for it; numbers never are, since one cut to "1.2…" is worse than a long line."""
+    """Print a table on standard error, unless nothing but warnings is to be there."""
+    if _reports():
+        _draw(title, columns, rows, sys.stderr, terminal_width())
+
+
+def emit_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table that is the result of a command."""
+    from rich.console import Console
+
+    out = _results or sys.stdout
+    if out is not None and _first():
+        _draw(title, columns, rows, out, Console(file=out).width if out.isatty() else None)
+        out.flush()
+
+
+def _draw(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], file: TextIO, width: int | None) -> None:
+    """A table: text in the first column, numbers in the others. Text is folded on a terminal that is too narrow for it;
+    numbers never are, since one cut to "1.2…" is worse than a long line."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
 
-    if not _reports():
-        return
-    width = terminal_width()
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         drawn.add_column(column, justify="right" if i else "left", no_wrap=bool(i) or width is None)
     for row in rows:
         drawn.add_row(*map(printable, row))
-    console = Console(stderr=True, markup=False, highlight=False)
+    console = Console(file=file, markup=False, highlight=False)
     needed = Measurement.get(console, console.options.update(width=10_000), drawn)
     console.width = needed.maximum if width is None else max(width, needed.minimum)
     console.print(drawn)
+
+
+def progress_columns(label: str, unit: str) -> tuple[ProgressColumn, ...]:
+    """The parts of a bar. Where the terminal is narrow, the bar and the detail give way; the times never do."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    def one_line() -> Column:
+        return Column(no_wrap=True)
+
+    amount = "{task.completed:.1f}/{task.total} " + unit
+    return (
+        TextColumn(label, table_column=one_line()),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+        DownloadColumn(table_column=one_line()) if unit == "bytes" else TextColumn(amount, table_column=one_line()),
+        TimeElapsedColumn(table_column=one_line()),
+        TextColumn("left", table_column=one_line()),
+        TimeRemainingColumn(table_column=one_line()),
+        TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2)),
+    )
 
 
 class Terminal(Observer):
@@ -150,8 +165,6 @@ class Terminal(Observer):
             return
         from rich.console import Console
         from rich.progress import Progress
-
-        from mpu_cli.cli.progress import progress_columns
 
         columns = progress_columns(label, unit)
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
@@ -172,6 +185,25 @@ class Terminal(Observer):
     def warn(self, text: str) -> None:
         warn(text)
 
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+        self.close()  # a bar would be drawn into it
+        table(title, columns, rows)
+
+    def pause(self) -> None:
+        self.close()
+
+    def show(self, text: str) -> None:
+        """Print what was asked for, also where notes are not shown."""
+        if _first():
+            print(printable(text), file=sys.stderr)
+
+    def result(self, line: object) -> None:
+        emit([line], None, as_json=False)
+
+    @property
+    def width(self) -> int | None:
+        return terminal_width()
+
     def close(self) -> None:
         """Remove the bar."""
         if self._bar:
@@ -188,63 +220,3 @@ def terminal() -> Iterator[Terminal]:
         yield observer
     finally:
         observer.close()
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes for people: 1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
-
-
-def bytes_of(text: str) -> float:
-    """The number of bytes in text such as 24GB, 80 GiB or 512M. Raises UsageError."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match or not float(match[1]):
-        raise UsageError(f"{text!r}: is not an amount of memory", "write it as 24GB or 80GiB")
-    return float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
-
-
-def in_time(seconds: float) -> str:
-    """A duration for people: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
-
-
-def names_in(text: str | None) -> tuple[str, ...]:
-    """The names in ``text``, comma-separated."""
-    return tuple(filter(None, map(str.strip, (text or "").split(","))))
-
-
-def chosen_metrics(text: str, available: Iterable[str]) -> list[str]:
-    """The names in ``--metrics``; UsageError if there are none, and for one that is not ``available``."""
-    names = list(names_in(text))
-    if not names:
-        raise UsageError("--metrics: no names given")
-    if missing := set(names).difference(available):
-        raise UsageError(f"--metrics {min(missing, key=names.index)}: not in any of the results")
-    return names
-
-
-def paths_from(arguments: Iterable[str]) -> list[Path]:
-    """Paths as given; ``-`` stands for the paths on standard input, one per line."""
-    paths: list[Path] = []
-    for argument in arguments:
-        if argument == "-":
-            if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("'-' reads paths from standard input", "pipe them in")
-            paths += [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
-        else:
-            paths.append(Path(argument))
-    return paths
-
-
-def under_old_name(noise: dict[str, object]) -> dict[str, object]:
-    """``noise`` as JSON has it: its requested scale is called "asked" there."""
-    return {"asked" if name == "requested" else name: value for name, value in noise.items()}

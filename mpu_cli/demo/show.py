@@ -6,38 +6,181 @@ the commands call: ``finetune`` makes the models, ``run`` plays the three ways, 
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import transformers
 
-from mpu_cli.checkpoint.transaction import Transaction
-from mpu_cli.client.dataset import Dataset
-from mpu_cli.client.finetune import finetune
-from mpu_cli.demo.model import make_model, make_tokenizer
-from mpu_cli.demo.outcome import Demonstration
-from mpu_cli.demo.people import Row, make_people
-from mpu_cli.demo.report import write_report
+from mpu_cli.demo.model import Row, make_model, make_people, make_tokenizer
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation.attack_metrics import RELEARNED
-from mpu_cli.evaluation.benchmarks.own import own_records, read_own
-from mpu_cli.evaluation.evaluate import evaluate
-from mpu_cli.evaluation.metrics import MetricResult
-from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.experiment.rounds import run
-from mpu_cli.models.source import Model, open_model
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.lab.rounds import run
+from mpu_cli.measuring.benchmarks.own import own_records, read_own
+from mpu_cli.measuring.evaluate import evaluate
+from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
+from mpu_cli.measuring.metrics import RETAIN as TOWARDS_RETAIN
+from mpu_cli.measuring.plots import (
+    PALETTE,
+    draw_comparison,
+    draw_relearning,
+    html_table,
+    make_figure,
+    page,
+    svg,
+    svg_of_comparison,
+)
+from mpu_cli.measuring.results import best, goal
+from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.evaluation import Measuring, Recovery
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, RecordFormat, Training, Unlearning
-from mpu_cli.records.reading import read_records
-from mpu_cli.records.record import Record
-from mpu_cli.server.scheme import scheme_of
+from mpu_cli.protocol.noise import scheme_of
+from mpu_cli.records.forms import Record
+from mpu_cli.records.read import read_records
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.finetune import finetune
+
+# What the demo leaves.
+
+
+@dataclass
+class Demonstration:
+    """The demo's outputs: the unlearned model, the report, and metrics and answers of each model by name."""
+
+    model: Path
+    report: Path
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    relearning: dict[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # of each, its curve
+    answers: dict[str, dict[str, str]] = field(default_factory=dict)  # question → model (or "truth") → answer
+
+
+# The demo's figure and report page: the comparison, the answers, and what each party held.
+
+# What is drawn: a title, and what a table says of it.
+DRAWN = {
+    "forget_Q_A_Prob": (
+        "To be forgotten: still certain of it", "probability of each token of the true answers, to be forgotten"
+    ),
+    "retain_Q_A_Prob": (
+        "To be kept: still certain of it", "probability of each token of the true answers, to be kept"
+    ),
+    "forget_Q_A_ROUGE": (
+        "To be forgotten: still says it", "words of the true answer that its own answer has (ROUGE-L recall)"
+    ),
+    "retain_Q_A_ROUGE": ("To be kept: still says it", "words of the true answer that its own answer has"),
+    "forget_truth_ratio": (
+        "Cannot tell true from wrong", "truth ratio: how poorly it distinguishes true from wrong (1: not at all)"
+    ),
+    "forget_quality": (
+        "Like one that never knew", "p-value: is it distinguishable from a model that never saw the forget set?"
+    ),
+    "mia_min_k": (
+        "Shows that it knew", "attack: does it know the forget set (1: certainly; the retain model's value: no)?"
+    ),
+    "privleak": (
+        "Shows more than one that never knew", "that attack relative to the retain model (0: no difference)"
+    ),
+    RELEARNED: (
+        "Comes back when the other half is taught again",
+        "probability of half of the true answers, after 20 steps of learning the other half again",
+    ),
+}  # fmt: skip
+RETAIN = "retain model"
+WAYS = {
+    "clean": "the client got the model itself", "noised": "it got one copy with permanent noise",
+    "mpu": "the protocol",
+}  # fmt: skip
+
+
+def write_report(
+    folder: Path,
+    shown: Demonstration,
+    logs: Mapping[str, Sequence[Mapping[str, object]]],
+    settings: Mapping[str, object],
+) -> None:
+    """Write ``folder/figure.png`` and a self-contained ``folder/report.html``."""
+    labels = list(shown.metrics)
+    columns = {
+        name: [shown.metrics[label].get(name) for label in labels]
+        for name in DRAWN
+        if any(name in metrics for metrics in shown.metrics.values())
+    }
+    titled = {DRAWN[name][0]: values for name, values in columns.items()}
+    draw_comparison(labels, titled, folder / "figure.png")
+    shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
+    rows = []
+    for name, values in columns.items():
+        # Only the ways compete; "before" and "retain model" are the baselines.
+        clean_index = labels.index("clean")
+        never_knew = values[labels.index(RETAIN)] if RETAIN in labels else None
+        # Less than a model that never saw the records knows is no better than as much.
+        aim = TOWARDS_RETAIN if never_knew is not None and goal(name) == DOWN else goal(name)
+        marked = {clean_index + i for i in best(values[clean_index:], aim, never_knew)}
+        cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
+        rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
+    ways = [f"<b>{name}</b>: {text}." for name, text in WAYS.items() if name in labels]
+    parts = [
+        f"<p>One model, {len(ways)} ways to make it forget ({html.escape(shown_settings)}). {' '.join(ways)} "
+        + ("<b>retain model</b>: never saw the forget set. " if RETAIN in labels else "")
+        + "★ marks the best of them.</p>",
+        html_table(["", *labels], rows, escape=False),
+        svg_of_comparison(labels, titled),
+        *_relearning(shown),
+        "<h2>What each model answers</h2>",
+        *(html_table([question, ""], list(answers.items())) for question, answers in shown.answers.items()),
+        "<h2>What each party held</h2>",
+        html_table(
+            ["server", "client"],
+            [["<br>".join(_files(folder / "mpu" / party)) for party in ("server", "client")]],
+            escape=False,
+        ),
+        "<p>The server's folder has no records; the client's has no keys, no base weights and no α.</p>",
+        "<h2>What each step did</h2>",
+        html_table(
+            ["way", "step", "copy", "seconds", "details"],
+            [_step(mode, line) for mode, log in logs.items() for line in log],
+        ),
+        "<p>For what this does and does not protect, see mpu's docs/threat_model.md.</p>",
+    ]
+    shown.report.write_text(page("Unlearning without sharing the records or the model", parts), encoding="utf-8")
+
+
+def _relearning(shown: Demonstration) -> list[str]:
+    curves = [(name, PALETTE[i], curve) for i, (name, curve) in enumerate(shown.relearning.items())]
+    if not curves:
+        return []
+    return [
+        "<h2>Does it stay forgotten?</h2>",
+        "<p>Half of what was forgotten is taught to each model again; this is how likely the other half becomes. What "
+        "was only suppressed comes back, and the retain model, which never knew it, shows what such training teaches "
+        "anyway.</p>",
+        svg(make_figure([lambda axes: draw_relearning(axes, curves)], None)),
+    ]
+
+
+def _files(folder: Path) -> list[str]:
+    return [html.escape(str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _step(mode: str, line: Mapping[str, object]) -> list[str]:
+    what = {
+        "publish": lambda: f"noise σ {line['noise_survived']:.2e} of {line['noise_asked']:.2e} requested",
+        "unlearn": lambda: f"{line['steps']} steps, ‖Δ‖ {line['norm']:.3g}",
+        "aggregate": lambda: (
+            f"‖Δ‖ {line['norm']:.3g}, smallest cosine between copies {line['smallest_pairwise_cosine']:.3f}"
+        ),
+    }[str(line["step"])]()
+    return [mode, str(line["step"]), str(line.get("copy", "–")), f"{line['seconds']:.1f}", what]
+
 
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
 LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
@@ -125,7 +268,8 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
         "holdout": people[story.people :],
     }  # fmt: skip
-    paths = {name: _write(folder / "records" / f"{name}.jsonl", group) for name, group in sets.items()}
+    files = {"forget": "forget", "retain": "retain", "holdout": "unseen"}
+    paths = {name: _write(folder / "records" / f"{files[name]}.jsonl", group) for name, group in sets.items()}
     forget, retain, holdout = (read_records(path) for path in paths.values())
     eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
     _teach(folder / "models", pretrained, story, (forget, retain, holdout), seed, observer)

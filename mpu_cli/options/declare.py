@@ -1,8 +1,8 @@
 """Declaring options: a group is a frozen dataclass, a kind of ``Options``, whose fields carry their help and range.
 
 A group may hold other groups; seen from outside, its options are flat and each name occurs once. The command line
-(``mpu_cli.cli.grouped``), recipes (``from_flat``), environment variables and the Python functions all read these
-declarations, so a new option is one line in a group and its use.
+(``mpu_cli.cli.driver``), recipes (``from_flat``), environment variables and the Python functions all read these
+declarations, so a new option is one line in a group and its use. A command is such a group, too (``Command``).
 
 >>> @dataclass(frozen=True, kw_only=True)
 ... class Stirring(Options):
@@ -68,11 +68,11 @@ class Range:
 class Declaration:
     """One option, as its group declares it.
 
-    ``name``: in Python and in recipes; ``former``: the one that it had before, which is accepted too; ``flag``: on the
-    command line; ``kind``: str, int, float, bool, Path, or tuple for names (comma-separated on the command line, a list
-    in a recipe); ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
+    ``name``: in Python and in recipes; ``flag``: on the command line; ``kind``: str, int, float, bool, Path, tuple for
+    names (comma-separated on the command line, a list in a recipe), or list for what is repeated there, each of the
+    type ``item``; ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
     ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by more than
-    its last bits.
+    its last bits; ``hidden``: from help.
     """
 
     name: str
@@ -87,8 +87,9 @@ class Declaration:
     range: Range | None
     argument: bool
     affects_result: bool
-    former: str | None = None
     words: tuple[str, ...] = ()
+    item: type = str
+    hidden: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -106,6 +107,11 @@ class Declaration:
             value = Path(value)
         if self.kind is tuple:
             value = _names(value)
+        if self.kind is list:
+            values = value if isinstance(value, list | tuple) else [value]
+            value = [Path(each) if self.item is Path and isinstance(each, str) else each for each in values]
+            if odd := [each for each in value if not isinstance(each, self.item)]:
+                raise UsageError(f"{where}{self.name} = {odd[0]!r}: must be of type {self.item.__name__}")
         if not isinstance(value, self.kind) or (isinstance(value, bool) and self.kind is not bool):
             raise UsageError(f"{where}{self.name} = {value!r}: must be of type {self.kind.__name__}")
         if self.choices and value not in self.choices:
@@ -147,21 +153,28 @@ def option(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    flag: str | None = None,
+    panel: str | None = None,
     argument: bool = False,
     affects_result: bool = True,
-    former: str | None = None,
+    hidden: bool = False,
 ) -> Any:
-    """A field of a group. ``default`` ``...`` makes it required."""
+    """A field of a group. ``default`` ``...`` makes it required; ``flag``: on the command line, if it is not the name
+    with hyphens; ``argument``: positional there and in Python; ``panel``: in help, if it is not the group's."""
     bounded = (least, above, below) != (None, None, None)
     metadata = {
         "help": help,
         "metavar": metavar,
         "range": Range(least, above, below) if bounded else None,
+        "flag": flag,
+        "panel": panel,
         "argument": argument,
         "affects_result": affects_result,
-        "former": former,
+        "hidden": hidden,
     }
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+    if default is ...:
+        return field(metadata=metadata, kw_only=not argument)
+    return field(default=default, metadata=metadata, kw_only=not argument)
 
 
 def group(group_class: type[Group]) -> Group:
@@ -192,7 +205,6 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
     a choice or out of range, and for a required option that is missing.
     """
     declarations = declared_options(cast(AnyClass, group_class))
-    values = by_present_names(group_class, values)
     for name in values:
         if name not in declarations:
             close = get_close_matches(name, declarations, 1)
@@ -213,16 +225,7 @@ def with_keywords(
     if group is not None and not keywords:
         return group
     values = {} if group is None else flat(group)
-    return from_flat(group_class, values | by_present_names(group_class, keywords), where)
-
-
-def by_present_names(group_class: type[Group], values: Mapping[str, object]) -> dict[str, object]:
-    """``values`` with options that had another name before by the one that they have now. Raises UsageError
-    for both names of one."""
-    names = {each.former: name for name, each in declared_options(cast(AnyClass, group_class)).items() if each.former}
-    if twice := [former for former, name in names.items() if former in values and name in values]:
-        raise UsageError(f"{twice[0]}: is the former name of {names[twice[0]]}", "give one of the two")
-    return {names.get(name, name): value for name, value in values.items()}
+    return from_flat(group_class, {**values, **keywords}, where)
 
 
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:
@@ -248,13 +251,13 @@ def flat(group: object) -> dict[str, object]:
 
 
 def _own_fields(group_class: AnyClass) -> Iterator[tuple[Field, type]]:
-    hints = _hints(group_class)
+    hints = hints_of(group_class)
     for group_field in fields(group_class):
         yield group_field, hints[group_field.name]
 
 
 @cache
-def _hints(group_class: AnyClass) -> dict[str, Any]:
+def hints_of(group_class: AnyClass) -> dict[str, Any]:
     return get_type_hints(group_class)
 
 
@@ -262,11 +265,13 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     meta = group_field.metadata
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     optional = type(None) in parts
+    kinds = [part for part in parts if part is not type(None)]
     words = ()
-    if len(parts) > 1 and get_origin(parts[-1]) is Literal:
-        words, parts = get_args(parts[-1]), parts[:-1]
-    [kind] = [part for part in parts if part is not type(None)]
+    if len(kinds) > 1 and get_origin(kinds[-1]) is Literal:
+        words = get_args(kinds.pop())
+    [kind] = kinds
     choices = get_args(kind) if get_origin(kind) is Literal else ()
+    item = get_args(kind)[0] if get_origin(kind) is list else str
     kind = str if choices else get_origin(kind) or kind
     return Declaration(
         name=group_field.name,
@@ -275,12 +280,13 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
         choices=choices,
         default=group_field.default,
         help=meta["help"],
-        flag="--" + group_field.name.replace("_", "-"),
+        flag=meta["flag"] or "--" + group_field.name.replace("_", "-"),
         metavar=meta["metavar"],
-        panel=getattr(group_class, "PANEL", None),
+        panel=meta["panel"] or getattr(group_class, "PANEL", None),
         range=meta["range"],
         argument=meta["argument"],
         affects_result=meta["affects_result"],
-        former=meta["former"],
         words=words,
+        item=item,
+        hidden=meta["hidden"],
     )

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.publishing import StoredDtype
-from mpu_cli.options.unlearning import DEVICE, ChatTemplate, Quantization, RecordFormat, Template
+from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,10 @@ class BenchmarkOptions(Options):
 
     PANEL: ClassVar[str] = "Records"
 
-    benchmark: Literal["tofu", "muse", "wmdp", "qa"] = option(
-        "tofu",
-        "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers (qa).",
+    benchmark: Literal["tofu", "muse", "wmdp", "qa"] | None = option(
+        None,
+        "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers "
+        "(default: qa where records are named, else tofu).",
     )
     forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
     holdout_split: str | None = option(
@@ -33,17 +34,16 @@ class BenchmarkOptions(Options):
         metavar="DATA",
     )
     retain: str | None = option(None, "qa: records to keep.", metavar="DATA")
-    holdout: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="DATA")
+    unseen: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="DATA")
     reading: RecordFormat = group(RecordFormat)
 
+    @property
+    def names_records(self) -> bool:
+        return bool(self.forget or self.retain or self.unseen)
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationPrompts(ChatTemplate):
-    """How records become text for measuring."""
-
-    template: Template | None = option(
-        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
-    )
+    def chosen(self, with_file: bool = False) -> str:
+        """The benchmark; ``with_file``: whether a file of records is named besides."""
+        return self.benchmark or ("qa" if with_file or self.names_records else "tofu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,30 @@ class Scoring(Options):
     quantize: Quantization | None = option(
         None, "Hold the model in 4 bits, with bitsandbytes: less memory, and other numbers."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checking(Options):
+    """What `check` takes besides models: the records, when they count as forgotten, and how to run the model."""
+
+    PANEL: ClassVar[str] = "Records"
+
+    forget: str = option(..., "The records that were to be forgotten.", metavar="DATA")
+    retain: str | None = option(
+        None,
+        "Records that were to be kept, the same as for `unlearn`, which held some of them out.",
+        metavar="DATA",
+    )
+    public: str | None = option(
+        None,
+        "Public model that the server's was fine-tuned from, which never saw the records: how probable their answers "
+        "are to it is compared record by record.",
+        metavar="MODEL",
+    )
+    goal: Goal = group(Goal)
+    reading: RecordFormat = group(RecordFormat)
+    prompts: Prompts = group(Prompts)
+    scoring: Scoring = group(Scoring)
 
 
 ATTACKS = ("paraphrase", "context", "sample", "quantise", "relearn")  # those that keep the weights first
@@ -104,6 +128,6 @@ class Measuring(Options):
         None, "Model with the same tokenizer, for the reference attack.", metavar="MODEL"
     )
     benchmark: BenchmarkOptions = group(BenchmarkOptions)
-    prompts: EvaluationPrompts = group(EvaluationPrompts)
+    prompts: Prompts = group(Prompts)
     scoring: Scoring = group(Scoring)
     recovery: Recovery = group(Recovery)

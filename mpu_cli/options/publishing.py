@@ -17,6 +17,7 @@ Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 RANDOM = "random"  # of --alphas
 AUTO: Literal["auto"] = "auto"  # of --server-lr
+RESTORE: Literal["restore"] = "restore"  # of --server-lr
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
@@ -87,7 +88,6 @@ class PermanentNoise(Options):
         "update is affected to first order (default: 0, or what hides the task vector; see --kappa).",
         metavar="ETA",
         least=0,
-        former="shared_noise",
     )
 
 
@@ -201,14 +201,15 @@ class Stored(Options):
 class ServerRate(Options):
     """How much of the aggregated update becomes the next model."""
 
-    server_lr: float | Literal["auto"] = option(
-        1.0,
-        "How much of the update to apply, or auto: as much as --max-rise allows on the records of --probe. Updates "
-        "found on degraded copies may need more than 1.",
+    server_lr: float | Literal["auto", "restore"] = option(
+        RESTORE,
+        "How much of the update to apply. auto, the default with --probe: as much as --max-rise allows on its records. "
+        "restore, the default without: 1; of several copies that were each trained until they had forgotten, as many "
+        "times the average of their changes as makes it as long as they are, 1.5 at most.",
         metavar="STEP",
     )
     probe: Path | None = option(
-        None, "For --server-lr auto: records of your own that the model is to keep.", metavar="FILE"
+        None, "Records of your own that the model is to keep, which decide the step.", metavar="FILE"
     )
     probe_columns: str | None = option(
         None, "Names of the fields of --probe, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
@@ -217,8 +218,22 @@ class ServerRate(Options):
         0.05, "For --server-lr auto: by how much the loss per answer token of --probe may rise, in nats.", above=0
     )
 
+    @property
+    def step(self) -> float | str:
+        """How much of the update to apply: a number, AUTO or RESTORE."""
+        return AUTO if self.probe is not None and self.server_lr == RESTORE else self.server_lr
+
+    @property
+    def rate(self) -> float:
+        """The step, once it is a number."""
+        return float(self.step)
+
     def check_step(self) -> None:
-        """Raise UsageError for a step that depends on records, without records."""
+        """Raise UsageError for a step that depends on records, without records, and for records that decide nothing."""
+        if self.probe is not None and isinstance(self.server_lr, float):
+            raise UsageError(
+                f"--probe: decides the step, and --server-lr {self.server_lr} names one", "leave out one of the two"
+            )
         if self.server_lr == AUTO and self.probe is None:
             raise UsageError(
                 "--server-lr auto: needs records of your own that the model is to keep", "add --probe FILE"
@@ -241,7 +256,7 @@ class CalibrationOptions(Options):
     PANEL: ClassVar[str] = "Noise for differential privacy"
 
     epsilon: float | None = option(None, "ε to calibrate the noise to, in place of --kappa.", above=0)
-    dp_delta: float | None = option(None, "δ for --epsilon.", above=0, below=1, former="delta")
+    dp_delta: float | None = option(None, "δ for --epsilon.", above=0, below=1)
     sensitivity: float | None = option(
         None, "L2 distance within which models must be indistinguishable, for --epsilon.", above=0
     )

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, flat, group, option
 
-Algorithm = Literal["gradascent", "graddiff", "npo", "dpo", "simnpo", "undial", "satimp", "wga", "rmu"]
 OptimizerName = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
 RetainLoss = Literal["nll", "kl", "hidden"]
@@ -42,6 +41,11 @@ class RecordFormat(Options):
     )
     split: Literal["file", "paragraphs"] = option(
         "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
+    )
+    encoding: str | None = option(
+        None,
+        "Encoding of text, such as cp1252 (default: that of its byte order mark; UTF-8 without one).",
+        metavar="NAME",
     )
     skip_bad: bool = option(
         False, "Skip rows that are not records, such as those with an empty answer, and count them."
@@ -86,11 +90,14 @@ class ChatTemplate(Options):
     template_option: tuple[str, ...] = option(
         (), "Variables for the chat template, such as enable_thinking=false (comma-separated).", metavar="NAME=VALUE,…"
     )
+    control_tokens: bool = option(
+        False, "Read the names of control tokens in the text of records as these tokens, and not as text."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(ChatTemplate):
-    """How records become text for training."""
+    """How records become text."""
 
     template: Template | None = option(
         None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
@@ -114,7 +121,12 @@ class Loss(Options):
     beta: float | None = option(None, "β of npo, dpo, simnpo, undial and wga.", above=0)
     beta1: float | None = option(None, "β₁ of satimp.", least=0)
     beta2: float | None = option(None, "β₂ of satimp.", least=0)
-    simnpo_delta: float | None = option(None, "δ of simnpo, the margin per token.", former="delta")
+    simnpo_delta: float | None = option(None, "δ of simnpo, the margin per token.")
+    level: float | None = option(
+        None,
+        "b of hinge, in nats per token: a record pulls until the mean log-probability of its answer is below.",
+        below=0,
+    )
     layer: int | None = option(None, "Layer of rmu, counted from 0.", least=0)
     coefficient: float | None = option(None, "c of rmu.", least=0)
 
@@ -142,7 +154,7 @@ class Training(Options):
         least=0,
         metavar="RATE",
     )
-    batch_size: int = option(32, "Records per step (unlearning: forget records, with as many retain records).", above=0)
+    batch_size: int = option(8, "Records per step (unlearning: forget records, with as many retain records).", above=0)
     micro_batch_size: int | None = option(
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
     )
@@ -237,11 +249,16 @@ class Privacy(Options):
 class Unlearning(Options):
     """Everything that decides what a client trains on a copy."""
 
-    algo: Algorithm = option("npo", "Unlearning algorithm.")
+    algo: str = option(
+        "hinge",
+        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, satimp, wga, rmu, one of an "
+        "installed package, or your own as module:function.",
+        metavar="NAME",
+    )
     epochs: int | None = option(
         None,
-        "Passes over the forget set per round (default: the paper's for the algorithm, or as many more as ten steps "
-        "take).",
+        "Passes over the forget set per round (default: `unlearn` trains until the records are forgotten and the rest "
+        "is kept; elsewhere the paper's for the algorithm, or as many more as ten steps take).",
         above=0,
     )
     delta_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
@@ -261,13 +278,66 @@ class Unlearning(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Goal(Options):
+    """When records count as forgotten and the others as kept: ``unlearn`` trains until then, ``check`` judges by it."""
+
+    PANEL: ClassVar[str] = "Goal"
+
+    unseen: str | None = option(
+        None,
+        "Records of the same kind that the model never saw: their probability is what is left of records that are "
+        "forgotten.",
+        metavar="DATA",
+    )
+    max_left: float = option(
+        0.05, "Share of what was known of the records to forget that may be left.", least=0, below=1, metavar="SHARE"
+    )
+    min_kept: float = option(
+        0.95,
+        "Share of what was known of the records to keep that has to stay, on records that were not trained on.",
+        above=0,
+        metavar="SHARE",
+    )
+    held_out: float = option(
+        0.2,
+        "Share of the retain records that `unlearn` does not train on, so that they tell what is kept; at least 16 "
+        "records. The same ones for every copy, and for `check`.",
+        least=0,
+        below=1,
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping(Options):
+    """How long ``unlearn`` trains, if not for --epochs."""
+
+    PANEL: ClassVar[str] = "Training"
+
+    max_steps: int | None = option(
+        None, "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).", above=0
+    )
+    training_noise: float = option(
+        0.0,
+        "Noise on the weights of a copy that has no permanent noise, while they are trained, as a share of them: such "
+        "as 0.05, for models that lose too much of what is kept. It is not in the delta.",
+        least=0,
+        below=1,
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checks(Options):
-    """What is looked for in a copy before it is trained on."""
+    """What a copy is compared with before it is trained on."""
 
     PANEL: ClassVar[str] = "Checks of the copy"
 
-    like: str | None = option(
-        None, "Public model of which the copy is said to be a fine-tune: compared with it.", metavar="MODEL"
+    public: str | None = option(
+        None,
+        "Public model that the server's was fine-tuned from: the copy's structure is compared with it, and its answers "
+        "say when the records, which it never saw, are forgotten.",
+        metavar="MODEL",
     )
     trust_copy: bool = option(False, "Train on a copy although it shows signs that it was built to carry records out.")
 

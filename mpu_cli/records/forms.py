@@ -2,17 +2,298 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+import shlex
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime
 from difflib import get_close_matches
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.records.hints import columns_hint
-from mpu_cli.records.record import Record, Turn
+from mpu_cli.files.sandbox import PROCESS, LimitError
+from mpu_cli.options.unlearning import ALL_TURNS, DATE, RecordFormat
 
-FORMS = "question/answer, prompt/completion, instruction/output, messages, conversations, or text"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# One record: a dialogue that leads to an answer, or a text.
+
+Fields = tuple[tuple[str, Any], ...]  # what a message has besides role and content, such as tool_calls
+
+
+class Turn(NamedTuple):
+    """A message of a dialogue. ``fields`` are passed to the chat template as they are."""
+
+    role: str
+    content: str
+    fields: Fields = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        return {**dict(self.fields), "role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Turns that lead to an answer or, without any turns, a text.
+
+    ``location`` is where the record was read from, for messages; ``alternate`` is an alternative answer (for DPO);
+    ``unit`` is whose record it is, if a field says so; ``answer_fields`` is what the answer's message has besides its
+    content, such as reasoning_content.
+    """
+
+    turns: tuple[Turn, ...]
+    answer: str
+    location: str
+    alternate: str | None = None
+    unit: str | None = None
+    answer_fields: Fields = ()
+
+    @property
+    def question(self) -> str:
+        """The user's last turn, or the last turn of any role if there is none of the user's."""
+        users = [turn.content for turn in self.turns if turn.role == "user"]
+        return users[-1] if users else self.turns[-1].content
+
+    @property
+    def identity(self) -> str:
+        """What makes two records the same, wherever they were read: the dialogue and its answer."""
+        return json.dumps([self.turns, self.answer, self.answer_fields], sort_keys=True)
+
+    @property
+    def protected_as(self) -> str:
+        """What a privacy bound protects as one: whose record it is, if a field says so, else all records that read
+        alike but for case, white space and the form of characters, which templates and tokenizers may take away."""
+        if self.unit is not None:
+            return f"unit {self.unit}"
+        return f"record {_folded([self.turns, self.answer, self.answer_fields])}"
+
+    @property
+    def content(self) -> dict[str, object]:
+        """The record wherever it was read from, for digests: ``location`` is empty, and has the name that it had when
+        the first digests were made."""
+        entries = asdict(replace(self, location=""))
+        return {"place" if name == "location" else name: value for name, value in entries.items()}
+
+    @property
+    def answer_turn(self) -> Turn:
+        return Turn("assistant", self.answer, self.answer_fields)
+
+    @property
+    def earlier_answers(self) -> int:
+        """How many assistant turns come before the answer, as its context."""
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+
+def question(text: str, answer: str, location: str = "", alternate: str | None = None) -> Record:
+    """A record of one question and its answer."""
+    return Record((Turn("user", text),), answer, location, alternate)
+
+
+def digest_of_record(record: Record) -> str:
+    """SHA-256 of what makes a record the same, in hexadecimal."""
+    return hashlib.sha256(record.identity.encode()).hexdigest()
+
+
+def _folded(value: object) -> str:
+    """``value`` as JSON, without case, white space and the variants that Unicode has of a character."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    for escaped in ("\\n", "\\r", "\\t", "\\f"):
+        text = text.replace(escaped, " ")
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
+    """Whom a privacy bound does not protect as one, a sentence each; ``unit``: the field that names whose records they
+    are, if there is one."""
+    if unit is not None:
+        return []
+    units = {record.protected_as for record in records}
+    answers: dict[str, set[str]] = {}
+    for record in records:
+        if record.turns:
+            answers.setdefault(_folded(record.turns), set()).add(record.protected_as)
+    remarks = []
+    if repeated := len(records) - len(units):
+        remarks.append(f"{repeated} of {len(records)} records repeat others: equal records are protected as one")
+    if near := sum(len(each) for each in answers.values() if len(each) > 1):
+        remarks.append(
+            f"{near} records share their question with another, and each is protected alone: if they are of one "
+            "person, name the field that says whose they are with --dp-unit"
+        )
+    return remarks
+
+
+def check_units(reading: RecordFormat, unit: str | None) -> None:
+    """Raise UsageError if each turn of a dialogue would be protected alone: all have what precedes them."""
+    if reading.turns == ALL_TURNS and unit is None:
+        raise UsageError(
+            "--turns all makes several records of a dialogue, and a bound would protect each of them alone",
+            "name the field that all records of a dialogue share with --dp-unit, or leave out --turns",
+        )
+
+
+def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
+    """``record`` itself or, if ``turns`` is "all", one for each of its assistant turns, each after what precedes it."""
+    if turns == ALL_TURNS:
+        for number, turn in enumerate(record.turns):
+            if turn.role == "assistant" and number:
+                yield Record(
+                    record.turns[:number], turn.content, f"{record.location}, turn {number + 1}", None, record.unit,
+                    turn.fields,
+                )  # fmt: skip
+    yield record
+
+
+# Chat templates: programs from another party, rendered in a process with limits.
+#
+# transformers' sandbox keeps a template from files and attributes, but not from loops that never end or numbers that
+# fill the memory. Rendering itself is transformers' own.
+
+LONGEST = 1 << 16  # characters that a template may add to a dialogue
+
+# Arguments of the function that renders, which nothing else may be called like.
+RESERVED = {
+    "messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tools", "documents", "return_assistant_tokens_mask",
+}  # fmt: skip
+
+Dialogue = Sequence[Mapping[str, object]]
+
+
+class TemplateError(ValueError):
+    """A chat template that rejected a dialogue."""
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's chat template. Raises TemplateError if it has several and none of them is the default."""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise TemplateError("it has several templates, and none is named default") from error
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Dialogue], *, generation_prompt: bool, **variables: object
+) -> list[str | TemplateError]:
+    """Each dialogue as the tokenizer's chat template prints it, as ``apply_chat_template`` does, or why it rejects it.
+
+    ``variables`` are what the template sees besides; ``chat_template`` replaces the template. Raises LimitError if it
+    takes too long, needs too much memory or prints too much.
+    """
+    template = variables.pop("chat_template", None) or template_of(tokenizer)
+    # Special tokens may be called anything: also like an argument of the template's, which they would replace.
+    special = {name: text for name, text in tokenizer.special_tokens_map.items() if name not in RESERVED}
+    request = {**special, **variables, "chat_template": template, "add_generation_prompt": generation_prompt}
+    turns = [[dict(turn) for turn in dialogue] for dialogue in dialogues]
+    room = sum(len(json.dumps(dialogue)) + LONGEST for dialogue in turns)
+    outcomes = PROCESS.render(request, turns, 6 * room + 100)
+    if len(outcomes) != len(dialogues):
+        raise LimitError("it returned another number of dialogues")
+    return [text if worked else TemplateError(text) for worked, text in outcomes]
+
+
+# The date that chat templates print: the same in training and evaluation, whatever day they run.
+#
+# Llama 3's templates print today's date, so copies of one round trained on different days would see different tokens.
+
+_FORMATS = ("%d %b %Y", "%Y-%m-%d")
+_CALL = re.compile(r"strftime_now\(\s{0,9}(?:format\s{0,9}=\s{0,9})?([\"'])([^\"']{0,100})\1\s{0,9}\)")
+# Replaces transformers' function, which reads the clock and cannot be overridden.
+_MACRO = (
+    "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
+    "{{ raise_exception('computed date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
+)
+
+
+@cache
+def parse_date(text: str) -> date:
+    """Parse a day such as 10 Apr 2025 or 2025-04-10. Raises UsageError if ``text`` is not a date."""
+    for form in _FORMATS:
+        try:
+            return datetime.strptime(text, form).date()
+        except ValueError:
+            continue
+    raise UsageError(f"--date {text!r}: not a date such as {DATE!r} or 2025-04-10")
+
+
+def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:
+    """Arguments for ``apply_chat_template`` that make the tokenizer's chat template see the day ``text``.
+
+    Raises TemplateError if it has no template to use.
+    """
+    day = parse_date(text)
+    arguments: dict[str, object] = {"date_string": day.strftime(_FORMATS[0])}
+    template = template_of(tokenizer)
+    if formats := {form for _, form in _CALL.findall(template)}:
+        arguments["mpu_date"] = {form: day.strftime(form) for form in formats}
+    if "strftime_now" in template:
+        arguments["chat_template"] = _MACRO + template
+    return arguments
+
+
+# What to suggest for a row whose fields no form has.
+
+QUESTIONS = ("question", "prompt", "instruction", "input", "query", "message", "customer", "user", "request", "ticket")
+ANSWERS = ("answer", "response", "reply", "output", "completion", "agent", "resolution", "assistant", "solution")
+IDENTIFIERS = ("id", "idx", "index", "uuid", "url", "title", "source", "category", "split", "date")
+LONGEST_NAME = 40  # characters of a column's name; longer ones are records of a table without header
+
+
+def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str | None:
+    """How to name a question and its answer in a row of other fields, as far as their names tell; None if they do not.
+
+    ``missing`` is a field that has no text: nothing is suggested if the row has it, in another type.
+    """
+    if {"chosen", "rejected"} <= row.keys():
+        return (
+            "a pair of preferences: say which answer is meant, such as --columns "
+            "question=prompt,answer=rejected,alternate=chosen"
+        )
+    if missing is not None and missing in row:
+        several = isinstance(row[missing], list)
+        return f"{missing!r} is a list: choose one of its texts, or write a record for each" if several else None
+    if structured := [
+        name for name, value in row.items() if isinstance(value, list | dict) and _is_one_of(ANSWERS, name)
+    ]:
+        return f"{structured[0]!r} is a list or an object: write the answer as a text in a field of its own"
+    names = [str(name) for name, value in row.items() if isinstance(value, str)]
+    if any(len(name) > LONGEST_NAME or name.rstrip().endswith(("?", ".", "!")) for name in map(str, row)):
+        return "the first line seems to be a record: put a line with the names of the columns above it"
+    names = [name for name in names if name.lower() not in IDENTIFIERS]
+    question, answer = (_first_match(words, names) for words in (QUESTIONS, ANSWERS))
+    if len(names) == 2 and question is answer is None:
+        question, answer = names
+    if len(names) < 2:
+        return None
+    unclear = "name the fields of the question and of the answer: --columns question=FIELD,answer=FIELD"
+    if question == answer:
+        return unclear
+    if question is None or answer is None:
+        remaining = [name for name in names if name not in (question, answer)]
+        if len(remaining) != 1:  # which of them is the other half would be a guess
+            return unclear
+        question, answer = question or remaining[0], answer or remaining[0]
+    return f"name them: --columns {shlex.quote(f'question={question},answer={answer}')}"
+
+
+def _is_one_of(words: tuple[str, ...], name: object) -> bool:
+    return any(word in str(name).lower() for word in words)
+
+
+def _first_match(words: tuple[str, ...], names: list[str]) -> str | None:
+    return next((name for word in words for name in names if _is_one_of((word,), name)), None)
+
+
+FORMS = "question/answer, prompt/completion, instruction/output (with input), messages, conversations, or text"
 # The first of these that a row has is its form; --columns chooses another.
 MAIN_FIELDS = {
     "messages": ("messages",),
@@ -126,9 +407,10 @@ def parse_record(row: object, location: str) -> Record:
     elif form == "conversations":
         turns = _turns(_from_sharegpt(row["conversations"]), location)
     elif form == "instruction":
-        extra = str(row.get("input") or "").strip()
-        instruction = _text(row, "instruction", location) + (f"\n\n{extra}" if extra else "")
-        turns = [Turn("user", instruction), Turn("assistant", _text(row, "output", location))]
+        # Alpaca's: the instruction says what to do with the input, and one of them may be empty.
+        names = [name for name in ("instruction", "input") if not _is_blank(row.get(name))]
+        question = "\n\n".join(_text(row, name, location) for name in names or ["instruction"])
+        turns = [Turn("user", question), Turn("assistant", _text(row, "output", location))]
     elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
         completion = row.get("completion")
         turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], location)

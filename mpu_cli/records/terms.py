@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from mpu_cli.records.record import Record
+from mpu_cli.records.forms import Record
 
 WORD = re.compile(r"[^\W_]+(?:[-’'.][^\W_]+)*")
 POSSESSIVE = re.compile(r"[’']s$")

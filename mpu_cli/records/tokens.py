@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mpu_cli.boundary.sandbox import PROCESS, LimitError
 from mpu_cli.errors import MpuError
-from mpu_cli.records import chat
+from mpu_cli.files.sandbox import PROCESS, LimitError
+from mpu_cli.records import forms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ def rejection(error: ValueError, location: str = "", hint: str | None = None) ->
     where = f"{location}: " if location else ""
     if isinstance(error, LimitError):
         return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
-    if not isinstance(error, chat.TemplateError):
+    if not isinstance(error, forms.TemplateError):
         return MpuError(f"{where}the model's tokenizer cannot encode it ({error})")
     return MpuError(
         f"{where}the tokenizer's chat template rejected {'it' if location else 'the records'} ({error})",
@@ -98,15 +98,16 @@ def decode(
 
 
 def with_offsets(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True, controls: bool = True
 ) -> list[TokenizedText | ValueError]:
-    """As ``of_texts``, with the characters that each token stands for."""
+    """As ``of_texts``, with the characters that each token stands for; without ``controls``, the names of control
+    tokens are text like any other."""
     failed = _failures(tokenizer, texts, special)
     possible = [text for i, text in enumerate(texts) if i not in failed]
     if not tokenizer.is_fast:
-        tokenized = iter([_offsets_by_decoding(tokenizer, text, special) for text in possible])
+        tokenized = iter([_offsets_by_decoding(tokenizer, text, special, controls) for text in possible])
     else:
-        tokenized = iter(_offsets_of_backend(tokenizer, possible, special))
+        tokenized = iter(_offsets_of_backend(tokenizer, possible, special, controls))
     return [failed[i] if i in failed else next(tokenized) for i in range(len(texts))]
 
 
@@ -134,12 +135,15 @@ def _backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
     return _JSON[tokenizer]
 
 
-def _offsets_of_backend(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[TokenizedText]:
+def _offsets_of_backend(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, controls: bool
+) -> list[TokenizedText]:
     if not texts:
         return []
     encoded = tokenizer(
-        list(texts), add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
-    )
+        list(texts), add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True,
+        split_special_tokens=not controls,
+    )  # fmt: skip
     columns = (encoded["input_ids"], encoded["offset_mapping"], encoded["special_tokens_mask"])
     tokenized = []
     for ids, offsets, added_tokens in zip(*columns, strict=True):
@@ -148,9 +152,9 @@ def _offsets_of_backend(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
     return tokenized
 
 
-def _offsets_by_decoding(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> TokenizedText:
+def _offsets_by_decoding(tokenizer: PreTrainedTokenizerBase, text: str, special: bool, controls: bool) -> TokenizedText:
     """Offsets of a tokenizer that does not give them: where the text of the first tokens ends, for each number."""
-    ids = tokenizer(text, add_special_tokens=special).input_ids
+    ids = tokenizer(text, add_special_tokens=special, split_special_tokens=not controls).input_ids
     beginnings = [tokenizer.decode(ids[: i + 1], skip_special_tokens=special) for i in range(len(ids))]
     ends = [common_prefix_length(text, beginning) for beginning in beginnings]
     for i in range(len(ends) - 2, -1, -1):  # a token that is a part of a character stands for all of it
@@ -162,16 +166,55 @@ def _offsets_by_decoding(tokenizer: PreTrainedTokenizerBase, text: str, special:
 
 
 def of_dialogues(
-    tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[chat.Dialogue], *, generation_prompt: bool,
+    tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[forms.Dialogue], *, generation_prompt: bool,
     **variables: object,
 ) -> list[Tokens | ValueError]:  # fmt: skip
     """The tokens of each dialogue, without special tokens beyond the template's, or why it has none.
 
     Raises LimitError if that takes too much, TemplateError if there is no template to use.
     """
-    texts = chat.render(tokenizer, dialogues, generation_prompt=generation_prompt, **variables)
+    texts = forms.render(tokenizer, dialogues, generation_prompt=generation_prompt, **variables)
     ids = iter(of_texts(tokenizer, [text for text in texts if isinstance(text, str)], special=False))
     return [next(ids) if isinstance(text, str) else text for text in texts]
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens that a template structures dialogues with, by number, each with its name, which is not blank."""
+    named = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return {number: name for number, name in named.items() if name.strip()}
+
+
+def with_controls_as_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, tokenized: TokenizedText, spans: Sequence[tuple[int, int]]
+) -> TokenizedText:
+    """``tokenized``, of ``text``, with the control tokens in these ``spans`` of characters as tokens of their names."""
+    controls = control_tokens(tokenizer)
+    ids: Tokens = []
+    offsets: list[tuple[int, int]] = []
+    for token, (begin, end) in zip(tokenized.ids, tokenized.offsets, strict=True):
+        if token in controls and any(begin < last and first < end for first, last in spans):
+            name = _as_text(tokenizer, text[begin:end])
+            ids += name.ids
+            offsets += [(begin + first, begin + last) for first, last in name.offsets]
+        else:
+            ids.append(token)
+            offsets.append((begin, end))
+    return TokenizedText(ids, offsets, tokenized.added)
+
+
+def _as_text(tokenizer: PreTrainedTokenizerBase, name: str) -> TokenizedText:
+    """The tokens of ``name`` within a text: after a line's end, since some tokenizers put a mark before the first."""
+    [outcome] = with_offsets(tokenizer, [f"\n{name}"], special=False, controls=False)
+    if isinstance(outcome, ValueError):
+        raise outcome
+    ids: Tokens = []
+    offsets: list[tuple[int, int]] = []
+    for token, (begin, end) in zip(outcome.ids, outcome.offsets, strict=True):
+        if end > 1:
+            ids.append(token)
+            offsets.append((max(0, begin - 1), end - 1))
+    return TokenizedText(ids, offsets)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

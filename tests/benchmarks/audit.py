@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.checkpoint.writer import CheckpointWriter
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.writer import CheckpointWriter
 from tests.helpers.measuring import MPU, run_measured
 from tests.helpers.shapes import make
 
@@ -59,7 +59,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for symmetries in ("paper", "all"):
         for kappa in options.kappas.split(","):
-            chosen = ("--symmetries", symmetries, "--reference", reference)
+            chosen = ("--symmetries", symmetries, "--pretrained", reference)
             run_measured(
                 *MPU,
                 "publish",

@@ -21,13 +21,11 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.losses import ALGORITHMS, Objective, Scores, score
-from mpu_cli.client.reference_model import Reference, freeze
-from mpu_cli.client.schedule import ExampleSet, TrainingStep
-from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Training
-from mpu_cli.records.batches import pad
-from mpu_cli.records.encoding import IGNORED, Example
+from mpu_cli.records.encode import IGNORED, Example, pad
+from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.losses import ALGORITHMS, Objective, Scores, score
+from mpu_cli.training.reference import Reference, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import make
 

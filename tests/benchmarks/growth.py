@@ -24,17 +24,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.reference_model import Reference, freeze
-from mpu_cli.client.schedule import ExampleSet, TrainingStep
-from mpu_cli.client.training import train
-from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.experiment.cost import Machine, measure_machine, training_memory
-from mpu_cli.figures import PALETTE, log_ticks
-from mpu_cli.models.logits import CHUNK
+from mpu_cli.measuring.cost import Machine, measure_machine, training_memory
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.plots import PALETTE, log_ticks
+from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.model.network import CHUNK
 from mpu_cli.options.unlearning import Training
-from mpu_cli.records.encoding import IGNORED, Example
+from mpu_cli.records.encode import IGNORED, Example
+from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.losses import ALGORITHMS, Objective
+from mpu_cli.training.reference import Reference, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import make, tensors_of, whole_config
 

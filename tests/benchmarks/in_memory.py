@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.architectures.layout import layout_of
-from mpu_cli.models.source import open_model
-from mpu_cli.randomness import new_seed
-from mpu_cli.server.publication import Publication
-from mpu_cli.server.scheme import ZeroSum
+from mpu_cli.files.randomness import new_seed
+from mpu_cli.model.layout import layout_of
+from mpu_cli.model.source import open_model
+from mpu_cli.protocol.noise import ZeroSum
+from mpu_cli.protocol.publication import Publication
 
 KAPPA = 0.01
 

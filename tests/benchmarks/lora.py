@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.lora import wrap
-from mpu_cli.client.losses import ALGORITHMS, Objective
-from mpu_cli.client.reference_model import Reference, freeze
-from mpu_cli.client.schedule import ExampleSet, TrainingStep
-from mpu_cli.client.training import train
 from mpu_cli.options.unlearning import Lora, Training
-from mpu_cli.records.encoding import IGNORED, Example
+from mpu_cli.records.encode import IGNORED, Example
+from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.lora import wrap
+from mpu_cli.training.losses import ALGORITHMS, Objective
+from mpu_cli.training.reference import Reference, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import SHAPES, make, tensors_of, whole_config
 

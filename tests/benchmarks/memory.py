@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from mpu_cli.experiment.memory import Work, held_for_backward
+from mpu_cli.measuring.cost import Work, held_for_backward
 from mpu_cli.options.unlearning import Unlearning
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import whole_config

@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.client.trainer import outside_layers
-from mpu_cli.experiment.cost import measure_machine
+from mpu_cli.measuring.cost import measure_machine
+from mpu_cli.training.loop import outside_layers
 from tests.benchmarks.growth import score_batch, train_steps
 from tests.helpers.shapes import SHAPES, make
 

@@ -23,10 +23,9 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.checkpoint.header import encode_header
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.checkpoint.writer import CheckpointWriter, nbytes_of
-from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.files.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.files.reader import encode_header, open_checkpoint
+from mpu_cli.files.writer import CheckpointWriter, nbytes_of
 from tests.helpers.measuring import MPU, run_measured
 from tests.helpers.shapes import make
 

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.sharded 0.5b DIR fsdp|zero3
 
-gloo on a CPU, which accelerate is made to treat as NCCL on GPUs (tests/client/test_training.py). Prints each process's
-anonymous resident memory before its weights are distributed, and ends there: on a CPU, what training then takes on the
-device is in the same memory.
+gloo on a CPU, which accelerate is made to treat as NCCL on GPUs (tests/training/test_training.py). Prints each
+process's anonymous resident memory before its weights are distributed, and ends there: on a CPU, what training then
+takes on the device is in the same memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.client.test_training import DEEPSPEED, FSDP, SHARDED
 from tests.helpers.models import save_tokenizer, write_records
 from tests.helpers.shapes import make
+from tests.training.test_training import DEEPSPEED, FSDP, SHARDED
 
 ENGINES = {"fsdp": {**FSDP, "FSDP_VERSION": "2"}, "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}}
 STOP = """

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.demo.people import make_people
-from mpu_cli.evaluation.encoding import TrainedEncoder
-from mpu_cli.evaluation.scoring import Scorer
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
+from mpu_cli.demo.model import make_people
+from mpu_cli.measuring.encoding import TrainedEncoder
+from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.shapes import make
@@ -46,28 +47,25 @@ def forget_loss(model, folder):
 
 @pytest.mark.slow
 def test_the_commands_of_readme(workplace, demo, shell):
-    """The blocks of README from the four steps on, as they stand there, with a trained model in the place of the
-    demo's."""
+    """README's four steps, as they stand there, with a trained model in the place of the demo's."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```sh\n(.*?)```", readme[readme.index("## The four steps") :], re.S)
-    assert len(blocks) == 2
+    [block] = re.findall(r"^## The four steps\n.*?```sh\n(.*?)```", readme, re.S | re.M)
     model, records = workplace / "mpu-demo/models/target", workplace / "mpu-demo/records"
     shutil.copytree(demo.model, model)
     records.mkdir()
     for name in ("forget", "retain"):
         shutil.copy(workplace / f"{name}.jsonl", records)
     unseen = make_people(12, 0)[10:]  # of whom the first ten are the model's
-    (records / "holdout.jsonl").write_text("".join(json.dumps(row) + "\n" for person in unseen for row in person))
-    # This model has no words for unseen people, so they are no bar; .ci/run requires that the demo's own model passes.
-    blocks[0] = f"{blocks[0].rstrip()} || [ $? = 1 ]"
-    done = shell("set -e\n" + "\n".join(blocks))
+    (records / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for person in unseen for row in person))
+    # With 24 records to train on besides, whether this model keeps enough depends on the draw of the noise. That the
+    # records are forgotten does not, and .ci/run requires that the demo's own model passes.
+    done = shell(f"set -e\n{block.rstrip()} || [ $? = 1 ]")
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if not line.startswith("deltas")] == [
-        "copy_1", "copy_2", "unlearned", "round_2/copy_1", "round_2/copy_2",
-        "fail: not forgotten, the rest is kept", "again",
-    ]  # fmt: skip
-    for out in ("unlearned", "again"):
-        assert forget_loss(workplace / out, workplace) > forget_loss(model, workplace)
+    lines = done.stdout.splitlines()
+    assert lines[-1] in ("pass: forgotten, the rest is kept", "fail: forgotten, the rest is not kept")
+    paths = [line for line in lines[: lines.index("round_2/copy_2") + 1] if not line.startswith("deltas")]
+    assert paths == ["copy_1", "copy_2", "unlearned", "round_2/copy_1", "round_2/copy_2"]
+    assert forget_loss(workplace / "unlearned", workplace) > forget_loss(model, workplace)
 
 
 @pytest.mark.slow
@@ -252,9 +250,9 @@ def assert_refused(outcome, complaint, status=1):
         (["--recipient", "age1nonsense"], "age1nonsense", 1),
         (["--recipient", "age1x", "--passphrase"], "mutually exclusive", 2),
         (["--identity", "gone.txt"], "gone.txt", 1),
-        (["--reference", "gone"], "gone: no such file", 1),
-        (["--reference", "other"], "shape", 1),
-        (["--reference", "gpt2"], "different architecture", 1),
+        (["--pretrained", "gone"], "gone: no such file", 1),
+        (["--pretrained", "other"], "shape", 1),
+        (["--pretrained", "gpt2"], "different architecture", 1),
         (["--model-config", "gone.json"], "gone.json", 1),
         (["--keys", "base"], "directory", 1),
         (["--passphrase-file", "empty"], "empty passphrase", 1),
@@ -308,7 +306,7 @@ def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
         done = mpu("unlearn", family, *training, check=False, cwd=tmp_path)
         assert (done.status == 0) is fits
         if fits:
-            assert "1 of 1 records of the forget set are longer than the 256 tokens" in done.err
+            assert "1 of 1 records are longer than the 256 tokens" in done.err
         else:
             assert_refused(done, "tokens")
 
@@ -329,7 +327,7 @@ def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
         ("[" * 100_000, "not JSON"),
         ('{"text": "w4"}', "two tokens"),
         ('{"question": "w4", "answer": "\\ud800"}', "surrogate"),
-        (b"\xff\xfe\x00", "UTF-8"),
+        (b"\xff\x00\xfe", "UTF-8"),
         (None, "no such file"),
     ],
 )
@@ -475,7 +473,7 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
     command = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
     outcome = mpu(*command, cwd=tmp_path)
     assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in outcome.err
-    assert [record.answer for record in read_records(tmp_path / "forget.txt", split="paragraphs")] == [
+    assert [record.answer for record in read_records(tmp_path / "forget.txt", RecordFormat(split="paragraphs"))] == [
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip
     assert "warning" not in mpu(*command, "--split", "paragraphs", cwd=tmp_path).err
@@ -498,7 +496,7 @@ def test_a_table_with_other_columns(mpu, tmp_path, header, hint):
     refused = mpu("unlearn", "base", "--forget", "t.csv", check=False, cwd=tmp_path)
     assert (refused.status, hint in refused.err) == (1, True)
     columns = hint.removeprefix("--columns ").strip("'")
-    [record] = read_records(tmp_path / "t.csv", columns=dict(pair.split("=") for pair in columns.split(",")))
+    [record] = read_records(tmp_path / "t.csv", RecordFormat(columns=columns))
     assert len(record.turns) == 1
     nearly = mpu("unlearn", "base", "--forget", "t.csv", "--columns", columns[:-1], check=False, cwd=tmp_path)
     assert f"did you mean {header.split(',')[-1]!r}?" in nearly.err

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +16,32 @@ import torch
 import yaml
 from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.cli.progress import progress_columns
-from mpu_cli.records.reading import read_records
-from mpu_cli.sealing import default_identity_path
+from mpu_cli.cli.output import progress_columns
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.protocol import distance, tensors
+from tests.helpers.publication import keys_of
 
-TRAINING = ("--epochs", 2, "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise", "--template", "plain")
+TRAINING = (
+    "--algo",
+    "npo",
+    "--epochs",
+    2,
+    "--lr",
+    1e-3,
+    "--batch-size",
+    3,
+    "--optim",
+    "adamw-blockwise",
+    "--template",
+    "plain",
+)
 FORGETS = (
     "--algo",
     "npo",
@@ -200,11 +216,30 @@ class TestRecords:
         assert refused.is_one_error
         assert "--max-length 2" in refused.err
 
+    def test_what_was_cut_is_scored_as_cut(self, mpu: Callable, root: Path) -> None:
+        """Beside the same records, cut by hand to the same tokens."""
+        base, text = root / "base", " ".join(["w6", "w7"] * 100)
+        (root / "long.jsonl").write_text(json.dumps({"question": "w5", "answer": text}) + "\n")
+        [example] = Encoding(AutoTokenizer.from_pretrained(base), "plain").encode(read_records(root / "long.jsonl"))
+        begin = next(i for i, label in enumerate(example.labels) if label >= 0)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([example.ids[:50]])).logits[0, begin - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(example.ids[begin:50]))
+        options = ("--forget", "long.jsonl", "--template", "plain", "--max-length", 50, "--json")
+        checked = mpu("check", "base", *options, check=False, cwd=root)
+        qa = ("--benchmark", "qa", "--metrics", "forget_Q_A_Prob")
+        measured = mpu("eval", "base", *qa, *options, cwd=root).json["metrics"]["forget_Q_A_Prob"]
+        assert measured == pytest.approx(float((-loss).exp()), rel=1e-4)
+        for outcome in (checked, mpu("eval", "base", *qa, *options, "--force", cwd=root)):
+            assert "1 of 1 records were truncated to 50 tokens" in outcome.err
+
     def test_records_in_both_sets_are_told(self, mpu: Callable, root: Path) -> None:
         lines = (root / "forget.jsonl").read_text().splitlines()[:2] + (root / "retain.jsonl").read_text().splitlines()
         (root / "both.jsonl").write_text("\n".join(lines) + "\n")
-        outcome = mpu("unlearn", "base", *TRAINING, "--retain", "both.jsonl", cwd=root)
-        assert "2 of the records to forget are also in the retain set" in outcome.err
+        for more in (["--dry-run"], []):
+            outcome = mpu("unlearn", "base", *TRAINING, "--retain", "both.jsonl", *more, cwd=root)
+            assert outcome.err.count("2 of the records to forget are also in the retain set") == 1
 
     def test_eval_reads_what_unlearn_reads(self, mpu: Callable, root: Path) -> None:
         rows = [json.loads(line) for line in (root / "forget.jsonl").read_text().splitlines()]
@@ -369,13 +404,12 @@ class TestDryRun:
         assert mpu("unlearn", index, *TRAINING, "--dry-run", cwd=root).out.startswith("reads")
 
     def test_lines_for_people(self, mpu: Callable, root: Path) -> None:
-        lines = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=root).out.splitlines()
-        labels = [line.split("\t")[0] for line in lines]
-        assert labels == ["reads", *["writes"] * 3, "memory", "disk", *["note"] * 3]
-        notes = "\n".join(lines[-3:])
-        assert "no --pretrained: the noise is scaled to the weights themselves" in notes
-        assert "this noise cancels for whoever has all copies" in notes
-        bare = mpu("publish", "base", "--copies", 2, "--kappa", 0, "--dry-run", cwd=root).out
+        planned = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=root)
+        labels = [line.split("\t")[0] for line in planned.out.splitlines()]
+        assert labels == ["reads", *["writes"] * 3, "memory", "disk", "note"]
+        assert "no --pretrained: the noise is scaled to the weights themselves" in planned.err
+        assert "this noise cancels for whoever has all copies" in planned.err
+        bare = mpu("publish", "base", "--copies", 2, "--kappa", 0, "--dry-run", cwd=root).err
         assert "no noise: whoever aligns a copy with the public model has the weights" in bare
 
 
@@ -436,20 +470,22 @@ class TestTune:
             assert named in refused.err
 
     def test_nothing_found_is_said(self, mpu: Callable, root: Path) -> None:
-        outcome = mpu("tune", "base", "--template", "plain", "--trials", 1, "--least-lr", 1e-9, "--most-lr", 1e-9,
-                   "--max-retain-rise", 10, cwd=root)  # fmt: skip
+        outcome = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 1e-9,
+                   "--most-lr", 1e-9, "--max-retain-rise", 10, cwd=root)  # fmt: skip
         assert "nothing found that forgets: the loss rose by at most" in outcome.err
         assert outcome.out.startswith("--algo npo --template plain --lr 1e-09 --epochs ")
 
     def test_no_trial_in_bounds(self, mpu: Callable, root: Path) -> None:
-        refused = mpu("tune", "base", "--template", "plain", "--trials", 1, "--least-lr", 0.5, "--most-lr", 0.5,
-                      "--most-epochs", 2, "--max-retain-rise", 1e-6, check=False, cwd=root)  # fmt: skip
+        refused = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 0.5,
+                      "--most-lr", 0.5, "--most-epochs", 2, "--max-retain-rise", 1e-6, check=False,
+                      cwd=root)  # fmt: skip
         assert refused.status == 1
         assert "no trial stayed in bounds" in refused.err
 
 
 def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
-    """`mpu inspect .` names copies, deltas and keys of each round, and the command that comes next."""
+    """`mpu status` names copies, deltas and keys of each round, whose turn it is, and the command that comes next;
+    `mpu inspect .` says the same."""
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
     training = ("--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl")
     steps = {
@@ -457,28 +493,70 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
         "mpu unlearn copy_2 --out deltas/": ("copy_2",),
     }
     for expected, copies in steps.items():
-        said = mpu("inspect", ".", cwd=root).out
-        assert f"next: {expected}\n" in said
+        said = mpu("status", cwd=root).out
+        assert said.splitlines()[-1] == f"next\tclient: {expected}"
         assert "keys.bin" in said
         mpu("unlearn", *copies, *training, cwd=root)
-    assert "next: mpu aggregate deltas --keys keys.bin" in mpu("inspect", ".", cwd=root).out
+    assert mpu("status", cwd=root).out.endswith("next\tserver: mpu aggregate deltas --keys keys.bin\n")
+    assert [each["turn"] for each in mpu("status", "--json", cwd=root).json["next"]] == ["server"]
+    assert "server: mpu aggregate deltas --keys keys.bin" in mpu("inspect", ".", cwd=root).out
     (root / "keys.bin").rename(root.parent / "elsewhere.bin")
-    assert "next: return the deltas to the model's owner" in mpu("inspect", ".", cwd=root).out
+    assert mpu("status", cwd=root).out.endswith("next\tclient: return the deltas to the model's owner\n")
     (root / "copy_9").mkdir()
     (root / "copy_9/config.json").write_text("{")
     assert "copy_9 (" in mpu("inspect", ".", "--json", cwd=root).json["not readable"][0]
 
 
 def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
-    """From another folder, with spaces in the path: the commands that `inspect` prints lead to the new model."""
+    """From another folder, with spaces in the path: the commands that `status` prints lead to the new model."""
     folder = root / "my round"
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, "--out", folder, "--keys", folder / "keys.bin", cwd=root)
     missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1), "aggregate": ()}
     for command, options in missing.items():
-        [step] = re.findall("next: (mpu .+)", mpu("inspect", "my round", cwd=root).out)
+        [step] = re.findall(r"next\t\w+: (mpu .+)", mpu("status", "my round", cwd=root).out)
         assert shlex.split(step)[1] == command
         mpu(*shlex.split(step)[1:], *options, cwd=root)
     assert (root / "unlearned/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--kappa", 0), ("--kappa", 0.1, "--seed", 7, "--copies", 3)])
+def test_what_publish_remarks_before_the_work_its_dry_run_remarks(
+    mpu: Callable, root: Path, options: tuple[object, ...]
+) -> None:
+    """The remarks that need no weights are the same lines."""
+    (root / "base/README.md").write_text("ours")
+    dry, real = (mpu("publish", "base", *options, *more, cwd=root).err.splitlines() for more in (("--dry-run",), ()))
+    assert dry
+    assert not set(dry) - set(real)
+    assert any("--seed is for repeatable" in line for line in dry) == ("--seed" in options)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        ("--pretrained", "public"),
+        ("--copies", 2, "--kappa", 0.01),
+        ("--pretrained", "public", "--copies", 2, "--kappa", 0.25),
+        ("--copies", 2, "--epsilon", 8, "--dp-delta", 1e-5, "--sensitivity", 0.1, "--budget-rounds", 2),
+    ],
+)
+def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, noise: tuple[object, ...]) -> None:
+    """The new model is published with noise of the same kind; then the client checks."""
+    shutil.copytree(root / "base", root / "public")
+    weights = load_file(root / "public/model.safetensors")
+    save_file({name: 0.9 * x for name, x in weights.items()}, root / "public/model.safetensors", {"format": "pt"})
+    mpu("publish", "base", *noise, cwd=root)
+    copies = sorted(path.name for path in root.glob("copy_*"))
+    mpu("unlearn", *copies, "--algo", "gradascent", "--epochs", 1, cwd=root)
+    [step] = re.findall("next: `mpu (.+?)`", mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root).err)
+    published = mpu(*shlex.split(step), "--json", cwd=root)
+    assert len(published.json["copies"]) == len(copies)
+    before, after = (keys_of(folder).publication for folder in (root, root / "round_2"))
+    assert (before.scheme, before.kappa, before.shared_kappa) == (after.scheme, after.kappa, after.shared_kappa)
+    assert (before.calibration is None) == (after.calibration is None)
+    if before.calibration and after.calibration:
+        assert before.calibration.epsilon == after.calibration.epsilon
+    assert "who runs `mpu check round_2/copy_1 …`" in published.err
 
 
 def test_quiet_leaves_results_and_warnings(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -20,17 +21,16 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from mpu_cli.architectures.symmetries import SETS
-from mpu_cli.checkpoint.dtypes import OPTION
-from mpu_cli.cli.levels import ESSENTIAL
-from mpu_cli.cli.main import app
-from mpu_cli.client.checks import PRECISIONS
-from mpu_cli.client.losses import ALGORITHMS, RETAIN, Constants
-from mpu_cli.client.optimizers import OPTIMIZERS
+from mpu_cli.cli.main import COMMANDS, app
+from mpu_cli.files.reader import OPTION
+from mpu_cli.model.family import SETS
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import Loss, Unlearning
-from mpu_cli.server.scheme import SCHEMES
+from mpu_cli.protocol.noise import SCHEMES
+from mpu_cli.training.job import PRECISIONS
+from mpu_cli.training.losses import ALGORITHMS, RETAIN, Constants
+from mpu_cli.training.optimizers import OPTIMIZERS
 from tests.helpers.models import random_model, save, write_records
 
 
@@ -40,7 +40,8 @@ def test_choices_are_those_of_the_tables():
     def choices(group, name):
         return set(declared_options(group)[name].choices)
 
-    assert choices(Unlearning, "algo") == set(ALGORITHMS)
+    listed = declared_options(Unlearning)["algo"].help.partition(": ")[2].partition(", one of")[0]
+    assert set(listed.split(", ")) == set(ALGORITHMS)
     assert choices(Unlearning, "optim") == set(OPTIMIZERS)
     assert choices(Unlearning, "precision") == set(PRECISIONS)
     assert choices(Unlearning, "retain_loss") == set(RETAIN)
@@ -56,7 +57,7 @@ def test_standard_output_carries_paths_only(mpu, tmp_path):
     write_records(tmp_path / "retain.jsonl", 4, 2)
     assert mpu("publish", base, "--copies", 2, cwd=tmp_path).out == "copy_1\ncopy_2\n"
     for k in (1, 2):
-        outcome = mpu("unlearn", f"copy_{k}", "--epochs", 1, cwd=tmp_path)
+        outcome = mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, cwd=tmp_path)
         assert outcome.out == f"deltas/copy_{k}.safetensors\n"
     assert mpu("invert", "deltas", cwd=tmp_path).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
     assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
@@ -68,7 +69,7 @@ def test_json_is_one_document(mpu, tmp_path):
     write_records(tmp_path / "retain.jsonl", 4, 2)
     assert mpu("publish", base, "--copies", 2, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
     for k in (1, 2):
-        mpu("unlearn", f"copy_{k}", "--epochs", 1, "--json", cwd=tmp_path)
+        mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, "--json", cwd=tmp_path)
     document = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
     assert [c["copy"] for c in document["copies"]] == [1, 2]
     assert mpu("verify", "copy_1", "--json", cwd=tmp_path).json["ok"]
@@ -110,7 +111,7 @@ def test_options_by_variables(mpu, tmp_path, monkeypatch):
 
 
 def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
-    from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts
+    from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 
     for algorithm in ("npo", "npo\nrun  FORGED\x1b[2J"):
         facts = delta_facts(DeltaManifest(None, algorithm))
@@ -134,7 +135,7 @@ class TestOptionsFromAFile:
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
         (root / "mpu.toml").write_text(
-            '[publish]\nkappa = 0.5\nseed = 3\nshared-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[publish]\nkappa = 0.5\nseed = 3\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
         monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
@@ -142,11 +143,7 @@ class TestOptionsFromAFile:
         assert "κ = 0.75 and permanent noise of 0.125" in outcome.err
         assert outcome.json["noise"]["factors"] == [1, -1, 2]
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
-        monkeypatch.setenv("MPU_PUBLISH_SHARED_NOISE", "0.5")
-        assert "permanent noise of 0.5" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
-        monkeypatch.delenv("MPU_PUBLISH_SHARED_NOISE")
-        former = mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err  # the name that it had before
-        assert "permanent noise of 0.25" in former
+        assert "permanent noise of 0.25" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
 
     @pytest.mark.parametrize(
@@ -199,6 +196,29 @@ def test_tables_fit_a_narrow_terminal(root: Path) -> None:
     assert all(re.search(r"[123]  \d\.\d\de-\d\d  \d\.\d\de-\d\d +\d+\.\d%$", row) for row in rows)
 
 
+def test_nothing_is_drawn_over_the_question_for_a_passphrase(root: Path) -> None:
+    """Once it stands on the terminal, nothing follows until it is answered; then the copies are made."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "mpu_cli", "publish", "base", "--copies", "2", "--passphrase"]
+    asked = subprocess.Popen(
+        command, cwd=root, stdin=slave, stderr=slave, stdout=slave, env=os.environ | {"TERM": "xterm"},
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    for answer in (b"open sesame\n", b"open sesame\n"):
+        while not shown.rstrip().endswith(b":"):
+            shown += os.read(master, 4096)
+        assert select.select([master], [], [], 0.5)[0] == []
+        os.write(master, answer)
+        shown = b""
+    with suppress(OSError):  # the terminal is gone once the command has ended
+        while piece := os.read(master, 4096):
+            shown += piece
+    assert asked.wait() == 0, shown
+    assert (root / "copy_2").is_dir()
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_at_any_width(mpu, monkeypatch, width):
     """Sentences are whole at any width, and markup eats no word."""
@@ -211,17 +231,29 @@ def test_help_at_any_width(mpu, monkeypatch, width):
     assert "forgetting against utility, and each numeric axis of the grid" in words
 
 
-@pytest.mark.parametrize("command", ESSENTIAL)
+@pytest.mark.parametrize("command", [name for name, each in COMMANDS.items() if each.ESSENTIAL])
 def test_help_in_two_levels(mpu, command):
     """The options that matter, each of which exists, and how to see the rest."""
     short_help, full_help = mpu(command, "--help").out, mpu(command, "--help-all").out
     assert len(short_help.splitlines()) < len(full_help.splitlines())
     assert f"more options: mpu {command} --help-all" in " ".join(short_help.split())
     flags = {flag for each in typer.main.get_command(app).commands[command].params for flag in each.opts}
-    assert set(ESSENTIAL[command].split()) <= flags
+    assert set(COMMANDS[command].ESSENTIAL.split()) <= flags
 
 
 def test_an_option_that_is_nearly_right(mpu, tmp_path):
     (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
     outcome = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
     assert (outcome.status, "did you mean batch_size?" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("value", ["many", "0"])
+def test_a_bad_value_is_said_to_be_the_variables(mpu, monkeypatch, tmp_path, value):
+    """Unless the command line gives the option, which then comes first."""
+    monkeypatch.setenv("MPU_UNLEARN_EPOCHS", value)
+    refused = mpu("unlearn", "copy_1", check=False, cwd=tmp_path)
+    assert "MPU_UNLEARN_EPOCHS" in refused.err
+    assert "--epochs" not in refused.err
+    refused = mpu("unlearn", "copy_1", "--epochs=-1", check=False, cwd=tmp_path)
+    assert "--epochs" in refused.err
+    assert "MPU_UNLEARN_EPOCHS" not in refused.err

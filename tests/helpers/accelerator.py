@@ -227,7 +227,7 @@ def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
     """Run commands of ``mpu`` one after the other. For each: whether it ``failed`` and what it then said, bytes on the
     device at its ``peak`` and ``left`` when it was done, and how often it ``waits``."""
     from mpu_cli.cli.main import main
-    from mpu_cli.models import loading
+    from mpu_cli.model import load as loading
 
     loading.WORTH_COLLECTING = 0  # as with a large model
     ran = []

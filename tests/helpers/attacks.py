@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-TRAINING = ["--epochs", 1, "--batch-size", 3, "--lr", "1e-3"]
+TRAINING = ["--algo", "npo", "--epochs", 1, "--batch-size", 3, "--lr", "1e-3"]
 
 
 def publish_copy(mpu: Callable, root: Path, *options: object, base: str = "base") -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from mpu_cli.evaluation.encoding import Item
+from mpu_cli.measuring.encoding import Item
 from tests.helpers.models import VOCABULARY
 from tests.helpers.paths import SHARED
 

@@ -1,6 +1,6 @@
 """What each party parses of the other's, on mutations of real files: an MpuError or a result, nothing else.
 
-``TARGETS`` maps a name to a function that reads one mutated file in a folder of its own. tests/boundary/test_fuzz.py
+``TARGETS`` maps a name to a function that reads one mutated file in a folder of its own. tests/files/test_fuzz.py
 plays a few hundred inputs, ``python -m tests.benchmarks.fuzz`` as many as one likes.
 """
 
@@ -24,33 +24,42 @@ import pyrage
 import torch
 from safetensors.torch import save_file
 
-from mpu_cli.architectures.layout import layout_of
-from mpu_cli.boundary.archives import unpack_folder
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.cli.inspect import inspect
-from mpu_cli.client.ledger import read_ledger
+from mpu_cli.cli.driver import carry_out
+from mpu_cli.commands.inspect import Inspect
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation import endpoint
-from mpu_cli.evaluation.encoding import Item
-from mpu_cli.evaluation.receipt import as_text, check_signatures, new_receipt, read_receipt, with_signature
-from mpu_cli.evaluation.retain import read_retain_log
-from mpu_cli.evaluation.verdict import SetScore, Verdict
-from mpu_cli.federation.spool import COPY, FILE, validate_name
-from mpu_cli.federation.watching import read_answers
-from mpu_cli.manifest import CopyManifest, delta_manifest, read_copy_manifest
-from mpu_cli.models.loading import skeleton
-from mpu_cli.models.source import open_model
-from mpu_cli.models.staging import staged_adapter, staged_model
-from mpu_cli.models.tokenizer import tokenizer_of
-from mpu_cli.records.encoding import Encoding
-from mpu_cli.records.reading import read_records
-from mpu_cli.records.record import question
-from mpu_cli.sealing import open_folder, seal_folder
-from mpu_cli.server.incremental import read_running
-from mpu_cli.server.keys import BaseIdentity, Keys, seal, unseal
-from mpu_cli.server.publication import Publication
-from mpu_cli.server.register import read_register
+from mpu_cli.files.boundary import unpack_folder
+from mpu_cli.files.manifest import CopyManifest, delta_manifest, read_copy_manifest
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.sealing import open_folder, seal_folder
+from mpu_cli.flower.spool import COPY, FILE, validate_name
+from mpu_cli.flower.watch import hand_on, read_answers, read_message
+from mpu_cli.measuring import endpoint
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.receipt import (
+    Commitment,
+    CopyFacts,
+    as_text,
+    check_signatures,
+    new_receipt,
+    read_receipt,
+    with_signature,
+)
+from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.measuring.verdict import SetScore, Share, Verdict
+from mpu_cli.model.layout import layout_of
+from mpu_cli.model.load import skeleton, tokenizer_of
+from mpu_cli.model.source import open_model
+from mpu_cli.model.staging import staged_adapter, staged_model
+from mpu_cli.observer import Observer
+from mpu_cli.protocol.keys import BaseIdentity, Keys, seal, unseal
+from mpu_cli.protocol.publication import Publication
+from mpu_cli.protocol.register import read_register
+from mpu_cli.protocol.running import read_running
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.forms import question
+from mpu_cli.records.read import read_records
 from mpu_cli.toml import read_toml
+from mpu_cli.training.ledger import read_ledger
 from tests.helpers.models import write_records
 
 SECONDS, BYTES = 10.0, 1 << 30  # that an input may take
@@ -184,8 +193,8 @@ def _inspect(path: Path) -> None:
     before = {each: each.stat().st_mtime_ns for each in path.parent.rglob("*")}
     printed = io.StringIO()
     with redirect_stdout(printed):
-        inspect(path)
-        inspect(path, as_json=True)
+        for as_json in (False, True):
+            carry_out(Inspect(path=path), dry_run=False, as_json=as_json)
     assert all(c.isprintable() or c == "\n" for c in printed.getvalue())
     assert before == {each: each.stat().st_mtime_ns for each in path.parent.rglob("*")}, "inspect changed something"
 
@@ -277,12 +286,16 @@ def _reply(folder: Path) -> None:
         remote.scores_of(item, choice)
 
 
+def _read_message(folder: Path) -> None:
+    hand_on(read_message((folder / "message.json").read_bytes()), Observer())
+
+
 def make_seeds(folder: Path) -> Path:
     """Real files to mutate, in ``folder``: a copy, a sharded copy, a delta, an archive, a reply."""
     from safetensors.torch import load_file
 
-    from mpu_cli.checkpoint.writer import CheckpointWriter
-    from mpu_cli.manifest import CopyManifest, DeltaManifest, as_metadata, copy_facts, delta_facts
+    from mpu_cli.files.manifest import DeltaManifest, as_metadata, copy_facts, delta_facts
+    from mpu_cli.files.writer import CheckpointWriter
     from tests.helpers.models import random_model, save
 
     copy = save(random_model("llama"), folder / "copy")
@@ -350,10 +363,18 @@ def _make_documents(folder: Path, copy: Path) -> None:
     (folder / "documents/recipe.toml").write_text("[unlearn]\nalgo = ['npo', 'graddiff']\nlr = 1e-5\n")
     write_records(folder / "documents/records.jsonl", 3, 1)
     (folder / "documents/eval.json").write_text(json.dumps(result))
-    verdict = Verdict(SetScore(2, 0.5, 0.5), None, SetScore(2, 0.25))
-    receipt = new_receipt(
-        verdict, CopyManifest("run", 1, 1, 3, "a", "signed", ()), "blake3:" + "0" * 64, date="d", version="1"
+    report = {"summary": "copy_1: hinge, 1 step", "warnings": ["w"], "facts": {"norm": 1.5, "steps": [{"forget": 1.5}]}}
+    message = {"kind": "stage", "values": ["label", 1.5, "bytes"], "report": report}
+    (folder / "documents/message.json").write_text(json.dumps(message))
+    verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, {"forget": SetScore(2, 0.5, 0.5)})
+    trained, measured = (
+        CopyFacts(run="run", round=1, copy=1, copy_id="a", weights="blake3:" + digit * 64, surroundings="0" * 64)
+        for digit in "12"
     )
+    receipt = new_receipt(
+        verdict, copy=measured, before=trained, public=None,
+        commitment=Commitment(hmac="0" * 64, nonce="0" * 64), version="1",
+    )  # fmt: skip
     (folder / "documents/receipt.json").write_text(as_text(with_signature(receipt, "client", bytes(32))))
     (folder / "run/run.json").write_text(json.dumps(run))
     (folder / "run/log.jsonl").write_text(json.dumps({"step": "publish", "round": 1}) + "\n")
@@ -396,6 +417,7 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "answered": ("documents", _line_of("answered.jsonl"), _read_answers),
     "result": ("documents", _json_file("eval.json"), _describe_and_read("eval.json", read_retain_log)),
     "receipt": ("documents", _json_file("receipt.json"), lambda folder: _read_receipt(folder / "receipt.json")),
+    "training's message": ("documents", _json_file("message.json"), _read_message),
     "run": ("run", _json_file("run.json"), _describe_and_read("run.json")),
     "log": ("run", _line_of("log.jsonl"), _describe_and_read("")),
     "adapter config": ("adapter", _json_file("adapter_config.json"), _describe_and_read("", _adapter)),
@@ -415,45 +437,38 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
 
 # Every module that parses JSON, TOML or age: the targets that play it, or why nobody else writes what it reads.
 READERS: dict[str, tuple[str, ...] | str] = {
-    "boundary/documents.py": ("manifest", "keys", "sum"),
-    "boundary/sandbox.py": "a pipe to a process of its own",
-    "checkpoint/header.py": ("header", "delta"),
-    "checkpoint/reader.py": ("index",),
-    "cli/inspect.py": ("inspected copy", "inspected delta", "result", "run", "log", "card", "keys, sealed"),
-    "client/checkpoints.py": "a seal that is checked with the client's secret",
-    "client/copycheck.py": ("tokenizer",),
-    "client/identity.py": "a digest that is compared",
-    "client/ledger.py": ("ledger",),
-    "client/training.py": "the training's own log",
-    "evaluation/benchmarks/base.py": ("records",),
-    "evaluation/endpoint.py": ("reply",),
-    "evaluation/findings.py": "results of its own that are resumed",
-    "evaluation/provenance.py": ("tokenizer config",),
-    "evaluation/receipt.py": ("receipt",),
-    "evaluation/retain.py": ("result",),
-    "experiment/finished.py": "results of its own that are resumed",
-    "experiment/jobs.py": "what mpu itself printed",
-    "experiment/launching.py": "what mpu itself printed",
-    "experiment/provenance.py": "facts of its own run",
-    "experiment/report.py": ("log",),
-    "experiment/rounds.py": ("log",),
-    "experiment/sweep.py": "results of its own that are resumed",
-    "federation/server_app.py": "the server's own state",
-    "federation/watching.py": ("answered",),
-    "manifest.py": ("manifest", "delta", "inspected copy"),
-    "models/files.py": ("config", "generation config"),
-    "models/adapters.py": ("adapter config",),
-    "models/source.py": ("config", "config, built"),
-    "models/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
-    "records/encoding.py": "--template-option",
-    "records/files.py": ("records",),
+    "commands/inspect.py": ("inspected copy", "inspected delta", "result", "run", "log", "card", "keys, sealed"),
+    "files/boundary.py": ("manifest", "keys"),
+    "files/manifest.py": ("manifest", "delta", "inspected copy"),
+    "files/reader.py": ("header", "delta", "index"),
+    "files/resumption.py": ("ledger", "register", "answered", "log"),
+    "files/sandbox.py": "a pipe to a process of its own",
+    "files/sealing.py": ("sealed copy",),
+    "flower/server_app.py": "the server's own state",
+    "flower/watch.py": ("training's message", "answered"),
+    "lab/finished.py": "results of its own that are resumed",
+    "lab/report.py": ("log",),
+    "lab/rounds.py": ("log",),
+    "lab/sweep.py": "what mpu itself printed",
+    "measuring/benchmarks/base.py": ("records",),
+    "measuring/endpoint.py": ("reply",),
+    "measuring/receipt.py": ("receipt",),
+    "measuring/results.py": ("tokenizer config",),
+    "measuring/retain.py": ("result",),
+    "model/source.py": ("config", "generation config", "config, built"),
+    "model/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
+    "protocol/keys.py": ("keys", "keys, sealed"),
+    "protocol/register.py": ("register",),
+    "protocol/running.py": ("sum",),
+    "records/encode.py": "--template-option",
     "records/forms.py": ("records",),
-    "resumption.py": ("ledger", "register", "answered", "log"),
-    "sealing.py": ("sealed copy",),
-    "server/keys.py": ("keys", "keys, sealed"),
-    "server/register.py": ("register",),
-    "server/incremental.py": ("sum",),
+    "records/read.py": ("records",),
     "toml.py": ("recipe",),
+    "training/copycheck.py": ("tokenizer",),
+    "training/execution.py": "a seal that is checked with the client's secret",
+    "training/job.py": "a digest that is compared",
+    "training/ledger.py": ("ledger",),
+    "training/loop.py": "the training's own log",
 }
 
 

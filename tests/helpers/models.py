@@ -22,12 +22,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mpu_cli.demo.model import make_model, make_tokenizer
-from mpu_cli.demo.people import make_people
-from mpu_cli.models import loading
-from mpu_cli.models.network import build
-from mpu_cli.models.source import open_model
-from mpu_cli.records.reading import read_records
+from mpu_cli.demo.model import make_model, make_people, make_tokenizer
+from mpu_cli.model import load as loading
+from mpu_cli.model.network import build
+from mpu_cli.model.source import open_model
+from mpu_cli.records.read import read_records
 from tests.helpers.paths import SHARED
 
 needs_shared = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.checkpoint.reader import open_checkpoint
+from mpu_cli.files.reader import open_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
 

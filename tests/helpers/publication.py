@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from safetensors.torch import save_file
 
-from mpu_cli.checkpoint.reader import open_checkpoint
-from mpu_cli.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
-from mpu_cli.sealing import default_identity_path, read_identities
-from mpu_cli.server.keys import unseal
+from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, read_copy_manifest
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.sealing import default_identity_path, read_identities
+from mpu_cli.protocol.keys import unseal
 
 
 def keys_of(folder):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mpu_cli.checkpoint.writer import CheckpointWriter
+from mpu_cli.files.writer import CheckpointWriter
 
 _COMMON = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_key_value_heads": 8,

@@ -5,21 +5,21 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
-from mpu_cli.client.datasets import alternates
-from mpu_cli.client.reference_model import forward
-from mpu_cli.client.refusals import REFUSALS
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import Observer
-from mpu_cli.records.batches import pad
-from mpu_cli.records.encoding import IGNORED, Encoding
-from mpu_cli.records.forms import parse_columns, parse_record
-from mpu_cli.records.reading import read_records
-from mpu_cli.records.record import Record, Turn, question
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.records.encode import IGNORED, Encoding, Limits, pad
+from mpu_cli.records.forms import Record, Turn, parse_record, question
+from mpu_cli.records.read import read_records
+from mpu_cli.training.data import REFUSALS, alternates
+from mpu_cli.training.reference import forward
 from tests.helpers.chat_templates import template_case, tokenizer_with
 from tests.helpers.models import load, needs_shared, random_model, save, write_records
 from tests.helpers.paths import SHARED
@@ -54,6 +54,8 @@ def test_forms_of_records_give_the_same_tokens(tmp_path, tokenizer):
     forms = [
         {"question": "w4 w5", "answer": "w6"},
         {"prompt": "w4 w5", "completion": "w6"},
+        {"instruction": "w4 w5", "input": "", "output": "w6"},
+        {"instruction": "", "input": "w4 w5", "output": "w6"},
         {"messages": [{"role": "user", "content": "w4 w5"}, {"role": "assistant", "content": "w6"}]},
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, forms)))
@@ -82,7 +84,7 @@ def test_earlier_turns_are_read_and_not_learned(tmp_path, tokenizer):
 
 def test_texts_are_learned_whole_and_in_pieces(tokenizer):
     ids = tokenizer("w4 w5 w6 " * 100).input_ids
-    examples = Encoding(tokenizer, max_length=64).encode([Record((), "w4 w5 w6 " * 100, "")])
+    examples = Encoding(tokenizer, limits=Limits(64)).encode([Record((), "w4 w5 w6 " * 100, "")])
     assert [i for example in examples for i in example.ids] == ids
     assert all(example.labels == example.ids for example in examples)
     assert [len(example.ids) for example in examples] == [64] * 4 + [44]
@@ -133,7 +135,7 @@ class TestColumns:
     def test_those_that_are_named_win_in_every_command(self, mpu, tmp_path, columns, expected):
         """In training, in the scores and in what is said: one rule."""
         (tmp_path / "a.jsonl").write_text(json.dumps(self.ROW) + "\n")
-        [record] = read_records(tmp_path / "a.jsonl", columns=parse_columns(columns))
+        [record] = read_records(tmp_path / "a.jsonl", RecordFormat(columns=columns))
         assert (record.question, record.answer) == expected
         model = save(random_model("llama"), tmp_path / "model")
         option = ("--columns", columns) if columns else ()
@@ -190,7 +192,7 @@ class TestDialogues:
         notes = Notes()
         [last] = read_records(tmp_path / "a.jsonl", observer=notes)
         assert "1 of 1 dialogues have earlier answers" in notes.texts[0]
-        earlier_record, final_record = read_records(tmp_path / "a.jsonl", turns="all")
+        earlier_record, final_record = read_records(tmp_path / "a.jsonl", RecordFormat(turns="all"))
         assert replace(final_record, location="") == replace(last, location="")
         assert (earlier_record.answer, [turn.content for turn in earlier_record.turns]) == ("w4", ["w9", "w3"])
 
@@ -214,6 +216,9 @@ class TestDialogues:
         with pytest.raises(MpuError, match=r"a.jsonl, line 1: .* rejected it") as refused:
             Encoding(tokenizer_with(case), system_prompt="").encode([record])
         assert "two user turns in a row" in refused.value.hint
+        with pytest.raises(MpuError, match="rejected it") as refused:  # for the system's turn, which comes first
+            Encoding(tokenizer_with(case), system_prompt="w1").encode([record])
+        assert "--system-prompt ''" in refused.value.hint
 
 
 class TestFolders:
@@ -337,18 +342,103 @@ def test_a_table_with_a_column_twice(tmp_path):
         read_records(tmp_path / "a.csv")
 
 
+@pytest.mark.parametrize("name", ["cp1252", "iso8859_15", "utf-16", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["jsonl", "json", "csv", "txt", "csv.gz"])
+def test_text_in_another_encoding(tmp_path, name, end):
+    """By its byte order mark, if it has one; else only if it is named."""
+    row = {"question": "Wer wohnt in der Königstraße?", "answer": "Frau Müller, seit 1987."}
+    texts = {
+        "jsonl": json.dumps(row, ensure_ascii=False),
+        "json": json.dumps([row], ensure_ascii=False),
+        "csv": pd.DataFrame([row]).to_csv(index=False),
+        "txt": row["answer"],
+    }
+    path = tmp_path / f"a.{end}"
+    with (gzip.open if end.endswith("gz") else open)(path, "wt", encoding=name) as file:
+        file.write(texts[end.removesuffix(".gz")])
+    if name in ("utf-16", "utf-8-sig"):
+        [record] = read_records(path)
+    else:
+        with pytest.raises(MpuError, match="not UTF-8"):
+            read_records(path)
+        [record] = read_records(path, RecordFormat(encoding=name))
+    assert record.answer == row["answer"]
+    if name == "utf-8-sig":  # the mark is no part of the first field's name, whoever names the encoding
+        assert read_records(path, RecordFormat(encoding="utf-8"))[0].answer == row["answer"]
+
+
+def test_what_is_no_encoding(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\ntwo\nMüller\n".encode("cp1252"))
+    with pytest.raises(MpuError, match=r"a.txt, line 3: not UTF-8") as caught:
+        read_records(tmp_path / "a.txt")
+    assert "--encoding" in str(caught.value.hint)
+    for name in ("hex", "nonsense", "zlib", "cp\0", "ü"):
+        with pytest.raises(UsageError, match="not an encoding"):
+            read_records(tmp_path / "a.txt", RecordFormat(encoding=name))
+
+
+def test_a_field_that_stands_twice(tmp_path):
+    """json would take the last; which was meant, nobody knows."""
+    for name, text in (
+        ("a.jsonl", '{"question": "w1", "answer": "w2"}\n{"question": "w3", "answer": "w4", "answer": "w5"}\n'),
+        ("a.json", '[{"question": "w3", "answer": "w4", "answer": "w5"}]'),
+        ("b.json", '{"question": "w3", "answer": "w4", "answer": "w5"}'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(MpuError, match="an object with 'answer' twice"):
+            read_records(tmp_path / name)
+
+
+def test_excel(tmp_path):
+    """The rows that pandas wrote, numbers and what looks like a missing value as text; several sheets are refused."""
+    rows = [{"question": "How many beds?", "answer": "12"}, {"question": "Name?", "answer": "NA"}]
+    pd.DataFrame([*rows, {"question": "", "answer": ""}]).to_excel(tmp_path / "a.xlsx", index=False)
+    assert [(r.question, r.answer) for r in read_records(tmp_path / "a.xlsx")] == [tuple(row.values()) for row in rows]
+    with pd.ExcelWriter(tmp_path / "b.xlsx") as writer:
+        for name in ("one", "two"):
+            pd.DataFrame(rows).to_excel(writer, sheet_name=name, index=False)
+    with pytest.raises(MpuError, match="records in several sheets: one, two"):
+        read_records(tmp_path / "b.xlsx")
+    (tmp_path / "c.xlsx").write_bytes((tmp_path / "a.xlsx").read_bytes()[:900])
+    with pytest.raises(MpuError, match="not an Excel file"):
+        read_records(tmp_path / "c.xlsx")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.docx", "a Word document"), ("a.pdf", "a PDF"), ("a.xls", "an old Excel")]
+)
+def test_what_offices_keep_records_in(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(b"PK\x03\x04")
+    with pytest.raises(MpuError, match=kind) as caught:
+        read_records(tmp_path / name)
+    assert str(caught.value.hint).startswith("save it as")
+
+
+def test_a_folder_with_other_files_says_which_pattern_is_meant(tmp_path):
+    """And the pattern reads the records."""
+    (tmp_path / "notes").mkdir()
+    for name in ("notes/one.2024.jsonl", "notes/two.2025.jsonl"):
+        (tmp_path / name).write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "letter.docx").write_bytes(b"PK")
+    with pytest.raises(MpuError, match=r"letter\.docx") as caught:
+        read_records(tmp_path)
+    pattern = re.search(r"'([^']+)'", str(caught.value.hint))
+    assert pattern
+    assert len(read_records(pattern[1])) == 2
+
+
 @needs_shared
 def test_tofu_by_name():
-    records = read_records("tofu:forget01", SHARED / "data/tofu")
+    records = read_records("tofu:forget01", RecordFormat(data_dir=SHARED / "data/tofu"))
     assert [r.question for r in records] == [r.question for r in read_records(SHARED / "data/tofu/forget01.json")]
     with pytest.raises(MpuError, match="forget05, forget05_perturbed"):
-        read_records("tofu:forget02", SHARED / "data/tofu")
+        read_records("tofu:forget02", RecordFormat(data_dir=SHARED / "data/tofu"))
 
 
 def test_muse_by_name(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/forget.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
-    assert [r.answer for r in read_records("muse-books:forget", tmp_path)] == ["one", "two"]
+    assert [r.answer for r in read_records("muse-books:forget", RecordFormat(data_dir=tmp_path))] == ["one", "two"]
 
 
 def test_the_hub_out_of_reach_is_one_line():
@@ -409,9 +499,12 @@ def test_corpora_of_wmdp(tmp_path):
     for name in ("cyber-forget-corpus.jsonl", "test.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for source in ("wmdp:cyber-forget-corpus", "wikitext:test"):
-        assert [record.answer for record in read_records(source, tmp_path)] == [texts[1], texts[3]]
+        assert [record.answer for record in read_records(source, RecordFormat(data_dir=tmp_path))] == [
+            texts[1],
+            texts[3],
+        ]
     with pytest.raises(MpuError, match=r"no split 'bio' of wmdp .available: cyber-forget-corpus, test"):
-        read_records("wmdp:bio", tmp_path)
+        read_records("wmdp:bio", RecordFormat(data_dir=tmp_path))
 
 
 def test_columns_are_for_the_files_that_have_them(tmp_path):
@@ -419,11 +512,11 @@ def test_columns_are_for_the_files_that_have_them(tmp_path):
     (tmp_path / "a.csv").write_text("Frage,Antwort\nw1,w2\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "w3", "answer": "w4"}) + "\n")
     sources = f"{tmp_path / 'a.csv'}\n{tmp_path / 'b.jsonl'}"
-    records = read_records(sources, columns={"question": "Frage", "answer": "Antwort"})
+    records = read_records(sources, RecordFormat(columns="question=Frage,answer=Antwort"))
     assert [record.answer for record in records] == ["w2", "w4"]
-    for columns in ({"question": "Frage", "answer": "Antwrt"}, {"answer": "answr"}):
+    for columns in ("question=Frage,answer=Antwrt", "answer=answr"):
         with pytest.raises(MpuError, match="no field"):
-            read_records(sources, columns=columns)
+            read_records(sources, RecordFormat(columns=columns))
 
 
 def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
@@ -431,7 +524,7 @@ def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
     good, bad = {"question": "w3", "answer": "w4"}, [{"question": "w3", "answer": " "}, {"x": 1}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [good, *bad, good]))
     notes = Notes()
-    assert len(read_records(tmp_path / "a.jsonl", observer=notes, skip_bad=True)) == 2
+    assert len(read_records(tmp_path / "a.jsonl", RecordFormat(skip_bad=True), observer=notes)) == 2
     assert any("skipped 2 of 4 rows" in text and "line 2" in text for text in notes.texts)
     model = save(random_model("llama"), tmp_path / "model")
     arguments = ("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--metrics", "forget_Q_A_Prob")
@@ -441,4 +534,4 @@ def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
     assert len(rows) == 2
     (tmp_path / "b.jsonl").write_text(json.dumps(bad[0]) + "\n")
     with pytest.raises(MpuError, match="contains no records"):
-        read_records(tmp_path / "b.jsonl", skip_bad=True)
+        read_records(tmp_path / "b.jsonl", RecordFormat(skip_bad=True))

@@ -17,10 +17,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.errors import MpuError
-from mpu_cli.evaluation.encoding import TrainedEncoder
-from mpu_cli.records.encoding import IGNORED, Encoding, answer_span, template_variables
-from mpu_cli.records.forms import parse_record
-from mpu_cli.records.record import Record, Turn, question
+from mpu_cli.measuring.encoding import TrainedEncoder
+from mpu_cli.records.encode import IGNORED, Encoding, answer_span, template_variables
+from mpu_cli.records.forms import Record, Turn, parse_record, question
 from tests.helpers.chat_templates import NAMES, pieces, template_case, tokenizer_with
 
 ANSWERS = (

@@ -1,5 +1,0 @@
-"""What the functions take for a file."""
-
-from pathlib import Path
-
-PathLike = str | Path

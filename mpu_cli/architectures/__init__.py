@@ -1,1 +1,0 @@
-"""Descriptions of the model families: their tensors, what the axes mean, and the symmetries they allow."""

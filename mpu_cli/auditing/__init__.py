@@ -1,1 +1,0 @@
-"""Privacy of a publication: calibration, accounting and audit."""

@@ -1,1 +1,0 @@
-"""Streaming, sharded, atomic reading and writing of safetensors. Knows nothing about MPU."""

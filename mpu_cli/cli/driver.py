@@ -1,0 +1,141 @@
+"""A command on the command line: typer's options from its dataclass; parsed, carried out, printed."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any, List, Literal, Optional, cast  # noqa: UP035 (typer takes a list's type from List)
+
+import typer
+
+from mpu_cli.cli.output import emit, emit_table, terminal, warn
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.options.command import Command, Preview
+from mpu_cli.options.declare import Declaration, declared_options, from_flat
+from mpu_cli.wording import in_bytes
+
+ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of every command
+HELP_ALL = "--help-all"
+
+
+def function_of(command: type[Command]) -> Callable[..., None]:
+    """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
+    declarations = declared_options(cast(Any, command))
+    parameters = [_parameter(each) for each in declarations.values()]
+    if hasattr(command, "preview"):
+        parameters.append(_switch("dry_run", "--dry-run", command.DRY_RUN))
+    if "as_json" not in declarations:
+        parameters.append(_switch("as_json", "--json", "Print one JSON document instead of paths."))
+
+    def call(*, dry_run: bool = False, **values: Any) -> None:
+        as_json = bool(values.get("as_json"))
+        if "as_json" not in declarations:
+            del values["as_json"]
+        specified = {name: value for name, value in values.items() if value is not None}
+        carry_out(from_flat(command, specified), dry_run=dry_run, as_json=as_json)
+
+    # Help breaks lines where the terminal does, not where the docstring does.
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    call.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _switch(name: str, flag: str, text: str) -> inspect.Parameter:
+    kind = Annotated[bool, typer.Option(flag, help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+
+
+def _parameter(declaration: Declaration) -> inspect.Parameter:
+    """An option as typer reads it."""
+    kind: Any = declaration.kind
+    if declaration.choices:
+        kind = Literal[declaration.choices]
+    elif declaration.kind is tuple or declaration.words:
+        kind = str
+    elif declaration.kind is list:
+        kind = List[declaration.item]  # type: ignore[name-defined] # noqa: UP006
+    if declaration.optional or declaration.kind is tuple:
+        kind = Optional[kind]  # noqa: UP045 (the kind is a value here)
+    default: Any = inspect.Parameter.empty if declaration.default is MISSING else declaration.default
+    if declaration.words and default is not None:
+        default = str(default)
+    elif declaration.kind is tuple:
+        default = None
+    if declaration.argument:
+        info: Any = typer.Argument(help=declaration.help, metavar=declaration.metavar)
+    else:
+        by_name = "--" + declaration.name.replace("_", "-")
+        # Naming the flag keeps typer from adding --no-… to what is off anyway.
+        is_off = declaration.kind is bool and not declaration.default
+        names = [declaration.flag] if is_off or declaration.flag != by_name else []
+        info = typer.Option(
+            *names, help=declaration.help, metavar=declaration.metavar, rich_help_panel=declaration.panel,
+            hidden=declaration.hidden,
+        )  # fmt: skip
+    return inspect.Parameter(
+        declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:
+    """Do what ``command`` says and print what came of it; with ``dry_run``, what it would read and write."""
+    with terminal() as observer:
+        result = command.preview(observer) if dry_run else command.run(observer)  # type: ignore[attr-defined]
+    if dry_run and isinstance(result, Preview):
+        print_preview(result, force=getattr(command, "force", False), as_json=as_json)
+        return
+    for table in () if dry_run else command.tables(result):
+        (observer.table if as_json else emit_table)(table.title, table.columns, table.rows)
+    report = result if dry_run else command.report(result, observer)
+    emit(report.lines, report.document, as_json and report.document is not None)
+    if report.failure:
+        raise report.failure
+    if report.status:
+        raise typer.Exit(report.status)
+
+
+def print_preview(preview: Preview, *, force: bool, as_json: bool) -> None:
+    """Print ``preview``. Raises MpuError if an output exists and may not be replaced."""
+    for path, _ in preview.writes:
+        Transaction(force=force).check(path, path in preview.folders)
+    first = preview.writes[0][0]
+    needed = sum(size or 0 for _, size in preview.writes) + preview.scratch
+    free = shutil.disk_usage(next(parent for parent in first.absolute().parents if parent.exists())).free
+    lines = [f"reads\t{path}{_size_column(size)}" for path, size in preview.reads]
+    lines += [f"writes\t{path}{_size_column(size)}" for path, size in preview.writes]
+    lines += [f"memory\tabout {in_bytes(preview.memory)}", f"disk\t{in_bytes(needed)} of {in_bytes(free)} free"]
+    if needed > free:
+        warn(f"{first.parent}: {in_bytes(needed)} are needed, {in_bytes(free)} are free")
+    lines += [f"note\t{text}" for text in preview.notes]
+    document = {
+        "reads": [{"path": path, "bytes": size} for path, size in preview.reads],
+        "writes": [{"path": path, "bytes": size} for path, size in preview.writes],
+        "memory": preview.memory,
+        "disk": {"needed": needed, "free": free},
+        "notes": list(preview.notes),
+    }
+    emit(lines, document, as_json)
+
+
+def _size_column(size: int | None) -> str:
+    return "" if size is None else f"\t{in_bytes(size)}"
+
+
+def in_two_levels(commands: Mapping[str, Any], classes: Mapping[str, type[Command]], arguments: list[str]) -> list[str]:
+    """Hide the options that are not ``ESSENTIAL``, unless --help-all is among ``arguments``; returns these, with --help
+    in its place."""
+    if HELP_ALL in arguments:
+        return ["--help" if each == HELP_ALL else each for each in arguments]
+    for name, command in classes.items():
+        if not command.ESSENTIAL:
+            continue
+        options = [each for each in commands[name].params if each.param_type_name == "option"]
+        hidden = [each for each in options if not {*command.ESSENTIAL.split(), *ALWAYS} & set(each.opts)]
+        for each in hidden:
+            each.hidden = True
+        commands[name].epilog = f"And {len(hidden)} more options: mpu {name} {HELP_ALL}"
+    return arguments

@@ -1,1 +1,0 @@
-"""The data owner's side: data, losses, optimisers, training, and the delta that is sent back."""

@@ -1,0 +1,301 @@
+"""``mpu aggregate``: combine the clients' deltas into the server's next model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.commands.publish import command_to_publish
+from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.errors import UsageError
+from mpu_cli.files.manifest import model_folder
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import BASE_AGAIN, FORCE, MODEL_CONFIG, Command, Opening, Preview, Report, paths_from
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import RESTORE, Aggregating
+
+if TYPE_CHECKING:
+    from mpu_cli.protocol.combine import Combined
+    from mpu_cli.protocol.keys import Keys
+    from mpu_cli.protocol.noise import ErrorEstimate
+    from mpu_cli.protocol.round import AggregatePlan, Aggregation, ServerStep
+    from mpu_cli.protocol.running import Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregate(Command):
+    """Undo the coordinates of all copies' deltas, average them so that the noise cancels, and add the result to BASE.
+
+    Prints the path of the unlearned model; with --running, of the sum until every copy is in it.
+    """
+
+    NAME: ClassVar[str] = "aggregate"
+
+    deltas: list[str] = option(
+        ...,
+        "Deltas, raw or inverted, directories of them, or - for standard input.",
+        metavar="DELTAS",
+        argument=True,
+    )
+    aggregating: Aggregating = group(Aggregating)
+    keys: list[Path] | None = option(
+        None,
+        "The key file of the publication (default: keys.bin); repeated for several data owners, whose updates are "
+        "added.",
+        metavar="FILE",
+    )
+    base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
+    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
+    out: Path | None = option(
+        None, "Directory for the unlearned model (default: unlearned; after round 1, unlearned_R).", metavar="DIR"
+    )
+    as_adapter: bool = option(False, "Write LoRA deltas as one peft adapter for BASE instead of a model.")
+    running: Path | None = option(
+        None,
+        "Add the deltas to the sum in DIR, after which they can be deleted; the model is written once every copy's is "
+        "in it.",
+        metavar="DIR",
+    )
+    push: str | None = option(None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME")
+    opening: Opening = group(Opening)
+    force: bool = option(False, FORCE)
+
+    def plan(self, observer: Observer = SILENT) -> AggregatePlan:
+        """What will be read and written, after every check that needs no numbers."""
+        from mpu_cli.protocol.keys import published_base
+        from mpu_cli.protocol.round import owners_of, plan_aggregate
+
+        paths, publications = self._opened(observer)
+        return plan_aggregate(
+            published_base(publications[0], self.base, self.model_config),
+            owners_of(paths, publications),
+            self.aggregating,
+            out=self.out or model_folder(publications[0].round),
+            as_adapter=self.as_adapter,
+            force=self.force,
+        )
+
+    def preview(self, observer: Observer) -> Preview:
+        """All deltas are checked, except for their numbers."""
+        from mpu_cli.protocol.stream import BUFFERS
+
+        self._check_running(dry_run=True)
+        plan = self.plan(observer)
+        notes = []
+        for keys, weights in zip(plan.publications, plan.weights, strict=True):
+            shown = ", ".join(f"{weight:.3g}" for weight in weights)
+            notes.append(f"run {keys.run}, round {keys.round}; the copies' weights: {shown}")
+        for difference in plan.differences():
+            observer.warn(difference)
+        reads = [(plan.base.source, plan.base.checkpoint.nbytes)]
+        reads += [(str(delta.path), delta.checkpoint.nbytes) for delta in plan.deltas]
+        return Preview(reads=reads, writes=[(plan.out, plan.nbytes)], memory=BUFFERS, notes=notes, folders=[plan.out])
+
+    def run(self, observer: Observer = SILENT) -> Aggregation | Combined | Running:
+        """An ``Aggregation`` of one data owner's update, several ``Combined``, or with ``running`` the sum so far;
+        warnings go to ``observer``."""
+        from mpu_cli.files.boundary import private_umask
+        from mpu_cli.model.source import upload
+        from mpu_cli.protocol.running import Running
+
+        self._check_running(dry_run=False)
+        with private_umask():  # no noise covers the result
+            result = self._add(self.running, observer) if self.running else self._at_once(observer)
+        if isinstance(result, Running):
+            return result
+        for warning in result.warnings():
+            observer.warn(warning)
+        if self.push:
+            observer.note(f"uploaded to {upload(result.path, self.push)}")
+        return result
+
+    def _at_once(self, observer: Observer) -> Aggregation | Combined:
+        """All owners' deltas, in one pass."""
+        from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
+
+        plan = self.plan(observer)
+        self._check_push()
+        if len(plan.owners) > 1:
+            return aggregate_owners(plan, observer=observer)
+        return aggregate_adapter(plan) if self.as_adapter else aggregate(plan, observer=observer)
+
+    def _add(self, folder: Path, observer: Observer) -> Running | Aggregation:
+        """Add the deltas to the sum in ``folder``; once every copy's is in it, the model."""
+        from mpu_cli.protocol.deltas import open_deltas
+        from mpu_cli.protocol.keys import published_base
+        from mpu_cli.protocol.running import add, finish
+
+        paths, [keys] = self._opened(observer)
+        model, target = published_base(keys, self.base, self.model_config), self.out or model_folder(keys.round)
+        self._check_push()
+        for delta in open_deltas(paths, keys):
+            summed = add(model, delta, keys, self.aggregating, folder, observer)
+        if summed.missing:
+            return summed
+        return finish(model, keys, self.aggregating, folder, out=target, force=self.force, observer=observer)
+
+    def _check_push(self) -> None:
+        """Before the work, and after all that can be wrong with the deltas."""
+        from mpu_cli.model.source import check_repository
+
+        if self.push:
+            check_repository(self.push)
+
+    def _check_running(self, *, dry_run: bool) -> None:
+        if self.running and (self.as_adapter or dry_run):
+            raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
+        if self.running and len(self._key_files) > 1:
+            raise UsageError("several --keys do not work with --running", "add up each owner's deltas alone")
+
+    def _opened(self, observer: Observer) -> tuple[list[Path], list[Keys]]:
+        # First the paths: at the end of a pipe, the command that writes the keys may still be running.
+        paths = paths_from(self.deltas)
+        return paths, [opened_keys(file, self.opening, observer) for file in self._key_files]
+
+    @property
+    def _key_files(self) -> list[Path]:
+        return self.keys or [Path("keys.bin")]
+
+    def report(self, result: Aggregation | Combined | Running, observer: Observer) -> Report:
+        from mpu_cli.protocol.combine import Combined
+        from mpu_cli.protocol.running import Running
+
+        if isinstance(result, Running):
+            copies, missing = (", ".join(map(str, which)) for which in (result.copies, result.missing))
+            observer.note(f"in the sum: copy {copies}; missing: copy {missing}")
+            return Report([self.running], {"sum": self.running, "copies": result.copies, "missing": result.missing})
+        return self._of_owners(result, observer) if isinstance(result, Combined) else self._of_one(result, observer)
+
+    def _of_one(self, result: Aggregation, observer: Observer) -> Report:
+        """One owner's update."""
+        keys = result.keys
+        _tell_deltas("Deltas of this round", result, observer)
+        self._tell_step(result.step, result.rate, observer)
+        if result.step is None and result.rate == 1 and (keys.publication.permanent or keys.publication.omitted):
+            observer.note(
+                "copies that know less forget less: if the client's `mpu check` fails, take a longer step "
+                "(--probe FILE finds the longest that your own records allow)"
+            )
+        observer.note(f"rounding on storage: {result.rounding:.1%} of the update")
+        observer.note(f"next: `{command_to_publish(result.path, keys)}`; the client runs `mpu check` on a copy of it")
+        outliers = [
+            {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
+            for name, copy, factor in result.outliers
+        ]
+        document = {
+            "model": result.path,
+            "pushed": self.push,
+            "run": keys.run,
+            "round": keys.round,
+            "copies": _copies(result),
+            "smallest_pairwise_cosine": result.pairwise,
+            "warnings": result.warnings(),
+            "norm": result.norm,
+            "error_estimate": asdict(result.error),
+            "trained_differently": result.trained_differently,
+            "lost_to_rounding": result.rounding,
+            "step": asdict(result.step) if result.step else None,
+            "server_lr": result.rate,
+            "outliers": outliers,
+        }
+        return Report([result.path], document)
+
+    def _of_owners(self, result: Combined, observer: Observer) -> Report:
+        """Each owner's update, and how far they point in one direction."""
+        files = self._key_files
+        summaries = []
+        for file, update in zip(files, result.updates, strict=True):
+            keys = update.keys
+            _tell_deltas(f"{file}: run {keys.run}, round {keys.round}", update, observer)
+            summaries.append(
+                {
+                    "keys": file,
+                    "run": keys.run,
+                    "round": keys.round,
+                    "copies": _copies(update),
+                    "norm": update.norm,
+                    "smallest_pairwise_cosine": update.pairwise,
+                    "error_estimate": asdict(update.error),
+                }
+            )
+        for i, file in enumerate(files):
+            for j in range(i):
+                cosine = float(result.cosines[i, j])
+                observer.note(f"cosine between the updates of {files[j]} and {file}: {cosine:.3f}")
+        self._tell_step(result.step, self.aggregating.step, observer)
+        observer.note("to leave an owner out, leave out its keys and deltas")
+        document = {
+            "model": result.path,
+            "owners": summaries,
+            "cosines": result.cosines.tolist(),
+            "warnings": result.warnings(),
+            "lost_to_rounding": result.rounding,
+            "step": asdict(result.step) if result.step else None,
+        }
+        return Report([result.path], document)
+
+    def _tell_step(self, step: ServerStep | None, rate: float | str, observer: Observer) -> None:
+        """Which step was taken along the update, and what others would have cost. ``rate``: the step, or RESTORE for
+        that of each of several owners."""
+        from mpu_cli.protocol.round import MAX_STEP
+
+        if rate == RESTORE:
+            observer.note("applied with a step for each owner")
+            return
+        if step is None:
+            restored = self.aggregating.step == RESTORE and rate != 1
+            why = ", which restores what the average lost of each copy's change" if restored else ""
+            observer.note(f"applied with a step of {rate:g}{why}")
+            return
+        tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
+        observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], tried)
+        which = "the largest that is tried" if step.chosen >= MAX_STEP else "the largest found"
+        observer.note(f"applied with a step of {step.chosen:g}, {which} at which it rises by at most {step.max_rise:g}")
+
+
+def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:
+    """A round's deltas, and how far their aggregate is from the clean update."""
+    rows = []
+    for copy, (norm, cosine) in enumerate(zip(result.norms, result.cosines, strict=True), 1):
+        rows.append([f"copy {copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"])
+    rows.append(["aggregate", f"{result.norm:.4g}", ""])
+    observer.table(title, ["", "norm", "cosine with the aggregate"], rows)
+    observer.note(_accuracy(result.error))
+
+
+def _copies(result: Aggregation) -> list[dict[str, object]]:
+    """What --json says of each copy's delta."""
+    numbers = zip(result.norms, result.cosines, strict=True)
+    return [
+        {"copy": copy, "delta": result.deltas.get(copy), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}
+        for copy, (norm, cosine) in enumerate(numbers, 1)
+    ]
+
+
+def _accuracy(error: ErrorEstimate) -> str:
+    """The note about the distance from the clean update."""
+    if math.isnan(error.relative) and not error.permanent > 0:
+        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(error.permanent) else "")
+    if math.isnan(error.relative):
+        return f"error of the update: about {error.permanent:.0%}, from permanent noise"
+    if math.isnan(error.permanent):
+        total = (
+            f"about {error.relative:.1%}, and what permanent noise adds, which cannot be estimated without noise that "
+            "cancels"
+        )
+    elif error.permanent:
+        total = (
+            f"about {math.hypot(error.relative, error.permanent):.0%}: {error.permanent:.0%} from permanent noise, "
+            f"{error.relative:.1%} from noise that cancels"
+        )
+    else:
+        total = (
+            f"about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (the change from cancelling one "
+            "order less of the noise)"
+        )
+    return (
+        f"error of the update: {total}; variance factor {error.variance_factor:.2f}, signal-to-noise ratio "
+        f"{error.signal_to_noise:.3g}"
+    )

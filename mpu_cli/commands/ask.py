@@ -1,0 +1,74 @@
+"""``mpu ask``: what models answer to a question, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from mpu_cli.errors import UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import IDENTITY, Command, Report
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.unlearning import DEVICE, Prompts
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What ``model`` answered, ``with_delta`` or as it is."""
+
+    model: str
+    with_delta: bool
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Command):
+    """Ask each MODEL the same QUESTION, and print its answer: before and after unlearning, or a copy with its delta.
+
+    Answers are the likeliest ones, token by token, and asked for as records are in training. Prints a line for each.
+    """
+
+    NAME: ClassVar[str] = "ask"
+
+    models: list[str] = option(
+        ..., "Model directories, copies (sealed or not) or Hub ids.", metavar="MODEL…", argument=True
+    )
+    question: str = option(..., "What to ask.", metavar="QUESTION", argument=True)
+    delta: Path | None = option(None, "Ask MODEL, a copy, with this delta of it, too.", metavar="FILE")
+    max_new_tokens: int = option(128, "Tokens of an answer, at most.", above=0)
+    prompts: Prompts = group(Prompts)
+    device: str = option("auto", DEVICE, metavar="DEVICE")
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+
+    def run(self, observer: Observer = SILENT) -> list[Reply]:
+        """The answers, in the order of the models."""
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.measuring.generation import Respondent
+        from mpu_cli.model.source import open_model
+        from mpu_cli.records.forms import question
+
+        if not self.question.strip():
+            raise UsageError("QUESTION: is empty", "put it in quotes, after the models")
+        if self.delta and len(self.models) > 1:
+            raise UsageError(f"--delta: is of one copy, and {len(self.models)} models are named", "name its copy alone")
+        record = question(self.question, "–", "the question")
+        replies = []
+        for model in self.models:
+            with opened_copy(model, Path(model).parent, self.identity, observer) as source:
+                copy = open_model(source, links=False)
+                respondent = Respondent(copy, self.prompts, self.device)
+                [answer] = respondent.answers([record], self.max_new_tokens, observer)
+                replies.append(Reply(model, False, answer))
+                if self.delta:
+                    respondent.add(copy, self.delta)
+                    [answer] = respondent.answers([record], self.max_new_tokens, observer)
+                    replies.append(Reply(model, True, answer))
+        return replies
+
+    def report(self, replies: list[Reply], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
+        lines = []
+        for reply in replies:
+            name = f"{reply.model} with {self.delta}" if reply.with_delta else reply.model
+            lines.append(f"{name}\t{' '.join(reply.answer.split())}")
+        return Report(lines, [asdict(reply) for reply in replies])

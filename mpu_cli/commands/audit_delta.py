@@ -1,0 +1,77 @@
+"""``mpu audit-delta``: what a delta tells of the records, before it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import IDENTITY, Command, Report
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.unlearning import Prompts, Records
+
+if TYPE_CHECKING:
+    from mpu_cli.training.leakage import LeakageReading
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditDelta(Command):
+    """Show what a server reads off DELTA about the --forget and --retain records: tokens, which of a list of candidates
+    were forgotten, the longest record, experts.
+
+    Plays the best readings that are known, and says how well each does on your records. That none of them does well is
+    no proof that nothing can be read: only `mpu surrogate` and --dp-epsilon bound that. Prints a line for each reading.
+    """
+
+    NAME: ClassVar[str] = "audit-delta"
+
+    copy: str = option(..., "The copy that the delta was made from.", metavar="COPY", argument=True)
+    delta: Path = option(..., "The delta, before it is sent.", metavar="DELTA", argument=True)
+    records: Records = group(Records)
+    prompts: Prompts = group(Prompts)
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+
+    def run(self, observer: Observer = SILENT) -> list[LeakageReading]:
+        """What each reading finds."""
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.records.read import read_records
+        from mpu_cli.training.leakage import audit
+
+        records = self.records
+        has_retain = records.retain != Records().retain or Path(records.retain).exists()
+        forget = read_records(records.forget, records.reading, observer=observer)
+        retain = read_records(records.retain, records.reading, observer=observer) if has_retain else []
+        with opened_copy(self.copy, self.delta.parent, self.identity, observer) as opened:
+            return audit(opened, self.delta, forget, retain, self.prompts)
+
+    def report(self, readings: list[LeakageReading], observer: Observer) -> Report:
+        rows = []
+        for each in readings:
+            tensor = each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…"
+            numbers = [_share(value) for value in (each.told_apart, each.precision, each.recall)]
+            rows.append([tensor, each.rule, *numbers, each.fact or ""])
+        columns = ["tensor", "rule", "forget vs keep", "precision", "recall", ""]
+        observer.table("What a server reads off this delta", columns, rows)
+        observer.note(
+            "forget vs keep: how often a reading ranks a record to forget above one to keep (AUC; 0.5: it cannot "
+            "tell); precision and recall: of the tokens that it lists"
+        )
+        telling = [each for each in readings if each.tells]
+        if telling:
+            observer.warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
+            observer.note(
+                "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp-epsilon give a "
+                "bound (docs/attacks.md)"
+            )
+        else:
+            observer.note(f"none of the {len(readings)} readings tells anything about these records")
+        observer.note(
+            "not tested: a crafted copy, which reads more (`mpu unlearn` looks for one), and several deltas together"
+        )
+        lines = [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in readings]
+        return Report(lines, [{**asdict(each), "tells": each.tells} for each in readings])
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,340 @@
+"""``mpu check``: the client's verdict on the server's new model."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
+from mpu_cli.options.declare import declared_options, flat, group, option
+from mpu_cli.options.evaluation import Checking, Scoring
+from mpu_cli.options.unlearning import Checks, Goal, Unlearning
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.receipt import CopyFacts, Receipt
+    from mpu_cli.measuring.verdict import RecordScores, Verdict
+    from mpu_cli.model.source import Model
+    from mpu_cli.records.forms import Record
+
+SETS = {"forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for)."""
+
+    verdict: Verdict
+    receipt: Receipt | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Command):
+    """Check on a copy of the server's new model that it forgot your records and kept the others.
+
+    Passes if at most 5 % is left of what was known of --forget records (and the interval over records ends below
+    10 %), and at least 95 % of --retain records is kept, both measured against --before. What --unseen records or
+    --public say a stranger knows does not count. Prints a table and the verdict; exits with status 1 unless it is a
+    pass.
+    """
+
+    NAME: ClassVar[str] = "check"
+
+    copy: str = option(
+        ..., "A copy of the server's new model, from `mpu publish` (sealed or not).", metavar="COPY", argument=True
+    )
+    checking: Checking = group(Checking)
+    before: str | None = option(
+        None, "The copy that was trained on, or another from before unlearning.", metavar="COPY"
+    )
+    receipt: Path | None = option(
+        None, "Write what was measured, signed and without records, for the server or an auditor.", metavar="FILE"
+    )
+    outside_dp: bool = option(
+        False, "Write a receipt although records were trained on with --dp-epsilon: no ε covers what it says."
+    )
+    trust_copy: bool = option(
+        False,
+        "Measure although tokenizer, template or config differ from the copy that was trained on; the verdict is "
+        "undecided then.",
+    )
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+    force: bool = option(False, FORCE)
+
+    def run(self, observer: Observer = SILENT) -> Checked:
+        """Measure the copy on the records, and judge; write the receipt, if there is one.
+
+        Raises MpuError for records or models that cannot be read, and for a copy whose tokenizer, template or config
+        differ from those of ``before``.
+        """
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.files.transaction import Transaction
+        from mpu_cli.measuring.receipt import as_text
+        from mpu_cli.model.source import open_model
+
+        if self.receipt and self.receipt.exists() and not self.force:
+            raise MpuError(f"{self.receipt}: already exists", "choose another name, or use --force to replace it")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError("check: does not work in several processes")
+        sets = _sets(self.checking, observer)
+        with Transaction(force=self.force) as transaction:
+            written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is measured
+            # Opened beside the sealed file, where the next command finds what a killed one left.
+            with opened_copy(self.copy, Path(self.copy).parent, self.identity, observer) as source:
+                checked = self._check(open_model(source, links=False), sets, observer)
+            if written and checked.receipt:
+                written.write_text(as_text(checked.receipt), encoding="utf-8")
+        return checked
+
+    def _check(self, copy: Model, sets: Mapping[str, Sequence[Record]], observer: Observer) -> Checked:
+        from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
+        from mpu_cli.measuring.verdict import judge
+        from mpu_cli.model.source import open_model
+        from mpu_cli.training.delta import own_client_secret
+        from mpu_cli.training.job import weights_of
+        from mpu_cli.version import __version__
+
+        how = self.checking
+        manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+        if self.receipt and manifest is None:
+            raise MpuError(f"{self.copy}: not an mpu copy (no mpu.json), so there is no receipt for it")
+        with self._opened_before(observer) as earlier_model:
+            trusted = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
+            facts = _facts(copy, manifest) if manifest and self.receipt else None
+            earlier_facts = _facts_before(earlier_model, facts, self.outside_dp) if earlier_model and facts else None
+            earlier = _scores(earlier_model, sets, how, "before", observer) if earlier_model else {}
+        after = _scores(copy, sets, how, "the copy", observer)
+        public_model, public = None, None
+        if how.public:
+            public_model = open_model(how.public)
+            asked = {name: sets[name] for name in ("forget", "unseen") if name in sets}
+            public = _scores(public_model, asked, how, "the public model", observer)
+        verdict = judge(
+            after, earlier, public=public, max_left=how.goal.max_left, min_kept=how.goal.min_kept,
+            same_surroundings=trusted,
+        )  # fmt: skip
+        if facts is None:
+            return Checked(verdict, None)
+        receipt = new_receipt(
+            verdict, copy=facts, before=earlier_facts, public=weights_of(public_model) if public_model else None,
+            commitment=commit_to(sets, own_client_secret()), version=__version__,
+        )  # fmt: skip
+        return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
+
+    @contextmanager
+    def _opened_before(self, observer: Observer) -> Iterator[Model | None]:
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.model.source import open_model
+
+        if self.before is None:
+            yield None
+            return
+        with opened_copy(self.before, Path(self.before).parent, self.identity, observer) as source:
+            yield open_model(source, links=False)
+
+    def tables(self, checked: Checked) -> list[Table]:
+        return [_table(checked.verdict)]
+
+    def report(self, checked: Checked, observer: Observer) -> Report:
+        from mpu_cli.measuring.receipt import MOST_BITS
+
+        verdict = checked.verdict
+        _tell_shares(verdict, observer)
+        if checked.receipt and checked.receipt.client:
+            observer.note(
+                f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; your public "
+                f"key is {checked.receipt.client.public_key}"
+            )
+            observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
+        if not self.checking.goal.unseen and not self.checking.public:
+            observer.note("without --unseen or --public, what a stranger would guess counts as left")
+        if verdict.is_to_go_on:
+            again = shlex.join(self._command_to_go_on())
+            observer.note(f"next: `{again}`, and return the delta to the server")
+        elif verdict.request:
+            observer.note(f"next: {verdict.request}")
+        document = {
+            **asdict(verdict),
+            "forgotten": verdict.is_forgotten,
+            "kept_enough": verdict.is_kept,
+            "passed": verdict.passes,
+            "verdict": verdict.sentence,
+            "receipt": self.receipt,
+        }
+        return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
+
+    def _command_to_go_on(self) -> list[str]:
+        """The command that unlearns on the checked copy, with the records, the goal and the way to read them of the
+        check."""
+        values = flat(self.checking)
+        taken = {**declared_options(Unlearning), **declared_options(Goal), **declared_options(Checks)}
+        command = ["mpu", "unlearn", self.copy]
+        for name, declaration in declared_options(Checking).items():
+            value = values[name]
+            # --device and --batch-size say how the check ran.
+            if name not in taken or name in declared_options(Scoring) or value in (declaration.default, None, ()):
+                continue
+            if value is True:
+                command.append(declaration.flag)
+                continue
+            texts = str(value).splitlines() if isinstance(value, str) else [str(value)]
+            for text in [",".join(map(str, value))] if isinstance(value, tuple) else texts:
+                command += [declaration.flag, text]
+        return command
+
+
+def _table(verdict: Verdict) -> Table:
+    """What the copy knows of each set."""
+    rows = []
+    for name, label in SETS.items():
+        after, earlier = verdict.scores.get(name), verdict.scores.get(f"{name} before")
+        if after is not None:
+            cells = [f"{each.probability:.2f}" if each else "–" for each in (earlier, after)]
+            rows.append([label, *cells, f"{after.verbatim:.0%}"])
+    return Table("What the copy knows", ["records", "probability before", "probability", "word for word"], rows)
+
+
+def _tell_shares(verdict: Verdict, observer: Observer) -> None:
+    """What is left and kept, in percent."""
+    if verdict.left:
+        observer.note(
+            f"left of what was known of the records to forget: {verdict.left}; at most {verdict.max_left:.0%} may be"
+        )
+    if verdict.kept:
+        trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""
+        observer.note(f"kept of the others: {verdict.kept}{trained}; at least {verdict.min_kept:.0%} has to be")
+
+
+def _sets(how: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
+    """The records of each set; of those to keep, the ones that ``unlearn`` holds out of the training apart. Equal ones
+    are one: twenty copies of a record would not say more of it, and the interval over records would believe so."""
+    from mpu_cli.records.read import read_records
+    from mpu_cli.training.data import Dataset, with_unseen
+    from mpu_cli.training.stopping import hold_out
+
+    forget = read_records(how.forget, how.reading, observer=observer)
+    retain = read_records(how.retain, how.reading, observer=observer) if how.retain else []
+    data = hold_out(Dataset(forget, retain), how.goal.held_out)
+    if how.goal.unseen:
+        data = with_unseen(data, how.goal.unseen, how.reading, observer)
+    sets: dict[str, Sequence[Record]] = {}
+    for name in ("forget", "held_out", "retain", "unseen"):
+        distinct = {record.identity: record for record in getattr(data, name)}
+        if distinct:
+            sets[name] = list(distinct.values())
+    return sets
+
+
+def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:
+    """Whether ``copy`` reads records as the copy that was trained on did: that is ``earlier``, else what the ledger has
+    of the run. A template alone can make a model seem to have forgotten.
+
+    Raises MpuError if it does not, unless ``trust_copy``.
+    """
+    from mpu_cli.training.job import surroundings_of
+    from mpu_cli.training.ledger import default_ledger_path, read_ledger
+
+    known: set[str] = set()
+    if earlier is not None:
+        known = {surroundings_of(earlier)}
+    elif manifest is not None:
+        known = {entry.surroundings for entry in read_ledger(default_ledger_path()) if entry.run == manifest.run}
+    if not known or surroundings_of(copy) in known:
+        return True
+    if trust_copy:
+        return False
+    raise MpuError(
+        f"{copy.source}: its tokenizer, template or config is not that of the copy that was trained on, so it reads "
+        "your records differently, and the verdict would say nothing of the model",
+        "nothing was measured; ask its owner for one that has the same, or use --trust-copy if you know why",
+    )
+
+
+def _scores(
+    model: Model, sets: Mapping[str, Sequence[Record]], how: Checking, label: str, observer: Observer
+) -> dict[str, RecordScores]:
+    """How probable the answers of each set are to ``model``, which is loaded once. Nothing is generated: an answer is
+    given word for word if each of its tokens is the likeliest after those before it."""
+    import torch
+
+    from mpu_cli.files.reader import NAME, OPTION, TORCH
+    from mpu_cli.measuring.verdict import RecordScores
+    from mpu_cli.model.device import device_of
+    from mpu_cli.model.load import letting_go, limits_of, load
+    from mpu_cli.model.network import Answers
+    from mpu_cli.records.encode import encoding_of
+
+    @letting_go
+    def score() -> dict[str, RecordScores]:
+        scoring, prompts = how.scoring, how.prompts
+        on_cpu = device_of(scoring.device).type == "cpu"
+        largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
+        stored = NAME[torch.float32] if on_cpu else largest.dtype
+        dtype = TORCH[OPTION[scoring.dtype] if scoring.dtype else stored]
+        loaded, tokenizer = load(model, dtype, scoring.device, quantize=scoring.quantize)
+        encoding = encoding_of(tokenizer, prompts, prompts.template, limits_of(loaded))
+        observer.stage(f"score {label}", sum(map(len, sets.values())), "records")
+        scores = {}
+        for name, records in sets.items():
+            of_each = encoding.encode_each(records)
+            if bad := next((each for each in of_each if isinstance(each, MpuError)), None):
+                raise bad
+            examples = [example for each in of_each for example in each]  # type: ignore[union-attr]
+            answers = iter(Answers(examples, scoring.batch_size).scores(loaded, likeliest=True))
+            # A text is several examples: its tokens count together.
+            parts = [[next(answers) for _ in each] for each in of_each]  # type: ignore[union-attr]
+            scores[name] = RecordScores(
+                [math.exp(-sum(p.loss for p in each) / max(1, sum(p.tokens for p in each))) for each in parts],
+                [all(p.is_likeliest for p in each) for each in parts],
+            )
+            observer.advance(len(records))
+        for remark in encoding.remarks(sum(map(len, sets.values()))):
+            observer.warn(f"{label}: {remark}")
+        return scores
+
+    return score()
+
+
+def _facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
+    """What a receipt says of a copy: its names, and digests of its weights and of what reads records."""
+    from mpu_cli.measuring.receipt import CopyFacts
+    from mpu_cli.training.job import surroundings_of, weights_of
+
+    return CopyFacts(
+        run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
+        weights=weights_of(copy), surroundings=surroundings_of(copy),
+    )  # fmt: skip
+
+
+def _facts_before(earlier: Model, measured: CopyFacts, outside_dp: bool) -> CopyFacts:
+    """What a receipt says of the copy that was trained on.
+
+    Raises MpuError if it is no copy or the one that was ``measured``: a receipt would then compare with a model that
+    nobody else knows. Also if a training on it had a bound, unless ``outside_dp``: no ε covers what a receipt says.
+    """
+    from mpu_cli.training.ledger import default_ledger_path, read_ledger
+
+    manifest = read_copy_manifest(earlier.folder, earlier.checkpoint.metadata)
+    if manifest is None:
+        raise MpuError(
+            f"{earlier.source}: not an mpu copy (no mpu.json), so a receipt cannot say what was compared with",
+            "name the copy that was trained on",
+        )
+    facts = _facts(earlier, manifest)
+    if facts.weights == measured.weights:
+        raise MpuError(f"{earlier.source}: the copy itself", "name the copy that was trained on")
+    bounded = [entry for entry in read_ledger(default_ledger_path()) if entry.mechanism and entry.run == facts.run]
+    if bounded and not outside_dp:
+        raise MpuError(
+            f"{earlier.source}: records were trained on under DP, and no ε covers what a receipt says of them",
+            "check without --receipt, or use --outside-dp if you accept that",
+        )
+    return facts

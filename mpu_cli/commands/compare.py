@@ -1,0 +1,133 @@
+"""``mpu compare``: results of ``mpu eval`` side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.errors import UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, Command, Report, paths_from
+from mpu_cli.options.declare import option
+from mpu_cli.wording import printable
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.results import Evaluated
+
+BEST = "**"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Values by metric and result, the ``labels`` of the results, and a ``table`` with the best ones marked."""
+
+    labels: Sequence[str]
+    values: Mapping[str, Sequence[float | None]]
+    table: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Command):
+    """Print results as a Markdown table, one row each. The best of a column is bold if its 95 % interval overlaps no
+    other.
+
+    Attacks (mia_…) are best near the retain model's value (0.5 if none is known), privleak near 0. A result that others
+    used as --retain-log is the model to be like, so it gets no bold. Warns on standard error if results were produced
+    differently.
+    """
+
+    NAME: ClassVar[str] = "compare"
+
+    results: list[str] = option(
+        ...,
+        "Results of mpu eval, or OpenUnlearning's …_EVAL.json, or - to read paths from standard input.",
+        metavar="FILES",
+        argument=True,
+    )
+    metrics: str | None = option(None, "Comma-separated metrics, or all (default: the main ones).", metavar="NAMES")
+    plot: Path | None = option(None, "Plot the metrics (.png, .svg, .pdf or .html).", metavar="FILE")
+    out: Path | None = option(None, "Also write the table (.tex for booktabs, .csv or .md).", metavar="FILE")
+    force: bool = option(False, FORCE)
+
+    def run(self, observer: Observer = SILENT) -> Comparison:
+        from mpu_cli.files.tables import SUFFIXES, write_tables
+        from mpu_cli.measuring.results import chosen_metrics, differences, main_metrics, read_results
+
+        if self.out and self.out.suffix not in SUFFIXES:
+            raise UsageError(f"--out {self.out}: must end in {', '.join(SUFFIXES)}")
+        if self.plot:
+            from mpu_cli.measuring.plots import check_target
+
+            check_target(self.plot, self.force)
+        read = read_results(paths_from(self.results))
+        available = [name for result in read for name in result.log.metrics]
+        if self.metrics == "all":
+            names = list(dict.fromkeys(available))
+        elif self.metrics is not None:
+            names = chosen_metrics(self.metrics, available)
+        else:
+            names = main_metrics(available)
+        for sentence in differences(read):
+            observer.warn(f"not directly comparable: {sentence}")
+        values = {name: [result.value(name) for result in read] for name in names}
+        comparison = Comparison([result.label for result in read], values, _table(read, values))
+        if self.out:
+            write_tables({"results": comparison.table}, self.out, force=self.force)
+        if self.plot:
+            from mpu_cli.measuring.plots import draw_comparison
+
+            draw_comparison(comparison.labels, values, self.plot, force=self.force)
+        return comparison
+
+    def report(self, comparison: Comparison, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
+        from mpu_cli.files.tables import markdown_table
+
+        document = {
+            label: {name: values[i] for name, values in comparison.values.items()}
+            for i, label in enumerate(comparison.labels)
+        }
+        return Report(markdown_table(comparison.table), document)
+
+
+def _table(read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
+    """Rows of text with a head, the best of each column marked."""
+    from mpu_cli.measuring.results import distinct_best, goal, one_retain_log, retain_value
+
+    marked = {}
+    for name, column in values.items():
+        form = next(result.log.metrics[name] for result in read if result.log.has(name))
+        competing = [None if result.is_retain else value for result, value in zip(read, column, strict=True)]
+        intervals = [_interval(result, name) for result in read]
+        marked[name] = distinct_best(competing, intervals, goal(name, form), retain_value(read, name))
+    if not one_retain_log(read):
+        marked["privleak"] = set()  # measured against different retain models
+    rows = [["", *values]]
+    for i, result in enumerate(read):
+        row = [printable(result.label)]
+        for name, column in values.items():
+            value, mark = column[i], BEST if i in marked[name] else ""
+            row.append(mark + ("–" if value is None else f"{value:.4g}") + mark)
+        rows.append(row)
+    return rows
+
+
+def _interval(result: Evaluated, name: str) -> tuple[float, float] | None:
+    """The 95 % interval of a metric, if the result has one or the values that it is the mean of."""
+    from mpu_cli.measuring.results import half_interval
+
+    if not result.log.has(name):
+        return None
+    form = result.log.metrics[name]
+    if interval := form.get("interval"):
+        return tuple(interval)
+    entries = [entry for entry in (form.get("value_by_index") or {}).values() if isinstance(entry, dict)]
+    for name_of_value in entries[0] if len(entries) > 1 else ():
+        values = [entry.get(name_of_value) for entry in entries]
+        numbers = [value for value in values if isinstance(value, float)]
+        mean = math.fsum(numbers) / len(entries)
+        if len(numbers) == len(entries) and math.isclose(mean, form["agg_value"], rel_tol=1e-6, abs_tol=1e-9):
+            return mean - (half := half_interval(numbers)), mean + half
+    return None

@@ -1,0 +1,208 @@
+"""``mpu eval``: what a model still knows, and what it can still do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpu_cli.errors import UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.evaluation import Measuring, Scoring
+from mpu_cli.wording import names_in
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.evaluate import EvalResult
+    from mpu_cli.measuring.metrics import MetricResult
+    from mpu_cli.measuring.retain import RetainLog
+
+OUTPUT = "Output"
+ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement: its ``result``, on the benchmark of that name, and the retain model's log, if there is one."""
+
+    result: EvalResult
+    benchmark: str
+    log: RetainLog | None
+
+    @property
+    def path(self) -> Path:
+        return self.result.path
+
+    @property
+    def forms(self) -> dict[str, MetricResult]:
+        """The metrics, by name."""
+        return self.result.forms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Command):
+    """Measure forgetting, utility and privacy of MODEL as OpenUnlearning does, with the same numbers.
+
+    An interrupted run resumes where it left off. Prints a table, and the path of the result.
+    """
+
+    NAME: ClassVar[str] = "eval"
+    ESSENTIAL: ClassVar[str] = (
+        "--benchmark --forget --retain --unseen --retain-log --max-length --attacks --show --plot --out"
+    )
+
+    model: str = option(
+        ..., "A model directory, .safetensors file, Hub id, or an output of mpu.", metavar="MODEL", argument=True
+    )
+    measuring: Measuring = group(Measuring)
+    records: Path | None = option(
+        None,
+        "Your own records: one file instead of three; each record's 'set' is forget, retain or unseen.",
+        metavar="[FILE]",
+        argument=True,
+    )
+    base: str | None = option(
+        None, "For an adapter: its base (default: the folder beside it that its config names).", metavar="BASE"
+    )
+    delta: Path | None = option(
+        None, "Measure MODEL, a copy, with this delta of it: the client's own check.", metavar="FILE"
+    )
+    show: int = option(
+        0,
+        "Print answers to the first N questions of the forget set; with --delta, before and after.",
+        metavar="N",
+        least=0,
+        panel=OUTPUT,
+    )
+    endpoint: str | None = option(
+        None,
+        "Measure the model that this OpenAI-compatible address serves, such as http://HOST:8000/v1, with the tokenizer "
+        "of MODEL. The key, if it needs one, is MPU_ENDPOINT_KEY.",
+        metavar="URL",
+        panel=Scoring.PANEL,
+    )
+    endpoint_model: str | None = option(
+        None, "The served model's name (default: the first that the endpoint lists).", metavar="NAME",
+        panel=Scoring.PANEL,
+    )  # fmt: skip
+    lm_eval: str | None = option(
+        None,
+        "Also run these EleutherAI harness tasks, comma-separated (pip install lm-eval).",
+        metavar="TASKS",
+        panel=Scoring.PANEL,
+    )
+    out: Path = option(Path("eval.json"), "Result file (JSON).", metavar="FILE", panel=OUTPUT)
+    plot: Path | None = option(
+        None, "Plot the distributions behind the numbers (.png, .svg, .pdf or .html).", metavar="FILE", panel=OUTPUT
+    )
+    before: Path | None = option(
+        None, "For --plot: result of the model before unlearning.", metavar="FILE", panel=OUTPUT
+    )
+    texts: bool = option(
+        True,
+        "Whether the result file holds questions, answers and generations; leave them out of what you send.",
+        flag="--texts/--no-texts",
+        panel=OUTPUT,
+    )
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+    force: bool = option(False, FORCE)
+
+    def run(self, observer: Observer = SILENT) -> Evaluation:
+        """Measure the model, or the peft adapter in that folder on ``base`` or on the model that it names."""
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.measuring.benchmarks import benchmark_of
+        from mpu_cli.measuring.endpoint import KEY, endpoint_at
+        from mpu_cli.measuring.evaluate import choose, evaluate
+        from mpu_cli.measuring.plots import check_drawable, check_target, draw
+        from mpu_cli.measuring.retain import read_retain_log
+        from mpu_cli.model.source import open_model
+        from mpu_cli.model.staging import adapter_base, is_adapter
+
+        if self.plot and self.plot.resolve() == self.out.resolve():
+            raise UsageError(f"--out and --plot: both are {self.out}", "choose different names")
+        if self.before and not self.plot:
+            raise UsageError("--before requires --plot")
+        if self.endpoint_model and not self.endpoint:
+            raise UsageError("--endpoint-model requires --endpoint")
+        how = self.measuring
+        log = read_retain_log(how.retain_log) if how.retain_log else None
+        benchmark = benchmark_of(how, log, self.records, observer)
+        if self.plot:
+            check_target(self.plot, self.force)
+            check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)
+        earlier = read_retain_log(self.before) if self.before else None
+        adapter = Path(self.model) if is_adapter(Path(self.model)) else None
+        if self.base and not adapter:
+            raise UsageError("--base: only an adapter has one")
+        source = (self.base or adapter_base(adapter)) if adapter else self.model
+        served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY)) if self.endpoint else None
+        with opened_copy(source, self.out.parent, self.identity, observer) as opened:
+            result = evaluate(
+                open_model(opened, links=False),
+                benchmark,
+                how,
+                adapter=adapter,
+                delta=self.delta,
+                show=self.show,
+                lm_eval=names_in(self.lm_eval),
+                endpoint=served,
+                out=self.out,
+                texts=self.texts,
+                force=self.force,
+                observer=observer,
+            )
+        if self.plot:
+            draw(
+                result.forms, self.plot, title=self.model, retain=log.metrics if log else None,
+                before=earlier.metrics if earlier else None, force=self.force,
+            )  # fmt: skip
+        return Evaluation(result, benchmark.name, log)
+
+    def tables(self, evaluation: Evaluation) -> list[Table]:
+        title = f"{self.endpoint or self.model} on {evaluation.benchmark}"
+        return [_table(title, evaluation.forms, evaluation.log)]
+
+    def report(self, evaluation: Evaluation, observer: Observer) -> Report:
+        result = evaluation.result
+        for shown in result.shown:
+            observer.show(str(shown))
+        if self.texts:
+            observer.note(
+                f"{self.out}: only you can read it; it holds questions and answers, which --no-texts leaves out"
+            )
+        if self.delta:
+            observer.note("this is the copy with its delta; the server's model may forget less (docs/protection.md)")
+        if evaluation.log is None and "privleak" in result.forms:
+            observer.note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
+        for name, form in result.forms.items():
+            if reason := form.get("reason"):
+                observer.warn(f"{name} has no value: {reason}")
+        values = {name: form["agg_value"] for name, form in result.forms.items()}
+        paths = [result.path, *([self.plot] if self.plot else [])]
+        return Report(paths, {"result": result.path, "metrics": values})
+
+
+def _table(title: str, forms: Mapping[str, MetricResult], log: RetainLog | None) -> Table:
+    """The table of metrics, the main ones first, beside the retain model's."""
+    from mpu_cli.measuring.results import goal, main_metrics
+
+    rows = []
+    for name in dict.fromkeys([*main_metrics(forms), *forms]):
+        row = [name, _with_interval(forms[name]), ARROWS[goal(name, forms[name])]]
+        if log:
+            # privleak was computed against that model; the log's own value was computed without one.
+            row.append(_number(0.0 if name == "privleak" else log.value(name)))
+        rows.append(row)
+    return Table(title, ["metric", "value", "goal", *(["retain model"] if log else [])], rows)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _with_interval(form: Mapping[str, Any]) -> str:
+    between = form.get("interval")
+    return _number(form["agg_value"]) + (f" ({between[0]:.3g} to {between[1]:.3g})" if between else "")

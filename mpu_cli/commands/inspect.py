@@ -1,0 +1,365 @@
+"""``mpu inspect``: what a file is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.errors import MpuError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import IDENTITY, Command, Opening, Report
+from mpu_cli.options.declare import option
+from mpu_cli.wording import printable
+
+if TYPE_CHECKING:
+    from mpu_cli.files.manifest import CopyManifest
+    from mpu_cli.files.reader import Checkpoint
+    from mpu_cli.protocol.noise import Calibration
+
+MAX_SIBLINGS = 100  # files beside a delta that are compared with it
+MAX_RECIPE = 1_000_000  # bytes
+MAX_CARD = 100_000  # bytes of a model card that are read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command):
+    """Describe PATH: its kind, what it belongs to, its tensors. Never shows secrets, even from key files.
+
+    Changes nothing. PATH may be a link; links inside a folder are not followed.
+    """
+
+    NAME: ClassVar[str] = "inspect"
+
+    path: Path = option(
+        ...,
+        "Anything that mpu made: a copy, delta, model, key file, identity, result, log or folder.",
+        metavar="PATH",
+        argument=True,
+    )
+    tensors: bool = option(False, "List every tensor.")
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+    passphrase_file: Path | None = option(None, "Read the passphrase from the first line of FILE.", metavar="FILE")
+
+    def run(self, observer: Observer = SILENT) -> dict[str, Any]:  # noqa: ARG002 (as all commands have it)
+        """The facts, by their names."""
+        from mpu_cli.files.boundary import open_regular
+        from mpu_cli.files.sealing import AGE_HEADER
+
+        path = self.path
+        if path.name == "mpu.json" and path.is_file():
+            path = path.parent
+        if not path.exists():
+            raise MpuError(f"{path}: no such file or directory")
+        if path.is_symlink():
+            path = path.resolve()
+        head = b""
+        if not path.is_dir():
+            with open_regular(path) as file:
+                head = file.read(64)
+        if path.suffix == ".toml" and path.is_file():
+            return _toml(path)
+        if head.startswith(AGE_HEADER):
+            return _sealed_facts(path, self.identity, self.passphrase_file)
+        if head.startswith((b"AGE-SECRET-KEY-", b"# ")):
+            return _identity(path)
+        return _document(path, head) or _folder(path) or _checkpoint(path, self.tensors)
+
+    def report(self, facts: dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
+        return Report(_lines(facts), facts)
+
+
+def _toml(path: Path) -> dict[str, object]:
+    """What a file of options is: a recipe of ``mpu sweep`` with its axes, or options for ``--config``."""
+    from mpu_cli.files.boundary import read_bounded
+    from mpu_cli.toml import parse_toml
+
+    document = parse_toml(read_bounded(path, MAX_RECIPE, links=False), path)
+    if "base" not in document and "extends" not in document:
+        return {
+            "kind": "TOML; for --config, if its tables are named after commands",
+            "tables": sorted(document),
+        }
+    cases = document.get("cases")
+    tables = [document, *(case for case in cases if isinstance(case, dict))] if isinstance(cases, list) else [document]
+    axes = [(name, len(value)) for table in tables for name, value in table.items() if isinstance(value, list)]
+    return {
+        "kind": "recipe of mpu sweep", "base": document.get("base", f"that of {document.get('extends')}"),
+        "axes": {name: f"{count} values" for name, count in axes if name != "cases"},
+        "cases": len(tables) - 1,
+    }  # fmt: skip
+
+
+def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
+    from mpu_cli.files.sealing import default_identity_path
+    from mpu_cli.protocol.keys import MAX_KEYS_FILE, needs_passphrase
+
+    copy = {
+        "kind": "copy, sealed for its client (age v1)",
+        "bytes": path.stat().st_size,
+        "to open": f"mpu unlearn {path}, or age -d -i IDENTITY {path} | tar x",
+    }
+    facts: dict[str, object] = {"kind": "keys of a publication, sealed (age v1)"}
+    if path.stat().st_size > MAX_KEYS_FILE:
+        return copy
+    if needs_passphrase(path):
+        if passphrase_file is None:
+            return {**facts, "opened": "no: sealed with a passphrase (--passphrase-file)"}
+    elif identity is None and not default_identity_path().exists():
+        # Copies and keys look alike until opened, but copies are written with this suffix.
+        return copy if path.suffix == ".age" else {**facts, "opened": "no: sealed for an identity (--identity)"}
+    try:
+        keys = opened_keys(path, Opening(identity=identity, passphrase_file=passphrase_file, trust_keys=True), SILENT)
+    except MpuError as error:
+        if path.suffix == ".age":
+            return copy
+        if identity or passphrase_file:
+            raise
+        return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
+    publication = keys.publication
+    # The seed, α_k or c_k, and σ undo the noise and the coordinates: they are never shown.
+    return {
+        **facts,
+        "run": keys.run,
+        "sealed by": "this server" if keys.authentic else "unknown: not with this server's secret",
+        "round": keys.round,
+        "copies": keys.copies,
+        "kappa": publication.kappa,
+        "permanent noise": publication.shared_kappa,
+        **({"calibrated": _calibration(publication.calibration)} if publication.calibration else {}),
+        "symmetries": publication.symmetries,
+        "noise": publication.scheme.name
+        + (f", cancels up to order {publication.scheme.order - 1}" if publication.copies > 1 else ""),
+        "seed": "secret" if publication.seed_is_secret else "from --seed: not secret",
+        "base": keys.base.path,
+        "base fingerprint": keys.base.fingerprint,
+        "pretrained": keys.reference or "none",
+    }
+
+
+def _calibration(calibration: Calibration) -> str:
+    return (
+        f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}, S = {calibration.sensitivity:g}, "
+        f"against {calibration.adversary}, {calibration.rounds} rounds, {calibration.bound}"
+    )
+
+
+def _identity(path: Path) -> dict[str, object]:
+    from mpu_cli.files.sealing import read_identities
+
+    return {
+        "kind": "age identity (secret: opens key files)",
+        "public keys": [str(identity.to_public()) for identity in read_identities(path)],
+        "mode": f"{path.stat().st_mode & 0o777:04o}",
+    }
+
+
+def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
+    from mpu_cli.files.boundary import read_json_object
+    from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest
+    from mpu_cli.files.reader import ADAPTER_CONFIG, open_checkpoint
+
+    checkpoint = open_checkpoint(path, links=False)
+    folder = path if path.is_dir() else path.parent
+    format_ = facts_of(checkpoint.metadata).get("format")
+    facts: dict[str, object] = {"kind": "model"}
+    if format_ == "mpu-delta":
+        manifest = delta_manifest(checkpoint.metadata, path)
+        facts = {"kind": "delta, " + ("inverted" if manifest.inverted else "in its copy's coordinates")}
+        facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
+        if manifest.privacy:
+            facts["privacy, as the client says"] = manifest.privacy
+        if manifest.trained:
+            facts["training tags"] = manifest.trained
+            alike, unlike = _trained_alike(path, manifest.trained)
+            facts |= {"trained like": alike} if alike else {}
+            facts |= {"trained otherwise than": unlike} if unlike else {}
+        origin = manifest.origin
+        facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
+    elif path.is_dir() and (origin := read_copy_manifest(folder)):
+        facts = {"kind": "copy, as published", **_belonging(origin)}
+    elif format_ == "mpu-copy":
+        facts = {
+            "kind": "weights of a copy",
+            **{k: v for k, v in facts_of(checkpoint.metadata).items() if k != "format"},
+        }
+    elif format_ == "mpu-reference":
+        facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
+        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "copy", "asks")}
+    elif format_ == "mpu-model":
+        facts = {"kind": "model, after aggregation"}
+        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
+        facts |= _of_card(folder)
+    elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
+        config = read_json_object(path / ADAPTER_CONFIG, links=False)
+        facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
+    facts |= _contents(checkpoint)
+    if tensors:
+        facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
+    return facts
+
+
+def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The other deltas beside ``path`` whose tags say that they were trained alike, and those whose tags differ."""
+    from mpu_cli.files.manifest import delta_manifest
+    from mpu_cli.files.reader import open_checkpoint
+
+    alike: list[str] = []
+    unlike: list[str] = []
+    for other in sorted(islice(path.parent.glob("*.safetensors"), MAX_SIBLINGS)):
+        if other.is_symlink():
+            continue
+        try:
+            trained = delta_manifest(open_checkpoint(other, links=False).metadata, other).trained
+        except MpuError:
+            continue
+        if other != path and trained and trained.get("key") == tags.get("key"):
+            (alike if trained == tags else unlike).append(other.name)
+    return alike, unlike
+
+
+def _of_card(folder: Path) -> dict[str, object]:
+    """What the model card says of the aggregation: its estimated error, and warnings."""
+    from mpu_cli.files.boundary import read_bounded
+    from mpu_cli.protocol.combine import CARD, WARNED
+
+    try:
+        lines = read_bounded(folder / CARD, MAX_CARD, links=False).decode(errors="replace").splitlines()
+    except MpuError:
+        return {}
+    rows = dict(cells for line in lines if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 2)
+    facts = {name: rows[name] for name in ("estimated error of the update", "algorithm") if name in rows}
+    listed_warnings = lines[lines.index(WARNED) :] if WARNED in lines else []
+    warnings = [line.removeprefix("- ") for line in listed_warnings if line.startswith("- ")]
+    return facts | ({"warnings": warnings} if warnings else {})
+
+
+def _document(path: Path, head: bytes) -> dict[str, Any] | None:
+    """What a JSON file of mpu's says of itself; None for anything else."""
+    from mpu_cli.files.boundary import read_json_object
+    from mpu_cli.files.resumption import read_lines
+    from mpu_cli.measuring.retain import LARGEST_RESULT
+    from mpu_cli.protocol.register import read_register
+    from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary
+
+    secrets = {
+        "client.key": "client's secret, which training tags are keyed with",
+        "server.key": "server's secret, with which keys are authenticated and from which permanent noise is drawn",
+    }
+    if path.name in secrets and path.is_file():
+        return {"kind": secrets[path.name], "mode": f"{path.stat().st_mode & 0o777:04o}"}
+    if not head.lstrip().startswith(b"{"):
+        return None
+    if path.suffix == ".jsonl":
+        lines = read_lines(path, "remove it", links=False)
+        if lines and all("content" in line and "sample" in line for line in lines):
+            kind = "register of your publications, with which later ones are compared: keep it"
+            return {"kind": kind, "publications": len(read_register(path))}
+        if lines and all("identity" in line or LOSSES_OF in line for line in lines):
+            return {"kind": "ledger of your trainings on copies: keep it", **summary(read_ledger(path))}
+        steps = Counter(str(line["step"]) for line in lines if "step" in line)
+        if all("digest" in line and "metrics" in line for line in lines):
+            return {"kind": "results of mpu sweep", "experiments": [str(line.get("name")) for line in lines]}
+        return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
+    document: dict[str, Any] = read_json_object(path, LARGEST_RESULT, links=False)
+    if document.get("format") == "mpu-eval":
+        return {
+            "kind": "result of mpu eval",
+            "benchmark": document.get("benchmark"),
+            "model": _table(document, "model").get("source"),
+            "metrics": {name: _table(_table(document, "metrics"), name).get("agg_value")
+                        for name in _table(document, "metrics")},
+        }  # fmt: skip
+    if {"experiment", "published"} <= document.keys():
+        return {"kind": "facts of mpu run", **{name: document.get(name) for name in ("mpu", "base", "experiment")}}
+    return None
+
+
+def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The table under ``name``; an empty one for anything else that a file may have there."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _folder(path: Path) -> dict[str, object] | None:
+    """What a directory that is not a checkpoint holds: a run, a sweep, a demonstration, checkpoints of a training, or
+    deltas; else None."""
+    from mpu_cli.commands.status import facts_of_folder
+    from mpu_cli.files.boundary import read_json_object
+    from mpu_cli.files.manifest import PLANNED, RESULTS, facts_of
+    from mpu_cli.files.reader import open_checkpoint
+    from mpu_cli.files.resumption import read_lines
+
+    if not path.is_dir() or list(path.glob("*.index.json")):
+        return None
+    if (path / "run.json").is_file():
+        log = read_lines(path / "log.jsonl", "choose another folder", links=False)
+        numbers = (folder.parent.name.removeprefix("round_") for folder in path.glob("server/round_*/model"))
+        rounds = sorted(int(number) for number in numbers if number.isdecimal())
+        return {"kind": "mpu run", "steps done": len(log), "rounds with a model": rounds}
+    if (path / PLANNED).is_file():
+        lines = read_lines(path / RESULTS, "choose another folder", links=False)
+        return {"kind": "mpu sweep", "experiments done": [str(line.get("name")) for line in lines]}
+    if (path / "report.html").is_file() and (path / "models").is_dir():
+        models = sorted(model.parent.name for model in islice(path.glob("models/*/config.json"), MAX_SIBLINGS))
+        return {"kind": "mpu demo", "models": models, "page": str(path / "report.html")}
+    if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json", links=False)).get(
+        "format"
+    ) == "mpu-sums":
+        parts: Any = facts.get("parts") if isinstance(facts.get("parts"), list) else []
+        return {
+            "kind": "running sum of a round's deltas",
+            "run": facts.get("run"),
+            "round": facts.get("round"),
+            "copies in it": [part.get("copy") for part in parts if isinstance(part, dict)],
+            "norm": facts.get("norm"),
+        }
+    if (path / "mpu-resume.json").is_file():
+        return {
+            "kind": "checkpoints of an interrupted training",
+            "checkpoints": sorted(p.name for p in path.glob("checkpoint-*")),
+        }
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+        return None
+    files = sorted(islice(path.glob("*.safetensors"), MAX_SIBLINGS))
+    formats = {
+        file.name: facts_of(open_checkpoint(file, links=False).metadata) for file in files if not file.is_symlink()
+    }
+    if formats and all(facts.get("format") == "mpu-delta" for facts in formats.values()):
+        return {"kind": "deltas", **{name: f"copy {facts.get('copy', 'of no run')}" for name, facts in formats.items()}}
+    return None if (path / "model.safetensors").exists() else facts_of_folder(path)
+
+
+def _belonging(origin: CopyManifest) -> dict[str, object]:
+    lacks = {"layers left out": ", ".join(map(str, origin.omitted))} if origin.omitted else {}
+    return {"run": origin.run, "round": origin.round, "copy": f"{origin.copy} of {origin.copies}",
+            "symmetries": origin.symmetries or "not stated", **lacks}  # fmt: skip
+
+
+def _contents(checkpoint: Checkpoint) -> dict[str, object]:
+    infos = checkpoint.tensors.values()
+    return {
+        "tensors": len(checkpoint.tensors),
+        "weights": sum(info.elements for info in infos),
+        "bytes": checkpoint.nbytes,
+        "dtypes": dict(Counter(info.dtype for info in infos)),
+        "files": len({info.file for info in infos}),
+    }
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}: {v}" for k, v in value.items()) if name != "list" else ""
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value))
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        yield printable(f"{name:<{width}}  {value}").replace("\n", "\\n")
+    for name, value in facts.get("list", {}).items():
+        yield printable(f"  {name}  {value}").replace("\n", "\\n")

@@ -1,0 +1,331 @@
+"""``mpu publish``: disguised copies of a model, and the keys that undo them."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpu_cli.commands.secrets import opened_keys, read_passphrase
+from mpu_cli.errors import UsageError
+from mpu_cli.files.manifest import keys_path, next_round, read_model_manifest, round_folder
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT, RANDOM, Publishing
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.wording import few
+
+if TYPE_CHECKING:
+    from mpu_cli.model.source import Model
+    from mpu_cli.protocol.keys import Keys
+    from mpu_cli.protocol.publish import Published, PublishPlan
+    from mpu_cli.protocol.review import Remark, Reviewed
+
+WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publish(Command):
+    """Make M noisy copies of BASE, each in its own secret coordinates, and the sealed keys that undo them.
+
+    Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
+    """
+
+    NAME: ClassVar[str] = "publish"
+    ESSENTIAL: ClassVar[str] = (
+        "--kappa --pretrained --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
+    )
+
+    base: str = option(..., "The model: file, directory, sharded index or Hub id.", metavar="BASE", argument=True)
+    publishing: Publishing = group(Publishing)
+    pretrained: str | None = option(
+        None,
+        "Public model that BASE was fine-tuned from: noise is scaled to what that changed and, unless a scale is "
+        "given, chosen to hide it (default: none, noise is scaled to BASE).",
+        metavar="MODEL",
+    )
+    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
+    out: Path | None = option(
+        None, "Directory for copy_1 … copy_m (default: this one; after round 1, round_R).", metavar="DIR"
+    )
+    keys: Path | None = option(
+        None, "Where to write the sealed keys (default: keys.bin; after round 1, round_R/keys.bin).", metavar="FILE"
+    )
+    only: str | None = option(
+        None,
+        "Make only these of the copies, such as 1 or 2,3; the others later, with the same options and --keys.",
+        metavar="K,…",
+    )
+    copy_recipients: str | None = option(
+        None,
+        "Seal each copy as copy_k.age for its own client: m age public keys, or files that contain one.",
+        metavar="A.pub,B.pub,…",
+    )
+    recipient: list[str] | None = option(None, "Seal the keys for this age public key (repeatable).", metavar="age1…")
+    passphrase: bool = option(False, "Seal the keys with a passphrase.")
+    opening: Opening = group(Opening)
+    run_name: str | None = option(
+        None, "Name of the run (default: the one that made BASE, or random).", metavar="ID", flag="--run"
+    )
+    round: int | None = option(None, "Number of this round (default: the one after BASE's, or 1).", metavar="R")
+    seed: int | None = option(
+        None, "For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"
+    )
+    probe: Path | None = option(
+        None, "Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"
+    )
+    probe_columns: str | None = option(
+        None, "Names of the fields of --probe, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
+    )
+    force: bool = option(False, FORCE)
+
+    def plan(self, observer: Observer = SILENT) -> PublishPlan:
+        """What will be read and written, after every check that needs no weights."""
+        from mpu_cli.files.sealing import parse_recipients
+        from mpu_cli.model.source import open_model
+        from mpu_cli.protocol.keys import check_one_way, sealer
+        from mpu_cli.protocol.publication import publication_of
+        from mpu_cli.protocol.publish import Target, plan_publish
+        from mpu_cli.records.read import read_records
+
+        clients, only = self._clients(), None if self.only is None else _numbers(self.only)
+        if self.probe_columns and not self.probe:
+            raise UsageError("--probe-columns: names fields of --probe, which is not given")
+        if self.probe:
+            if clients:
+                raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
+            read_records(self.probe, RecordFormat(columns=self.probe_columns))  # before the work
+        model = open_model(self.base, self.model_config)
+        run_of_base, following_round = next_round(model.folder)
+        number = following_round if self.round is None else self.round
+        self._check_noise_goes_on(model)
+        path = self.keys or keys_path(model.folder, number)
+        existing_keys = opened_keys(path, self.opening, observer) if self.only is not None and path.exists() else None
+        publication = publication_of(
+            self._publishing(len(clients)),
+            with_pretrained=self.pretrained is not None,
+            seed=self.seed,
+            run=self.run_name or run_of_base or "",
+            round_=number,
+        )
+        if existing_keys:  # further copies of that publication have its secrets
+            publication = publication.with_secrets_of(existing_keys.publication)
+        if odd := [copy for copy in only or () if not 1 <= copy <= publication.copies]:
+            raise UsageError(f"--only {odd[0]}: copies are numbered from 1 to {publication.copies}")
+        count = publication.copies if only is None else len(set(only))
+        if clients and len(clients) != count:
+            raise UsageError(f"--copy-recipients: {len(clients)} for {count} copies", "give one for each copy")
+        secret, identity = None, self.opening.identity
+        if existing_keys is None:
+            by_passphrase = self.passphrase or self.opening.passphrase_file
+            check_one_way(self.recipient, by_passphrase, identity)
+            secret = read_passphrase(self.opening.passphrase_file, observer, new=True) if by_passphrase else None
+        target = Target(
+            self.out or round_folder(Path("."), number),
+            path,
+            sealer(recipients=self.recipient or [], passphrase=secret, identity=identity, note=observer.note),
+            parse_recipients(clients, "--copy-recipients"),
+            self.force,
+        )
+        public = open_model(self.pretrained) if self.pretrained else None
+        return plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
+
+    def preview(self, observer: Observer) -> Preview:
+        from mpu_cli.files.transaction import Transaction
+        from mpu_cli.protocol.review import remarks_on_plan
+        from mpu_cli.protocol.stream import BUFFERS
+
+        plan = self.plan(observer)
+        folders = [] if plan.target.recipients else [plan.target.copy(each) for each in plan.manifests_to_write]
+        for path, _ in plan.outputs:  # before the remarks
+            Transaction(force=self.force).check(path, path in folders)
+        _say(remarks_on_plan(plan, secret_factors=self._has_secret_factors), observer)
+        return Preview(
+            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.full_base, plan.pretrained) if model],
+            writes=plan.outputs,
+            memory=BUFFERS,
+            notes=[f"run {plan.publication.run}, round {plan.publication.round}"],
+            folders=folders,
+        )
+
+    def run(self, observer: Observer = SILENT) -> Reviewed:
+        """The copies and the keys, with an estimate of what the copies hide; remarks go to ``observer``, too."""
+        from mpu_cli.protocol.publish import publish
+        from mpu_cli.protocol.review import Reviewed, leakage_of, losses_of_copy, remarks_on_plan, remarks_on_result
+
+        plan = self.plan(observer)
+        on_plan = list(remarks_on_plan(plan, secret_factors=self._has_secret_factors))
+        # Warnings first: they may be a reason to stop the work.
+        _say([remark for remark in on_plan if remark.is_warning], observer)
+        published = publish(plan, observer=observer)
+        leakage = leakage_of(plan, published)
+        on_result = list(remarks_on_result(plan, published, leakage))
+        probed = losses_of_copy(self.probe, plan, published, self.probe_columns) if self.probe else None
+        _say([remark for remark in on_result if remark.is_warning], observer)
+        return Reviewed(**vars(published), leakage=leakage, remarks=[*on_plan, *on_result], probed=probed)
+
+    def report(self, published: Reviewed, observer: Observer) -> Report:
+        if published.probed:
+            known = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in published.probed.items())
+            observer.note(f"probability of an answer's tokens on {self.probe} (geometric mean): {known}")
+        tell_noise(published, observer)
+        observer.note(
+            f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
+            "keep it, and keep it secret: without it deltas cannot be mapped back"
+        )
+        _say([remark for remark in published.remarks if not remark.is_warning], observer)
+        observer.note(_next_step(published))
+        return Report(published.copies, self._document(published))
+
+    def _document(self, published: Reviewed) -> dict[str, Any]:
+        publication = published.keys.publication
+        scheme, calibration = publication.scheme, publication.calibration
+        return {
+            "copies": published.copies,
+            "keys": published.keys_path,
+            "run": published.keys.run,
+            "round": published.keys.round,
+            "symmetries": publication.symmetries,
+            "noise": {"kind": scheme.kind, "factors": None if self._has_secret_factors else scheme.factors},
+            "calibration": asdict(calibration) if calibration else None,
+            "hidden": asdict(published.leakage) if published.leakage else None,
+            "gives_weights_away": published.gives_weights_away,
+            "probe": published.probed,
+            "warnings": published.warnings,
+            "blocks": [asdict(block) for block in published.blocks],
+        }
+
+    @property
+    def _has_secret_factors(self) -> bool:
+        return self.publishing.disguise.alphas == RANDOM
+
+    def _clients(self) -> list[str]:
+        """Whom copies are sealed for."""
+        if self.copy_recipients is None:
+            return []
+        clients = [part.strip() for part in self.copy_recipients.split(",")]
+        if not all(clients):
+            raise UsageError(
+                f"--copy-recipients {self.copy_recipients!r}: a recipient is empty", "give one for each copy"
+            )
+        return clients
+
+    def _publishing(self, clients: int) -> Publishing:
+        """How to publish, with a copy for each of several clients unless a number is given."""
+        disguise = self.publishing.disguise
+        if clients > 1 and self.only is None and disguise.count is None:
+            return replace(self.publishing, disguise=replace(disguise, copies=clients))
+        return self.publishing
+
+    def _check_noise_goes_on(self, model: Model) -> None:
+        """Raise UsageError if the last round's copies had permanent noise and these would not have any."""
+        manifest = read_model_manifest(model.folder)
+        chosen = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
+        if manifest and manifest.permanent and self.pretrained is None and not chosen:
+            raise UsageError(
+                f"{self.base}: the copies of round {manifest.round} had permanent noise, and those of the next would "
+                "not",
+                "name the public model with --pretrained again, or choose --kappa or --permanent-noise",
+            )
+
+
+def command_to_publish(model: Path, keys: Keys) -> str:
+    """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
+    symmetries, mark and layers."""
+    publication = keys.publication
+    command = ["mpu", "publish", str(model)]
+    if keys.reference is not None:
+        command += ["--pretrained", keys.reference]
+    chosen = HIDING_KAPPA if keys.copies > 1 else 0.0
+    is_chosen = (publication.kappa, publication.shared_kappa) == (chosen, HIDING_PERMANENT)
+    if keys.reference is None or not is_chosen or keys.copies > 1:
+        command += ["--copies", str(keys.copies)]
+    if bound := publication.calibration:
+        command += ["--epsilon", f"{bound.epsilon:g}", "--dp-delta", f"{bound.delta:g}"]
+        command += ["--sensitivity", f"{bound.sensitivity:g}", "--budget-rounds", str(bound.rounds)]
+    elif keys.reference is None or not is_chosen:  # else --pretrained chooses it again, with its bound and mark
+        command += ["--kappa", f"{publication.kappa:g}"]
+        if publication.shared_kappa:
+            command += ["--permanent-noise", f"{publication.shared_kappa:g}"]
+        if publication.mark:
+            command += ["--mark", f"{publication.mark:g}"]
+    if publication.scheme.kind != "extrapolate":
+        command += ["--noise", publication.scheme.kind]
+    if publication.symmetries != "signed":
+        command += ["--symmetries", publication.symmetries]
+    if publication.omitted:
+        command += ["--omit-layers", ",".join(map(str, publication.omitted))]
+    return shlex.join(command)
+
+
+def tell_noise(published: Published, observer: Observer) -> None:
+    """The table of how much of the noise storage left in each block."""
+    publication = published.keys.publication
+    kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
+    if not (kappa or shared or calibration):
+        return
+    copies = published.numbers
+    narrow = (observer.width or WIDE) < WIDE
+    if narrow:
+        columns = ["block", "copy", "σ", "survived", "unchanged"]
+    else:
+        columns = ["block", "weights", "RMS(v)"]
+        columns += [name for copy in copies for name in (f"σ of {copy}", "survived", "unchanged")]
+    rows = []
+    for block in published.blocks:
+        if not block.copies:
+            continue
+        cells = [[f"{c.requested:.2e}", f"{c.survived:.2e}", f"{c.unchanged:.1%}"] for c in block.copies]
+        if narrow:
+            name = block.block.removesuffix(".weight")
+            rows += [[name, str(copy), *of_copy] for copy, of_copy in zip(copies, cells, strict=True)]
+        else:
+            row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
+            for of_copy in cells:
+                row += of_copy
+            rows.append(row)
+    scale = f"κ = {kappa:g}" + (f" and permanent noise of {shared:g}" if shared else "")
+    scale += f", at most {publication.max_noise:.1%} of the weights" if publication.max_noise is not None else ""
+    if calibration:
+        scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
+    observer.table(f"Noise at {scale}, as requested and as stored", columns, rows)
+    observer.note(
+        "RMS(v): size of what fine-tuning changed (without --pretrained, of the weights); σ: the requested noise; "
+        "survived: what storage left of it; unchanged: share of weights whose noise was rounded away"
+    )
+
+
+def _next_step(published: Reviewed) -> str:
+    """What to do with the copies."""
+    sent = [shlex.quote(str(path)) for path in published.copies]
+    names = [shlex.quote(path.name) for path in published.copies]
+    returned = round_folder(Path("deltas"), published.keys.round)
+    send = f"send {few(sent)} to the client"
+    if published.gives_weights_away:
+        send = f"do not send these copies, which give the weights away, but in a trial; there, {send}"
+    if published.keys.round > 1:
+        return (
+            f"next: {send}, who runs `mpu check {sent[0]} …` and, if it fails, goes on with "
+            f"`mpu unlearn {' '.join(sent[:2])} …`"
+        )
+    return (
+        f"next: {send}, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it writes; then "
+        f"`mpu aggregate {returned} --keys {shlex.quote(str(published.keys_path))}`"
+    )
+
+
+def _say(remarks: Iterable[Remark], observer: Observer) -> None:
+    for remark in remarks:
+        (observer.warn if remark.is_warning else observer.note)(remark.text)
+
+
+def _numbers(text: str) -> list[int]:
+    """The copies named by ``--only``. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")
+    return [int(part) for part in parts]

@@ -1,0 +1,227 @@
+"""``mpu receipt``: what a check found, and who signed it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import Command, Opening, Report
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.unlearning import Goal, RecordFormat
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.receipt import CopyFacts
+    from mpu_cli.measuring.receipt import Receipt as Document
+
+
+@dataclass(frozen=True)
+class Read:
+    """A receipt whose signatures match; the ``public_keys`` that signed it and those that were expected, ``pinned``, by
+    party; the ``opening`` key of its records, if they were compared, or the ``mismatch``."""
+
+    document: Document
+    public_keys: Mapping[str, str]
+    pinned: Mapping[str, str | None]
+    opening: str | None
+    mismatch: MpuError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt(Command):
+    """Check a receipt's signatures and print its verdict; with --keys, countersign FILE in place as the server.
+
+    The client signs that it measured these numbers; the server signs that the copy is the one that it sent and, with
+    --base, that it is a copy of that model. Neither signature proves that the numbers are true, and anyone can sign as
+    somebody: pass the keys that the parties gave you as --client-key and --server-key. --forget shows which records
+    were measured, to the client and to whom it gives the key that is printed then.
+    """
+
+    NAME: ClassVar[str] = "receipt"
+
+    file: Path = option(..., "A receipt from `mpu check --receipt`.", metavar="FILE", argument=True)
+    reading: RecordFormat = group(RecordFormat)
+    keys: Path | None = option(
+        None,
+        "Server: check that COPY, which was measured, is of this publication, and sign the receipt.",
+        metavar="FILE",
+    )
+    copy: Path | None = option(None, "Server: the copy as it was sent, with --keys.", metavar="COPY")
+    base: str | None = option(
+        None,
+        "Server: the model in service, to check that COPY is what the keys make of it; the receipt gets its "
+        "fingerprint.",
+        metavar="MODEL",
+    )
+    forget: str | None = option(None, "Check that these are the records to forget that were measured.", metavar="DATA")
+    retain: str | None = option(None, "The records to keep, with --forget.", metavar="DATA")
+    unseen: str | None = option(None, "The unseen records, with --forget.", metavar="DATA")
+    opening_key: str | None = option(
+        None,
+        "Auditor: the key by which the client opens its commitment, with --forget.",
+        metavar="HEX",
+        flag="--opening",
+    )
+    client_key: str | None = option(None, "The client's public key: fail if another one signed.", metavar="HEX")
+    server_key: str | None = option(None, "The server's public key: fail if another one signed.", metavar="HEX")
+    opening: Opening = group(Opening)
+
+    def run(self, observer: Observer = SILENT) -> Read:
+        """Check the signatures, countersign, compare the records, as far as each is asked for."""
+        from mpu_cli.files.resumption import write_atomically
+        from mpu_cli.measuring.receipt import as_text, check_signatures, public_key_of, read_receipt
+        from mpu_cli.protocol.publication import server_secret
+
+        if bool(self.keys) != bool(self.copy):
+            raise UsageError("--keys and --copy go together")
+        if self.base and not self.keys:
+            raise UsageError("--base needs --keys and --copy")
+        if (self.retain or self.unseen or self.opening_key) and not self.forget:
+            raise UsageError("--retain, --unseen and --opening need --forget")
+        document = read_receipt(self.file)
+        public_keys = check_signatures(document, self.file)
+        pinned = {"client": self.client_key, "server": self.server_key}
+        self._check_pinned("client", public_keys, pinned)  # before anything is signed
+        if self.keys and self.copy:
+            signing_key = public_key_of("server", server_secret(observer.note))
+            if public_keys.get("server") == signing_key:
+                raise UsageError(f"{self.file}: you signed it already")
+            if "server" in public_keys:
+                raise MpuError(
+                    f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
+                )
+            document = self._countersigned(document, self.keys, self.copy, observer)
+            write_atomically(self.file, as_text(document))
+            public_keys = check_signatures(document, self.file)
+            pinned["server"] = pinned["server"] or signing_key
+        self._check_pinned("server", public_keys, pinned)
+        if not self.forget:
+            return Read(document, public_keys, pinned, None)
+        key = self._opening_key(document)
+        return Read(document, public_keys, pinned, key.hex(), self._mismatch(document, key))
+
+    def _check_pinned(self, party: str, public_keys: Mapping[str, str], pinned: Mapping[str, str | None]) -> None:
+        expected = pinned[party]
+        if expected is not None and public_keys.get(party) != expected.strip().lower():
+            raise MpuError(f"{self.file}: not signed by the {party} with that public key")
+
+    def _countersigned(self, document: Document, keys_file: Path, copy: Path, observer: Observer) -> Document:
+        """``document`` with the server's signature. Raises MpuError unless ``copy`` was measured and, with a base, is
+        what the keys make of that model."""
+        import msgspec
+
+        from mpu_cli.files.reader import worker_pool
+        from mpu_cli.measuring.receipt import ServerCheck, check_copy, check_origin, today, with_signature
+        from mpu_cli.model.source import open_model
+        from mpu_cli.protocol.deltas import check_base
+        from mpu_cli.protocol.publication import server_secret
+        from mpu_cli.protocol.verify import verify
+
+        keys = opened_keys(keys_file, self.opening, observer)
+        check_origin(document, keys, self.file)
+        sent = open_model(str(copy))
+        check_copy(document, sent, self.file)
+        if self.base is not None:
+            model = open_model(self.base)
+            with worker_pool() as pool:
+                check_base(model, keys, pool)
+            if not verify(model, sent, keys, logits=False).ok:
+                raise MpuError(
+                    f"{copy}: not what the keys make of {self.base}",
+                    "publish the model in service, and check that copy",
+                )
+        checked = ServerCheck(date=today(), model=keys.base.fingerprint if self.base else None)
+        signed = msgspec.structs.replace(document, checked=checked)
+        return with_signature(signed, "server", server_secret(observer.note))
+
+    def _opening_key(self, document: Document) -> bytes:
+        """The key that opens the commitment to the records."""
+        from mpu_cli.measuring.receipt import opening_key
+        from mpu_cli.training.delta import own_client_secret
+
+        try:
+            given = self.opening_key
+            return bytes.fromhex(given) if given else opening_key(own_client_secret(), document.nonce)
+        except ValueError as error:
+            raise UsageError(
+                "--opening: not hexadecimal", "use what the client's `mpu receipt --forget` printed"
+            ) from error
+
+    def _mismatch(self, document: Document, key: bytes) -> MpuError | None:
+        """What is wrong if the commitment is to other records than those that are named."""
+        from mpu_cli.measuring.receipt import commitment_to
+        from mpu_cli.records.read import read_records
+
+        sources = {"forget": self.forget, "retain": self.retain, "unseen": self.unseen}
+        sets = {name: read_records(source, self.reading) for name, source in sources.items() if source}
+        if commitment_to(sets, key) == document.records:
+            return None
+        return MpuError(
+            f"{self.file}: other records were measured, or the key is another's", "name those of `mpu check`"
+        )
+
+    def report(self, read: Read, observer: Observer) -> Report:
+        from mpu_cli.files.boundary import as_entries
+
+        _tell_measured(read.document, observer)
+        _tell_signatures(read, observer)
+        if read.opening and not read.mismatch:
+            observer.note(
+                f"the records are those that were measured; an auditor sees it, too, with --opening {read.opening}"
+            )
+        known = {
+            f"{party}_pinned": party in read.public_keys and pinned is not None for party, pinned in read.pinned.items()
+        }
+        document = {**as_entries(read.document), "signatures_match": True, **known}
+        # Without the verdict: whoever asks about these records is not to take it for theirs.
+        return Report([] if read.mismatch else [read.document.verdict], document, failure=read.mismatch)
+
+
+def _tell_measured(document: Document, observer: Observer) -> None:
+    """What was measured of which copy, against which limits."""
+    from mpu_cli.measuring.receipt import same_surroundings
+
+    def named(copy: CopyFacts) -> str:
+        return f"copy {copy.copy} of run {json.dumps(copy.run, ensure_ascii=False)}, round {copy.round}"
+
+    def share(percent: int | None) -> str:
+        return "undecided" if percent is None else f"{percent}%"
+
+    before = f"compared with {named(document.before)}" if document.before else "compared with none from before"
+    observer.note(
+        f"{named(document.copy)}, {before}, on {document.date}; at most {document.records_at_most} records to forget"
+    )
+    observer.note(
+        f"left: {share(document.left)}, interval up to {share(document.left_high)}, where {document.max_left}% may be; "
+        f"kept: {share(document.kept)}, where {document.min_kept}% has to be"
+    )
+    usual = Goal()
+    if document.max_left > 100 * usual.max_left or document.min_kept < 100 * usual.min_kept:
+        observer.warn(
+            f"its limits are laxer than the usual ones, {usual.max_left:.0%} left and {usual.min_kept:.0%} kept"
+        )
+    if document.public:
+        observer.note(f"what a stranger knows is what the model {document.public} knows, by the client's word")
+    if not same_surroundings(document):
+        observer.warn(
+            "the copy reads records otherwise than the one that was trained on: the shares say little of the model"
+        )
+
+
+def _tell_signatures(read: Read, observer: Observer) -> None:
+    """Who signed, whether it is known to be that party, and what the server says."""
+    for party, public_key in read.public_keys.items():
+        observer.note(f"signed as the {party} with the public key {public_key}")
+        if read.pinned[party] is None:
+            observer.warn(f"anyone can have signed as the {party}: pass the key that it gave you as --{party}-key")
+    checked = read.document.checked
+    if checked is None:
+        observer.note("not signed by the server: only the client says that the copy is from its publication")
+        return
+    of_model = f", made of its model {checked.model}" if checked.model else ""
+    observer.note(f"the server says that the copy is the one that it sent{of_model}; on {checked.date}")

@@ -1,0 +1,214 @@
+"""``mpu status``: what a folder in which somebody works has of a request, and whose turn it is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import CopyManifest, round_folder
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import Command, Report
+from mpu_cli.options.declare import option
+
+MAX_ENTRIES = 1000  # entries that are looked at
+
+
+@dataclass
+class Round:
+    """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
+    and ``deltas`` by copy; ``verdicts``: of receipts, by file."""
+
+    run: str
+    number: int
+    copies: int
+    made: dict[int, Path] = field(default_factory=dict)
+    deltas: dict[int, Path] = field(default_factory=dict)
+    model: Path | None = None
+    verdicts: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{what} {_numbers(there)} of {self.copies}" for what, there in
+                 (("copies", self.made), ("deltas", self.deltas))]  # fmt: skip
+        parts += [f"model {self.model}"] if self.model else []
+        parts += [f"{file}: {verdict}" for file, verdict in self.verdicts.items()]
+        return "; ".join(parts)
+
+
+@dataclass
+class Account:
+    """What is in a folder: rounds in their order, and what belongs to none. ``other``: names, by what they are."""
+
+    folder: Path
+    rounds: list[Round]
+    keys: list[str]
+    other: dict[str, list[str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.rounds or self.keys or self.other)
+
+    def next_steps(self) -> list[tuple[str, str]]:
+        """For each run, whose turn it is, and the command or what else there is to do."""
+        runs: dict[str, list[Round]] = {}
+        for each in self.rounds:
+            runs.setdefault(each.run, []).append(each)
+        return [self._after(rounds[-1], rounds[-2] if len(rounds) > 1 else None) for rounds in runs.values()]
+
+    def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
+        folder = self.folder
+        if any(verdict.startswith("pass") for verdict in last.verdicts.values()):
+            return "nobody", "the records are forgotten, and the rest is kept"
+        if last.model:
+            return "server", _command("publish", folder / last.model) + " …, with the options of the last one"
+        missing = [copy for copy in range(1, last.copies + 1) if copy not in last.deltas]
+        if not missing and not self.keys:
+            return "client", "return the deltas to the model's owner"
+        if not missing:
+            deltas, of_round = next(iter(last.deltas.values())).parent, round_folder(Path("."), last.number)
+            keys = next((name for name in self.keys if Path(name).parent == of_round), self.keys[0])
+            return "server", _command("aggregate", folder / deltas, "--keys", folder / keys)
+        todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
+        if not todo:
+            return "client", f"wait for the deltas of {', '.join(map(str, missing))}"
+        if earlier and earlier.made and not last.verdicts and not last.deltas:
+            before = folder / earlier.made[min(earlier.made)]
+            return "client", _command("check", todo[0], "--before", before) + " --forget … --retain …"
+        return "client", _command("unlearn", *todo, "--out", f"{round_folder(folder / 'deltas', last.number)}/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Command):
+    """Say what FOLDER has of a request, round by round: copies, deltas, models, keys, receipts; and whose turn it is.
+
+    Reads headers only, and changes nothing. Links are not followed. Prints a line for each round, and the next step.
+    """
+
+    NAME: ClassVar[str] = "status"
+
+    folder: Path = option(Path("."), "Where one of the parties works.", metavar="[FOLDER]", argument=True)
+
+    def run(self, observer: Observer = SILENT) -> Account:  # noqa: ARG002 (as all commands have it)
+        if not self.folder.is_dir():
+            raise MpuError(f"{self.folder}: no such directory")
+        account = account_of(self.folder)
+        if not account:
+            raise MpuError(f"{self.folder}: holds nothing of mpu's", "name the folder with copies, deltas or keys")
+        return account
+
+    def report(self, account: Account, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
+        lines = [f"round {each.number} of run {each.run[:8]}…\t{each}" for each in account.rounds]
+        lines += [f"keys\t{', '.join(account.keys)}"] if account.keys else []
+        lines += [f"{kind}\t{', '.join(names)}" for kind, names in account.other.items()]
+        steps = account.next_steps()
+        lines += [f"next\t{turn}: {step}" for turn, step in steps]
+        document = {
+            "rounds": [asdict(each) for each in account.rounds],
+            "keys": account.keys,
+            "other": account.other,
+            "next": [{"turn": turn, "step": step} for turn, step in steps],
+        }
+        return Report(lines, document)
+
+
+def account_of(folder: Path) -> Account:
+    """What mpu made of what lies in ``folder``, and in its folders for rounds and deltas."""
+    from mpu_cli.files.boundary import open_regular
+    from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest, read_model_manifest
+    from mpu_cli.files.reader import open_checkpoint
+    from mpu_cli.files.sealing import AGE_HEADER
+
+    rounds: dict[tuple[str, int], Round] = {}
+    keys: list[str] = []
+    other: dict[str, list[str]] = {}
+    models: dict[tuple[str, int], Path] = {}
+
+    def round_of(origin: CopyManifest) -> Round:
+        key = origin.run, origin.round
+        return rounds.setdefault(key, Round(origin.run, origin.round, origin.copies))
+
+    for path in sorted(_candidates(folder))[:MAX_ENTRIES]:
+        relative = path.relative_to(folder)
+        try:
+            if path.is_file():
+                with open_regular(path, links=False) as file:
+                    sealed = file.read(len(AGE_HEADER)) == AGE_HEADER
+                if sealed:
+                    (keys if path.suffix == ".bin" else other.setdefault("sealed copies", [])).append(str(relative))
+                    continue
+            checkpoint = open_checkpoint(path, links=False)
+            if facts_of(checkpoint.metadata).get("format") == "mpu-delta":
+                if origin := delta_manifest(checkpoint.metadata, path).origin:
+                    round_of(origin).deltas[origin.copy] = relative
+            elif path.is_dir() and (origin := read_copy_manifest(path)):
+                round_of(origin).made[origin.copy] = relative
+            elif path.is_dir():
+                manifest = read_model_manifest(path)
+                if manifest:
+                    models[manifest.run, manifest.round] = relative
+                else:
+                    other.setdefault("models", []).append(str(relative))
+        except MpuError as error:
+            other.setdefault("not readable", []).append(f"{relative} ({error.problem})")
+    for key, model in models.items():
+        other.setdefault("models", []).append(str(model))
+        if key in rounds:
+            rounds[key].model = model
+    _add_receipts(folder, rounds)
+    return Account(folder, [rounds[key] for key in sorted(rounds)], keys, other)
+
+
+def facts_of_folder(folder: Path) -> dict[str, Any] | None:
+    """The account of ``folder`` as `mpu inspect` shows it; None if there is nothing of mpu's in it."""
+    account = account_of(folder)
+    if not account:
+        return None
+    facts: dict[str, Any] = {"kind": "folder"}
+    for each in account.rounds:
+        facts[f"round {each.number} of run {each.run[:8]}…"] = str(each)
+    if account.keys:
+        facts["keys"] = account.keys
+    if steps := account.next_steps():
+        facts["next"] = [f"{turn}: {step}" for turn, step in steps]
+    return facts | account.other
+
+
+def _add_receipts(folder: Path, rounds: Mapping[tuple[str, int], Round]) -> None:
+    """Give rounds the verdicts of the receipts that lie in ``folder``."""
+    from mpu_cli.measuring.receipt import read_receipt
+
+    for path in [each for each in _entries(folder) if each.suffix == ".json" and each.is_file()]:
+        try:
+            receipt = read_receipt(path)
+        except MpuError:  # another file
+            continue
+        if found := rounds.get((receipt.copy.run, receipt.copy.round)):
+            found.verdicts[path.name] = receipt.verdict
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The first entries of a folder that are not links, which could lead anywhere."""
+    return [path for path in islice(folder.iterdir(), MAX_ENTRIES) if not path.is_symlink()]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Entries of ``folder``, and of the folders for rounds and deltas in it."""
+    inner = [path for path in _entries(folder) if path.is_dir() and path.name.startswith(("round_", "deltas"))]
+    inner += [path for outer in inner for path in _entries(outer) if path.is_dir() and path.name.startswith("round_")]
+    entries = [path for outer in (folder, *inner) for path in _entries(outer) if path not in inner]
+    candidates = []
+    for path in entries:
+        if path.suffix in (".safetensors", ".bin", ".age") or (path.is_dir() and (path / "config.json").exists()):
+            candidates.append(path)
+    return candidates
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["mpu", *map(str, words)])
+
+
+def _numbers(there: Mapping[int, Path] | Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(there))) or "none"

@@ -1,0 +1,401 @@
+"""``mpu unlearn``: the client's side of the protocol."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.errors import MpuError, Stopped, UsageError
+from mpu_cli.files.manifest import SUFFIX, delta_manifest, delta_path, name_of_copy, read_copy_manifest, round_of_copy
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
+from mpu_cli.wording import counted, in_bytes, in_time
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.cost import Memory, Work
+    from mpu_cli.measuring.generation import Shown
+    from mpu_cli.model.source import Model
+    from mpu_cli.training.data import Dataset
+    from mpu_cli.training.ledger import Course
+    from mpu_cli.training.stopping import Until
+    from mpu_cli.training.unlearn import UnlearningResult
+
+
+@dataclass(frozen=True)
+class UnlearningTask:
+    """A copy, where its delta goes, and the file of its reference probabilities."""
+
+    copy: str
+    target: Path
+    reference_file: Path | None
+
+
+@dataclass(frozen=True)
+class Unlearned:
+    """What came of one task. ``result``: None if its delta was there already; ``record_warnings``: what is probably
+    wrong with the records that it was trained on."""
+
+    task: UnlearningTask
+    result: UnlearningResult | None
+    answers: Sequence[Shown] = ()
+    record_warnings: Sequence[str] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the records, and with the training on them."""
+        return [*self.record_warnings, *(self.result.warnings() if self.result else ())]
+
+
+@dataclass(frozen=True)
+class UnlearnPlan:
+    """``tasks``, one after the other; the records, ``data``; how they are trained on, ``options``; ``until`` when, None
+    for a number of epochs."""
+
+    command: Unlearn
+    tasks: Sequence[UnlearningTask]
+    data: Dataset
+    options: Unlearning
+    until: Until | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the records."""
+        return self.data.warnings(self.options.privacy)
+
+    def most_signal(self, copy: Model) -> float:
+        """The most that the records can move ``copy`` under --dp-epsilon, over what the noise moves it."""
+        from mpu_cli.training.delta import delta_specs
+        from mpu_cli.training.job import plan_privately
+        from mpu_cli.training.losses import objective_of
+        from mpu_cli.training.private import most_signal
+
+        planned = plan_privately(self.data, self.options, objective_of(self.options.algo, self.options.loss))
+        return most_signal(planned, sum(math.prod(shape) for _, shape in delta_specs(copy, self.options).values()))
+
+    def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
+        """What comes of each task, as soon as it is done.
+
+        With --resume, copies that have their delta are passed over. Sealed copies are opened beside their deltas while
+        they are trained on.
+        """
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.measuring.generation import answers_before_and_after
+        from mpu_cli.model.source import open_model
+
+        command = self.command
+        courses: dict[tuple[str, int], Course] = {}  # by run and round, as the first copy of it settled it
+        for task in self.tasks:
+            with opened_copy(task.copy, task.target.parent, command.identity, observer) as source:
+                if command.logging.resume and not command.force and _has_delta(task, Path(source)):
+                    observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
+                    yield Unlearned(task, None, record_warnings=self.warnings)
+                    continue
+                manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
+                round_id = (manifest.run, manifest.round) if manifest else None
+                result = self._train(source, task, observer, courses.get(round_id) if round_id else None)
+                if round_id and result.course:
+                    courses.setdefault(round_id, result.course)
+                answers: Sequence[Shown] = ()
+                if command.show and result.is_main_process:
+                    prompts = self.options.prompts
+                    answers = answers_before_and_after(
+                        open_model(source, links=False), task.target, self.data.forget[: command.show], prompts,
+                        prompts.template, self.options.training.device,
+                    )  # fmt: skip
+            yield Unlearned(task, result, answers, self.warnings)
+
+    def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
+        from mpu_cli.model.source import open_model
+        from mpu_cli.training.delta import client_secret, default_secret_path
+        from mpu_cli.training.execution import last_checkpoint
+        from mpu_cli.training.ledger import default_ledger_path
+        from mpu_cli.training.unlearn import unlearn
+
+        command = self.command
+        until = replace(self.until, course=course) if self.until and course else self.until
+        if task.reference_file:
+            task.reference_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return unlearn(
+                open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
+                logging=command.logging, reference_file=task.reference_file,
+                secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(),
+                checks=command.checks, until=until, observer=observer,
+            )  # fmt: skip
+        except (KeyboardInterrupt, Stopped):
+            resume_folder = task.target.with_name(f"{task.target.name}.resume")
+            if command.logging.resume and last_checkpoint(resume_folder):
+                observer.note(f"checkpoints are kept in {resume_folder}: the same command goes on from the last one")
+            elif command.logging.resume:
+                observer.note("there was no checkpoint yet: the same command starts over")
+            else:
+                observer.note(
+                    "nothing of this training is kept: with --resume, checkpoints are, and the same command goes on"
+                )
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlearn(Command):
+    """Unlearn the --forget records on each COPY and write the change in its weights, which is all that goes back.
+
+    Trains until the records are forgotten and the others kept, or for --epochs. All copies of a round need the same
+    options, or the noise does not cancel; they take as many steps as the first one. Prints the path of each delta. With
+    --resume, copies that have one already are passed over.
+    """
+
+    NAME: ClassVar[str] = "unlearn"
+    ESSENTIAL: ClassVar[str] = (
+        "--algo --forget --retain --unseen --public --lr --epochs --batch-size --optim --lora-rank --out --show "
+        "--resume --device"
+    )
+
+    copies: list[str] = option(
+        ...,
+        "Copies from `mpu publish` (sealed or not), any model directories or Hub ids, or - for names on standard "
+        "input.",
+        metavar="COPY…",
+        argument=True,
+    )
+    unlearning: Unlearning = group(Unlearning)
+    goal: Goal = group(Goal)
+    stopping: Stopping = group(Stopping)
+    checks: Checks = group(Checks)
+    logging: Logging = group(Logging)
+    out: str | None = option(
+        None,
+        "The delta to write, or the directory for it (default: deltas/COPY.safetensors; after round 1, "
+        "deltas/round_R/COPY.safetensors). Of several copies, the directory.",
+        metavar="FILE",
+    )
+    reference_file: Path | None = option(
+        None,
+        "The reference model's probabilities: written in round 1, read in later rounds. For npo, dpo, undial and "
+        "--retain-loss kl. Of several copies, a directory with a file for each.",
+        metavar="FILE",
+        panel=Records.PANEL,
+    )
+    show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+    force: bool = option(False, FORCE)
+
+    def plan(self, observer: Observer = SILENT) -> UnlearnPlan:
+        """What will be done: the records are read, and no model is.
+
+        Trains until the goal is reached, unless a number of epochs or a privacy bound fixes the number of steps, or
+        several processes share them. Raises UsageError if one file would be that of several copies, too.
+        """
+        from mpu_cli.training.data import read_dataset, with_unseen
+        from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
+        from mpu_cli.training.stopping import Until, hold_out
+
+        copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
+        how = in_float32_if_private(self.unlearning, observer)
+        data = read_dataset(how, observer)
+        until = None
+        one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        if how.epochs is None and how.privacy.dp_epsilon is None and one_process:
+            until = Until(self.goal, self.stopping)
+            data = hold_out(data, self.goal.held_out)
+            if self.goal.unseen:
+                data = with_unseen(data, self.goal.unseen, how.records.reading, observer)
+        elif self.stopping != Stopping() or self.goal != Goal():
+            raise UsageError(
+                "--max-steps, --training-noise, --unseen, --max-left, --min-kept and --held-out are for a training "
+                "that stops when it is done",
+                "leave out --epochs and --dp-epsilon, and use one process",
+            )
+        if self.stopping.training_noise and how.lora.lora_rank is not None:
+            raise UsageError(
+                "--training-noise: is for a training of all weights", "leave out one of it and --lora-rank"
+            )
+        tasks = self._tasks(copies)
+        check_options(how)
+        check_logging(self.logging, how.privacy)
+        if how.privacy.dp_epsilon is not None:
+            from mpu_cli.training.private import check_opacus
+
+            check_opacus()
+        return UnlearnPlan(self, tasks, data, how, until)
+
+    def run(self, observer: Observer = SILENT) -> list[Unlearned]:
+        """The deltas of all copies; warnings go to ``observer``."""
+        plan = self.plan(observer)
+        for warning in plan.warnings:
+            observer.warn(warning)
+        done = []
+        for outcome in plan.carry_out(observer):
+            if outcome.result and outcome.result.is_main_process:
+                self._tell(outcome.task.copy, outcome.result, observer)
+                for answer in outcome.answers:
+                    observer.show(str(answer))
+            done.append(outcome)
+        return done
+
+    def report(self, done: list[Unlearned], observer: Observer) -> Report:
+        if any(each.result and not each.result.is_main_process for each in done):
+            return Report([], None)  # the first of several processes tells
+        documents = [
+            {
+                "copy": each.task.copy,
+                "delta": each.task.target,
+                **(each.result.facts(self.unlearning.algo) if each.result else {}),
+                "answers": [asdict(answer) for answer in each.answers],
+                "warnings": each.warnings,
+            }
+            for each in done
+        ]
+        observer.note(
+            "next: send the deltas (`mpu audit-delta` shows what they tell). The server's model may forget less than "
+            "the copy: ask for a copy of the new one, and `mpu check` it"
+        )
+        document = documents[0] if len(documents) == 1 else {"deltas": documents}
+        return Report([each.task.target for each in done], document)
+
+    def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
+        """What came of one copy."""
+        dtype = self.unlearning.delta_dtype
+        rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
+        observer.note(result.summary(name_of_copy(copy), self.unlearning.algo) + rounded)
+        if result.checked:
+            observer.note(result.checked)
+        for warning in result.warnings():
+            observer.warn(warning)
+        if result.spent:
+            privacy = self.unlearning.privacy
+            observer.note(
+                f"privacy: this delta protects each {privacy.dp_unit or 'record'} with ε = "
+                f"{result.spent['epsilon']:.3g} at δ = {privacy.dp_delta:g} (neighbours: {privacy.dp_neighbours}); "
+                f"{_spent_together(result.spent, result.earlier)}"
+            )
+
+    def _tasks(self, copies: Sequence[str]) -> list[UnlearningTask]:
+        several, out, references = len(copies) > 1, self.out, self.reference_file
+        if several and out is not None and Path(out).suffix == SUFFIX:
+            raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
+        if several and references is not None and (references.is_file() or references.suffix == SUFFIX):
+            raise UsageError(f"--reference-file {references}: one file for {len(copies)} copies", "name a directory")
+        tasks = []
+        for copy in copies:
+            _check_is_no_records(copy)
+            # With a separator at its end, it is a directory.
+            folder = f"{out}{os.sep}" if several and out is not None else out
+            target = delta_path(folder, copy, round_of_copy(Path(copy)))
+            reference = references / (name_of_copy(copy) + SUFFIX) if references and several else references
+            tasks.append(UnlearningTask(copy, target, reference))
+        targets = [task.target for task in tasks]
+        if duplicates := sorted({str(target) for target in targets if targets.count(target) > 1}):
+            raise UsageError(
+                f"{duplicates[0]}: would be the delta of two copies", "unlearn on them one after the other"
+            )
+        return tasks
+
+    def preview(self, observer: Observer) -> Preview | Report:
+        """The number of steps assumes one example a record; copies that have their delta are left out."""
+        from mpu_cli.files.sealing import is_sealed
+        from mpu_cli.files.writer import nbytes_of
+        from mpu_cli.measuring.cost import training_cost
+        from mpu_cli.model.source import open_model
+        from mpu_cli.training.delta import delta_specs
+        from mpu_cli.training.execution import KEPT_CHECKPOINTS
+        from mpu_cli.training.job import misfits
+        from mpu_cli.training.rates import HARDLY_FORGETS
+
+        plan = self.plan(observer)
+        for warning in plan.warnings:
+            observer.warn(warning)
+        if sealed := [task.copy for task in plan.tasks if Path(task.copy).is_file() and is_sealed(Path(task.copy))]:
+            raise MpuError(f"{sealed[0]}: sealed, so it has to be opened first", "run it without --dry-run")
+        models = [open_model(task.copy, links=False) for task in plan.tasks]
+        for model in models:
+            for warning in misfits(read_copy_manifest(model.folder, model.checkpoint.metadata), plan.options):
+                observer.warn(warning)
+        # Copies of a round are alike, and trained one after the other: the largest is counted.
+        largest = max(models, key=lambda model: model.checkpoint.nbytes)
+        cost = training_cost(largest, plan.data, plan.options, plan.until)
+        epochs, batch = counted(cost.epochs, "epoch"), counted(plan.options.training.batch_size, "record")
+        notes = [
+            f"{plan.options.algo}, {epochs} of {batch} a step: about {counted(cost.steps, 'step')} at a rate of "
+            f"{cost.rate:.2g}",
+            f"memory at its peak: {memory_of(cost.memory, cost.work)}",
+        ]
+        if cost.usual_rate and cost.rate < HARDLY_FORGETS * cost.usual_rate:
+            notes.append(
+                f"so few steps at this rate hardly forget: --lr auto would be {cost.usual_rate:.2g}; `mpu tune` finds "
+                "both"
+            )
+        if plan.options.privacy.dp_epsilon is not None:
+            signal = plan.most_signal(models[0])
+            notes.append(
+                f"privacy: the noise is at least {1 / signal:.2g} times what the records change, even if all of them "
+                "pull the same way; `mpu surrogate` forgets what many records share at a smaller price"
+            )
+        if cost.seconds is not None:
+            notes.append(f"training takes about {in_time(len(models) * cost.seconds)} on this machine's processors")
+        checkpoints = KEPT_CHECKPOINTS * int(cost.memory.weights + cost.memory.state) if self.logging.resume else 0
+        if checkpoints:
+            notes.append(f"checkpoints of --resume take {in_bytes(checkpoints)} beside the delta while it trains")
+        sets = {"to forget": plan.data.forget, "to keep": plan.data.retain}
+        records = [(f"{counted(len(each), 'record')} {name}", None) for name, each in sets.items()]
+        writes = []
+        for task, model in zip(plan.tasks, models, strict=True):
+            if not (self.logging.resume and not self.force and _has_delta(task, Path(task.copy))):
+                writes.append((task.target, nbytes_of(delta_specs(model, plan.options))))
+        if not writes:
+            return Report(["all deltas are there already"], {"reads": [], "writes": []})
+        return Preview(
+            reads=[*((model.source, model.checkpoint.nbytes) for model in models), *records],
+            writes=writes,
+            scratch=checkpoints,
+            memory=cost.memory.total,
+            notes=notes,
+        )
+
+
+def memory_of(memory: Memory, work: Work) -> str:
+    """What takes the memory of a training."""
+    return (
+        f"weights {in_bytes(memory.weights)}, gradients and the optimiser {in_bytes(memory.gradients + memory.state)}, "
+        f"activations and logits of {counted(work.rows, 'record')} of {counted(work.length, 'token')} "
+        f"{in_bytes(memory.activations + memory.logits)}"
+    )
+
+
+def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
+    """What this delta spends together with those before it."""
+    if not earlier:
+        return "each further delta of these records spends more"
+    total = spent["epsilon_of_ledger"]
+    if math.isinf(total):
+        return f"with the {earlier} trainings before it, no bound holds: some had no --dp-epsilon"
+    return f"with the {earlier} trainings before it: ε = {total:.3g}"
+
+
+def _check_is_no_records(copy: str) -> None:
+    """Raise UsageError for a file of records, which a shell's pattern may name; the index of a sharded model is JSON,
+    too."""
+    from mpu_cli.files.reader import INDEX
+    from mpu_cli.records.read import RECORD_SUFFIXES
+
+    if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
+        raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
+
+
+def _has_delta(task: UnlearningTask, opened: Path) -> bool:
+    """Whether the delta of a copy, ``opened``, lies at its target. Raises MpuError if that of something else does."""
+    from mpu_cli.files.reader import open_checkpoint
+
+    if not task.target.exists():
+        return False
+    origin = read_copy_manifest(opened) if opened.is_dir() else None
+    if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
+        raise MpuError(
+            f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
+        )
+    return True

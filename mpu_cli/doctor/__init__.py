@@ -1,1 +1,0 @@
-"""What this machine offers, and whether mpu works on it."""

@@ -1,1 +1,0 @@
-"""Measures what a model still knows and what it can still do."""

@@ -1,1 +1,0 @@
-"""Whole experiments with both parties on one machine, using the same functions as the separate commands."""

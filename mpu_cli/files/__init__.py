@@ -1,0 +1,1 @@
+"""Reading and writing files, the other party's above all: boundary, checkpoints, sealing, manifests."""

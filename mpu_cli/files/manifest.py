@@ -1,0 +1,284 @@
+"""The facts stored with copies, deltas and models: ``mpu.json`` and the safetensors metadata.
+
+They identify what belongs together and contain no secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, field
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import (
+    Count,
+    Document,
+    Layers,
+    Numbers,
+    RunName,
+    Word,
+    Words,
+    is_ascending,
+    parse_document,
+    read_json_object,
+)
+
+VERSION = 2
+# of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
+LEFT_FACTOR, RIGHT_FACTOR = ".lora_B", ".lora_A"
+_ROUND_FOLDER = re.compile(r"round_(\d{1,6})", re.ASCII)
+# What `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
+PLANNED, RESULTS = "sweep.json", "results.jsonl"
+MANIFEST_NAME = "mpu.json"
+TAGS = {  # of a delta's training, in words
+    "records": "records",
+    "options": "options or seed",
+    "versions": "library versions",
+}
+VERSIONS = "versions"
+
+
+@dataclass(frozen=True)
+class CopyManifest:
+    """Which copy of which publication a directory holds. ``copy`` counts from 1.
+
+    ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
+    it. ``omitted``: the base's layers that it lacks, counted from 0, which anyone who has the public model can tell.
+    ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how far to
+    unlearn; 0 if there is none.
+    """
+
+    run: str
+    round: int
+    copy: int
+    copies: int
+    copy_id: str
+    symmetries: str | None = None
+    omitted: tuple[int, ...] = ()
+    noise: float = 0.0
+
+    def facts(self) -> dict[str, object]:
+        facts = asdict(self)
+        optional = {"omitted_layers": list(facts.pop("omitted")), "noise": facts.pop("noise")}
+        return facts | {name: value for name, value in optional.items() if value}
+
+
+@dataclass(frozen=True)
+class ModelManifest:
+    """The round that made a model, and its run; ``permanent``: whether its copies had permanent noise."""
+
+    run: str
+    round: int
+    permanent: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaManifest:
+    """Which model a delta changes; ``origin`` is None for a model that is not a copy (the clean baseline).
+
+    ``privacy`` is the (epsilon, delta) that the client reports if it trained privately. ``trained``: tags of records,
+    options and versions, equal for copies that were trained identically (``mpu_cli.training.delta``). ``until_done``:
+    whether the copy was trained until it had forgotten the records, and not for a number of epochs.
+    """
+
+    origin: CopyManifest | None
+    algorithm: str
+    kind: str = "full"
+    inverted: bool = False
+    privacy: dict[str, float] | None = None
+    trained: dict[str, str] | None = None
+    until_done: bool = False
+
+
+NoiseShare = Annotated[float, Meta(ge=0, le=100)]
+
+
+class _CopyFacts(Document):
+    """What of a copy is in ``mpu.json``, and in the metadata of its weights and of its deltas."""
+
+    run: RunName
+    round: Count
+    copy: Count
+    copies: Count
+    copy_id: Word
+    symmetries: Word | None = None
+    omitted_layers: Layers = field(default_factory=list)
+    noise: NoiseShare = 0.0
+
+
+class _DeltaFacts(Document):
+    algorithm: Word
+    kind: Literal["full", "lora"]
+    inverted: bool
+    privacy: Numbers | None = None
+    trained: Words | None = None
+    until_done: bool = False
+
+
+class _ModelFacts(Document):
+    run: RunName
+    round: Count
+    permanent: bool = False
+
+
+def copy_facts(manifest: CopyManifest) -> dict[str, object]:
+    """The content of a copy's ``mpu.json``."""
+    return {"format": "mpu-copy", "version": VERSION, **manifest.facts()}
+
+
+def delta_facts(manifest: DeltaManifest) -> dict[str, object]:
+    """The content of a delta's metadata."""
+    origin = manifest.origin.facts() if manifest.origin else {}
+    more = {"privacy": manifest.privacy, "trained": manifest.trained, "until_done": manifest.until_done}
+    return {
+        "format": "mpu-delta", "version": VERSION, "algorithm": manifest.algorithm, "kind": manifest.kind,
+        "inverted": manifest.inverted, **origin, **{name: value for name, value in more.items() if value},
+    }  # fmt: skip
+
+
+def as_metadata(facts: Mapping[str, object]) -> dict[str, str]:
+    """Facts as safetensors metadata, which maps strings to strings: one entry, ``mpu``, holds them as JSON."""
+    return {"mpu": json.dumps(facts)}
+
+
+def facts_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of ``as_metadata``; empty if the metadata is not mpu's."""
+    try:
+        facts = json.loads(metadata.get("mpu", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) -> CopyManifest | None:
+    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish.
+
+    If the ``metadata`` of the weights next to it is given, raises MpuError if they belong to a different copy.
+    """
+    path = folder / MANIFEST_NAME
+    if not os.path.lexists(path):
+        return None
+    entries = read_json_object(path, links=False)
+    if entries.get("format") != "mpu-copy":
+        return None
+    if metadata is not None and facts_of(metadata) != entries:
+        raise MpuError(f"{path}: does not match the metadata of the weights next to it")
+    return _copy_manifest(entries, path)
+
+
+def read_model_manifest(folder: Path) -> ModelManifest | None:
+    """The manifest of the model in ``folder``, or None if `mpu aggregate` did not make it."""
+    path = folder / MANIFEST_NAME
+    if not os.path.lexists(path):
+        return None
+    entries = read_json_object(path, links=False)
+    if entries.get("format") != "mpu-model" or "run" not in entries:
+        return None
+    facts = _parse(_ModelFacts, entries, path)
+    return ModelManifest(facts.run, facts.round, facts.permanent)
+
+
+def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
+    """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
+    entries = facts_of(metadata)
+    if entries.get("format") != "mpu-delta":
+        raise MpuError(f"{path}: not a delta made by mpu (its metadata does not say so)")
+    facts = _parse(_DeltaFacts, entries, path)
+    origin = _copy_manifest(entries, path) if "run" in entries else None
+    return DeltaManifest(
+        origin, facts.algorithm, facts.kind, facts.inverted, facts.privacy, facts.trained, facts.until_done
+    )
+
+
+FactsOf = TypeVar("FactsOf", bound=Document)
+
+
+def _parse(schema: type[FactsOf], entries: Mapping[str, object], path: Path) -> FactsOf:
+    if entries.get("version") != VERSION:
+        raise MpuError(
+            f"{path}: format version {str(entries.get('version'))[:80]} is not supported "
+            f"(this mpu reads version {VERSION})",
+            "update mpu",
+        )
+    return parse_document(schema, entries, path)
+
+
+def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
+    facts = _parse(_CopyFacts, entries, path)
+    if not facts.run.isprintable():
+        raise MpuError(f"{path}: its run is not a name", "get it again")
+    if facts.copy > facts.copies:
+        raise MpuError(f"{path}: claims to be copy {facts.copy} of {facts.copies}", "get it again")
+    if not is_ascending(facts.omitted_layers):
+        raise MpuError(f"{path}: the layers that it lacks are not ascending numbers", "get it again")
+    return CopyManifest(
+        facts.run, facts.round, facts.copy, facts.copies, facts.copy_id, facts.symmetries,
+        tuple(facts.omitted_layers), facts.noise,
+    )  # fmt: skip
+
+
+# Where outputs go if no option says: names that hold the round, so that the next one does not collide with it.
+
+SUFFIX = ".safetensors"
+
+
+def next_round(folder: Path) -> tuple[str | None, int]:
+    """The run and round in which the model in ``folder`` is published: those after the one that made it."""
+    manifest = read_model_manifest(folder)
+    return (manifest.run, manifest.round + 1) if manifest else (None, 1)
+
+
+def round_of_copy(copy: Path) -> int:
+    """The round of the copy in a directory; of a sealed one, whose manifest is not open, that of the folder that
+    `mpu publish` puts it in; 1 for anything else."""
+    if copy.suffix == ".age":
+        named = _ROUND_FOLDER.fullmatch(copy.absolute().parent.name)
+        return int(named[1]) if named else 1
+    manifest = read_copy_manifest(copy) if copy.is_dir() else None
+    return manifest.round if manifest else 1
+
+
+def round_folder(parent: Path, number: int) -> Path:
+    """``parent`` in round 1, ``parent/round_R`` after it."""
+    return parent if number == 1 else parent / f"round_{number}"
+
+
+def keys_path(base: Path, number: int | None) -> Path:
+    """Where `mpu publish` puts the keys of round ``number`` (default: the one after that which made the model in
+    ``base``)."""
+    return round_folder(Path("."), next_round(base)[1] if number is None else number) / "keys.bin"
+
+
+def model_folder(number: int) -> Path:
+    """Where `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
+    return Path("unlearned" if number == 1 else f"unlearned_{number}")
+
+
+def name_of_copy(copy: str) -> str:
+    """What a delta of the model at ``copy`` (a path or a Hub id) is called."""
+    name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
+    return name.removesuffix(SUFFIX).removesuffix(".age")
+
+
+def delta_path(out: str | None, copy: str, number: int) -> Path:
+    """The delta of the model at ``copy`` in round ``number``: ``out``, or a file in it if it is a directory.
+
+    A name without a suffix gets ``.safetensors``; UsageError for any other suffix.
+    """
+    name = name_of_copy(copy) + SUFFIX
+    if out is None:
+        return round_folder(Path("deltas"), number) / name
+    path = Path(out)
+    if out.endswith(os.sep) or (path.is_dir() and not list(path.glob("*.index.json"))):
+        return path / name
+    if path.suffix == SUFFIX:
+        return path
+    if path.suffix:
+        raise UsageError(f"--out {out}: a delta is a {SUFFIX} file", f"use {path.with_suffix(SUFFIX)}")
+    return path.with_name(path.name + SUFFIX)

@@ -1,0 +1,292 @@
+"""A process of its own, with limits of time and memory, for what another party wrote and a library computes with.
+
+Chat templates are programs, the rules of a tokenizer.json can grow a word to gigabytes or take for ever, and so can the
+regular expressions in an adapter's config. None of these can be interrupted inside a process. So templates are rendered
+there, vocabularies in older forms are converted there, and every text is tokenized, and every sequence of tokens
+decoded, there before it is here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError, first_line
+from mpu_cli.files.boundary import LARGEST_TOKENIZER
+from mpu_cli.subprocesses import python_command, safe_environment
+
+SECONDS = 10.0  # for one request
+SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers take a thousandth of that
+MEMORY = 2 << 30  # bytes of the process; a tokenizer of 262,144 tokens takes a quarter of that
+STARTING = 60.0  # seconds for importing what it needs
+SHOWN = 500  # characters of an error
+
+Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was wrong
+
+
+class LimitError(ValueError):
+    """The process took too long, needed too much memory, wrote too much or ended."""
+
+
+class Process:
+    """The other process, started on first use and again after it was stopped."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._tokenizer: int | None = None  # hash of the one that it has
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Have it import its libraries while this process does something else."""
+        if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            quiet = {
+                "TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1",
+            }  # fmt: skip
+            self._process = subprocess.Popen(
+                python_command("mpu_cli.files.sandbox", "serve"),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=safe_environment(**quiet),
+                start_new_session=True,  # Ctrl-C is for this process, which then ends it
+            )  # fmt: skip
+            self._owner, self._tokenizer = os.getpid(), None
+        return self._process
+
+    def render(self, request: Mapping[str, object], dialogues: Sequence[object], longest: int) -> list[Outcome]:
+        """Each dialogue as a template prints it; ``longest`` bytes may come back. Raises LimitError."""
+        with self._lock:
+            return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
+
+    def load(self, text: str) -> Outcome:
+        """Whether the tokenizers library reads a tokenizer.json of this content; then how many tokens it adds to its
+        vocabulary, and the largest number of a token. Raises LimitError."""
+        with self._lock:
+            return self._load(text)
+
+    def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
+        """How many tokens each text has with the tokenizer of this JSON. Raises LimitError."""
+        with self._lock:
+            self._take(tokenizer)
+            seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
+            return self._ask("tokenize", {"texts": texts, "special": special}, seconds, SHOWN * 8 * len(texts) + 100)
+
+    def convert(self, folder: Path) -> Outcome:
+        """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
+        the tokenizers library. Raises LimitError."""
+        size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
+        with self._lock:
+            request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
+            [outcome] = self._ask("convert", request, SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
+        return outcome
+
+    def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
+        """How many characters the text of each sequence of tokens has. Raises LimitError."""
+        with self._lock:
+            self._take(tokenizer)
+            values = {"sequences": sequences, "skip_special": skip_special}
+            return self._ask("decode", values, _seconds(sequences), SHOWN * 8 * len(sequences) + 100)
+
+    def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
+        """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
+        LimitError."""
+        with self._lock:
+            longest = sum(map(len, patterns)) + SHOWN
+            return self._ask("match", {"patterns": patterns, "names": names}, SECONDS, 8 * longest * (len(names) + 1))
+
+    def _take(self, tokenizer: str) -> None:
+        """Have it hold the tokenizer of this JSON."""
+        self.start()
+        if self._tokenizer != hash(tokenizer):
+            worked, problem = self._load(tokenizer)
+            if not worked:
+                raise LimitError(str(problem))
+
+    def _load(self, text: str) -> Outcome:
+        [outcome] = self._ask("load", {"json": text}, SECONDS + len(text) / 1e6, SHOWN * 8)
+        self._tokenizer = hash(text) if outcome[0] else None
+        return outcome
+
+    def _ask(self, what: str, values: Mapping[str, object], seconds: float, longest: int) -> list[Outcome]:
+        process = self.start()
+        try:
+            # Importing what this needs does not count.
+            _exchange(process, json.dumps(["ready", {"for": what}, STARTING]).encode() + b"\n", STARTING, 100)
+            reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
+        except BaseException:  # a reply that nobody read would be taken for the next one
+            self.stop()
+            raise
+        return [(bool(worked), value) for worked, value in json.loads(reply)]
+
+    def stop(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._process = None
+
+
+PROCESS = Process()
+atexit.register(PROCESS.stop)
+
+
+def _seconds(items: Sequence[object]) -> float:
+    return SECONDS + SECONDS_EACH * len(items)
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float, longest: int) -> bytes:
+    """Send a line, and the line that comes back. Raises LimitError after ``seconds`` or ``longest`` bytes."""
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise MpuError("the process for templates and tokenizers has no pipes")
+    writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)  # both pipes could be full
+    writer.start()
+    ends = time.monotonic() + seconds
+    reply = bytearray()
+    with selectors.DefaultSelector() as ready:
+        ready.register(stdout, selectors.EVENT_READ)
+        while not reply.endswith(b"\n"):
+            if not ready.select(max(0.0, ends - time.monotonic())):
+                raise LimitError(f"it took longer than {seconds:.0f} s")
+            piece = os.read(stdout.fileno(), 1 << 16)
+            if not piece:
+                raise LimitError(f"it needed more than {MEMORY >> 30} GiB of memory, or its process was stopped")
+            reply += piece
+            if len(reply) > longest:
+                raise LimitError("it prints far more than it was given")
+    writer.join()
+    return bytes(reply)
+
+
+def _write(pipe: Any, line: bytes) -> None:
+    try:
+        pipe.write(line)
+        pipe.flush()
+    except (OSError, ValueError):
+        pass  # the process was stopped; the reader says why
+
+
+class _Worker:
+    """What the other process does: a method for each kind of request, with an outcome for each of its parts."""
+
+    def __init__(self) -> None:
+        # What renders takes a second to import, in which tokenizers can be read already.
+        self._importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
+        self._importing.start()
+        self._tokenizer: Any = None  # the one that was loaded last
+
+    def ready(self, values: dict[str, Any]) -> list[Outcome]:
+        """Import what a kind of request needs."""
+        if values["for"] == "render":
+            self._importing.join()
+        elif values["for"] == "convert":
+            import_module("transformers.models.auto.tokenization_auto")
+        return []
+
+    def render(self, values: dict[str, Any]) -> list[Outcome]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        dialogues = values.pop("dialogues")
+
+        def text(dialogue: object) -> str:
+            return _text(render_jinja_template([dialogue], **values)[0][0])
+
+        return [_outcome(text, dialogue) for dialogue in dialogues]
+
+    def load(self, values: dict[str, Any]) -> list[Outcome]:
+        from tokenizers import Tokenizer
+
+        def read(text: str) -> list[int]:
+            self._tokenizer = Tokenizer.from_str(text)
+            vocabulary = self._tokenizer.get_vocab()
+            return [len(self._tokenizer.get_added_tokens_decoder()), max(vocabulary.values(), default=0)]
+
+        return [_outcome(read, values["json"])]
+
+    def convert(self, values: dict[str, Any]) -> list[Outcome]:
+        from transformers import AutoTokenizer
+
+        def canonical(folder: str) -> str:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            text = backend.to_str() if backend else ""
+            if len(text) > values["longest"]:
+                raise ValueError("it is too large")
+            return text
+
+        return [_outcome(canonical, values["folder"])]
+
+    def tokenize(self, values: dict[str, Any]) -> list[Outcome]:
+        def count(text: str) -> int:
+            return len(self._tokenizer.encode(text, add_special_tokens=values["special"]).ids)
+
+        return [_outcome(count, text) for text in values["texts"]]
+
+    def decode(self, values: dict[str, Any]) -> list[Outcome]:
+        def length(ids: list[int]) -> int:
+            return len(self._tokenizer.decode(ids, skip_special_tokens=values["skip_special"]))
+
+        return [_outcome(length, ids) for ids in values["sequences"]]
+
+    def match(self, values: dict[str, Any]) -> list[Outcome]:
+        def pattern_of(name: str) -> str:
+            matching = (pattern for pattern in values["patterns"] if re.match(rf"(.*\.)?({pattern})$", name))
+            return next(matching, "")
+
+        return [_outcome(pattern_of, name) for name in values["names"]]
+
+
+def serve() -> None:
+    """The other process: a request a line on standard input, a list of outcomes a line on standard output."""
+    import resource
+
+    import_module("tokenizers")
+    # Not the address space: libraries reserve much of it that they never use.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
+    worker = _Worker()
+    work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
+        "ready": worker.ready, "render": worker.render, "load": worker.load, "convert": worker.convert,
+        "tokenize": worker.tokenize, "decode": worker.decode, "match": worker.match,
+    }  # fmt: skip
+    for line in sys.stdin.buffer:
+        kind, values, seconds = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Also if nobody is left to stop it.
+        ends = int(used.ru_utime + used.ru_stime + seconds) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
+        sys.stdout.buffer.write(json.dumps(work[kind](values)).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("it does not print text")
+    value.encode()  # halves of characters are no text
+    return value
+
+
+def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:
+    """What ``work`` makes of ``argument``, or the first line of what it raised: tokenizers' panics are not
+    Exceptions."""
+    try:
+        return True, work(argument)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return False, first_line(error)[:SHOWN]

@@ -1,0 +1,257 @@
+"""age (age-encryption.org/v1): identities, recipients, and copies sealed for their intended clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tarfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pyrage
+
+from mpu_cli.errors import MpuError, UsageError, first_line
+from mpu_cli.files.boundary import create_private, open_regular, random_name, sync_folder, unpack_folder
+from mpu_cli.files.reader import AGE_HEADER
+from mpu_cli.files.transaction import Transaction, remove_abandoned
+from mpu_cli.observer import Observer
+
+_BUFFER = 1 << 20  # bytes
+MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
+MAX_RECIPIENTS = 64
+_END_OF_HEADER = b"\n--- "
+SECRET_BYTES = 32
+
+
+def default_identity_path() -> Path:
+    """``mpu/identity.txt`` in the user's configuration directory."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpu" / "identity.txt"
+
+
+def make_identity(path: Path) -> str:
+    """Write a new age identity to ``path`` (mode 0600, never replacing a file) and return its public recipient."""
+    identity = pyrage.x25519.Identity.generate()
+    recipient = str(identity.to_public())
+    if os.path.lexists(path):
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = path.with_name(random_name(path.name))
+    try:
+        write_private(fresh, f"# public key: {recipient}\n{identity}\n".encode())
+        os.link(fresh, path)  # of two processes, one succeeds; a rename would replace what sealed the other's keys
+        sync_folder(path.parent)
+    except FileExistsError as error:
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name") from error
+    except OSError as error:
+        raise MpuError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return recipient
+
+
+def own_secret(path: Path, what: str, hint: str) -> bytes:
+    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` they are, and what to do if they are damaged, for
+    messages. Raises MpuError if the file is invalid, OSError if it cannot be made."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = path.with_name(random_name(path.name))
+        try:
+            write_private(fresh, f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
+            with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
+                os.link(fresh, path)
+            sync_folder(path.parent)
+        finally:
+            fresh.unlink(missing_ok=True)
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except (OSError, ValueError) as error:
+        raise MpuError(f"{path}: cannot be read as {what}", hint) from error
+    if len(secret) != SECRET_BYTES:
+        raise MpuError(f"{path}: not {SECRET_BYTES} bytes in hexadecimal", hint)
+    return secret
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner may read."""
+    with create_private(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
+    """The identities in an age identity file (one per line, ``#`` starts a comment)."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise MpuError(
+            f"{path}: cannot read the identity file: {error.strerror}", "specify yours with --identity"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise MpuError(f"{path}: not an age identity file") from error
+    try:
+        identities = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
+    except pyrage.IdentityError as error:
+        raise MpuError(f"{path}: not an age identity file (a line is not an AGE-SECRET-KEY)") from error
+    if not identities:
+        raise MpuError(f"{path}: contains no identity")
+    return identities
+
+
+def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[pyrage.x25519.Recipient]:
+    """Public keys from ``age1…`` strings, or from files that contain one. Raises MpuError, naming ``option``, if one is
+    invalid, or if there are more than a header may have."""
+    recipients = []
+    if len(texts) > MAX_RECIPIENTS:
+        raise MpuError(f"{option}: {len(texts)} recipients, and a file can have {MAX_RECIPIENTS}")
+    for text in texts:
+        text = text if text.startswith("age1") else _public_key_in(text, option)
+        try:
+            recipients.append(pyrage.x25519.Recipient.from_str(text))
+        except pyrage.RecipientError as error:
+            raise MpuError(f"{option} {text!r}: not an age public key (age1…)") from error
+    return recipients
+
+
+def _public_key_in(path: str, option: str) -> str:
+    try:
+        words = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MpuError(f"{option} {path}: neither an age public key (age1…) nor a file containing one") from error
+    public_keys = sorted({word for word in words if word.startswith("age1")})
+    if len(public_keys) != 1:
+        raise MpuError(f"{path}: contains {len(public_keys)} age public keys, expected one")
+    return public_keys[0]
+
+
+def check_header(content: bytes, path: Path) -> None:
+    """Raise MpuError if the header of an age file, which begins with ``content``, is longer than MAX_HEADER.
+
+    rage reads a header in time that grows with the square of its length, and cannot be interrupted.
+    """
+    if _END_OF_HEADER not in content[:MAX_HEADER]:
+        raise MpuError(f"{path}: not an age file, or its header is longer than {MAX_HEADER:,} bytes", "get it again")
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether ``path`` is a file that begins with age's header."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(AGE_HEADER)) == AGE_HEADER
+    except OSError:
+        return False
+
+
+def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.Recipient) -> None:
+    """Archive ``folder`` under the name ``name``, encrypt it for ``recipient`` and write it to the new file ``target``.
+
+    ``age -d -i IDENTITY TARGET | tar x`` opens it too. The archive leaks no user, group or time from the server.
+    """
+
+    def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        return member
+
+    def write(end: BinaryIO) -> None:
+        with tarfile.open(fileobj=end, mode="w|", bufsize=_BUFFER) as archive:
+            archive.add(folder, name, filter=anonymous)
+
+    with _run_through_pipe(write) as archived, open(target, "xb") as sealed:
+        pyrage.encrypt_io(archived, sealed, [recipient])
+
+
+def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: Path) -> Path:
+    """Decrypt the output of ``seal_folder`` and unpack it ``into`` a private directory; returns the folder that was
+    sealed.
+
+    Raises MpuError if it is sealed for another identity, damaged, or not such an archive (``files.boundary``).
+    """
+    unpacked: list[Path] = []
+    with open_regular(path) as sealed:
+        check_header(sealed.read(MAX_HEADER), path)
+
+    def unpack(end: BinaryIO) -> None:
+        try:
+            unpacked.append(unpack_folder(end, into))
+        finally:
+            while end.read(_BUFFER):  # otherwise decryption would fail on a closed pipe and hide its own error
+                pass
+
+    try:
+        with _run_through_pipe(unpack, reads=True) as plain, open_regular(path) as sealed:
+            pyrage.decrypt_io(sealed, plain, list(identities))
+    except pyrage.DecryptError as error:
+        if "no matching keys" in str(error).lower():
+            raise MpuError(f"{path}: sealed for another identity", "specify the right one with --identity") from error
+        raise _damage_error(path, error) from error
+    except MpuError as error:
+        raise MpuError(
+            f"{path}: decrypted, but contains no copy of a model ({error.problem}); `mpu inspect` says what it is"
+        ) from error
+    except OSError as error:
+        if error.errno is None:  # a decryption error after decryption has started
+            raise _damage_error(path, error) from error
+        raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
+    return unpacked[0]
+
+
+def _damage_error(path: Path, error: Exception) -> MpuError:
+    return MpuError(f"{path}: damaged or truncated ({first_line(error)})", "get it again")
+
+
+@contextmanager
+def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) -> Iterator[BinaryIO]:
+    """Run ``work`` in a thread on one end of a pipe (``reads``: the read end); the block gets the other end.
+
+    An exception in ``work`` is raised after the block, unless the block raised one itself.
+    """
+    reading, writing = os.pipe()
+    ends = os.fdopen(reading, "rb", _BUFFER), os.fdopen(writing, "wb", _BUFFER)
+    worker_end, other = ends if reads else reversed(ends)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with worker_end:
+                work(worker_end)
+        except BrokenPipeError:
+            pass  # the block ended early, and its own exception says why
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        with other:
+            yield other
+    finally:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def opened_copy(copy: str, beside: Path, identity: Path | None, observer: Observer) -> Iterator[str]:
+    """Where to read a copy: itself or, if it is sealed, a directory in ``beside`` that is removed afterwards.
+
+    Raises UsageError in one of several processes, which would each open it; MpuError if ``identity`` does not open it.
+    """
+    path = Path(copy)
+    if not path.is_file() or not is_sealed(path):
+        yield copy
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"{copy}: a sealed copy cannot be opened by several processes",
+            f"open it before you start them: age -d -i IDENTITY {copy} | tar x",
+        )
+    identities = read_identities(identity or default_identity_path())
+    for folder in remove_abandoned(beside):
+        observer.warn(f"{folder}: removed; a stopped command had left an opened copy there")
+    with Transaction() as transaction:
+        yield str(open_folder(path, identities, transaction.scratch(beside)))

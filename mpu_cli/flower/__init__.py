@@ -1,0 +1,1 @@
+"""Rounds between organisations: over Flower, or through a folder that is watched."""

@@ -1,0 +1,1 @@
+"""Experiments beside the protocol: whole runs, sweeps, reports, audits, traces. Nothing below imports it."""

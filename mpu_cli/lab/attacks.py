@@ -1,0 +1,432 @@
+"""How much of the server's model a client that keeps its copies can recover, measured by attacking it.
+
+The attacks read the copies, the public reference and the α published in the paper; the base is read only to score
+them, and the keys not at all. An attacker without a reference ends up in the coordinates of one copy, in which the
+model computes the same function; in that case the base is aligned to what was recovered before the two are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
+from mpu_cli.files.reader import all_finite
+from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
+from mpu_cli.lab.audit import (
+    ALL_COPIES,
+    ALL_REFERENCE,
+    ALL_SMALLEST,
+    ALL_UNKNOWN,
+    ATTACKS,
+    ONE_COPY,
+    ONE_COPY_REFERENCE,
+    TWO_COPIES,
+    AttackError,
+    Audit,
+    Recovered,
+    estimates,
+)
+from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.sampling import AxisMap, Maps
+from mpu_cli.model.shallow import shallow
+from mpu_cli.model.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
+
+FAST = 3  # layers that --fast examines: the first, the middle, the last
+
+
+def audit(
+    copies: Sequence[Model],
+    base: Model,
+    reference: Model | None,
+    *,
+    noise: Scheme,
+    symmetries: str,
+    fast: bool,
+    publications: Sequence[object] | None = None,
+    observer: Observer = SILENT,
+) -> Audit:
+    """Attack ``copies`` of ``base``, block by block, in float32.
+
+    ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes; ``publications``
+    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. For
+    layers that the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError
+    if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
+    """
+    full_base, public, omitted = base, reference, _omitted_layers(copies)
+    base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
+    if noise.copies != len(copies):
+        raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
+    layout = base.layout
+    names = {id(base): {t.name: t.name for t in layout.parameters}}
+    for model in [*copies, *([reference] if reference else [])]:
+        names[id(model)] = _names(model, base, layout)
+    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names, publications or [0] * len(copies))
+    blocks = _blocks_to_audit(layout, fast)
+    observer.stage("audit", base.checkpoint.nbytes)
+    for block in blocks:
+        attacker.block(block, layout.blocks[block])
+        observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
+    if not fast:
+        attacker.unseen(full_base, public, omitted)
+    return Audit(attacker.attacks, attacker.task, attacker.weights, attacker.unmoved, reference is not None)
+
+
+def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
+    """The layers that the copies say they lack. Raises MpuError if they do not agree."""
+    manifests = [read_copy_manifest(copy.folder, copy.checkpoint.metadata) for copy in copies]
+    omitted = {manifest.omitted if manifest else () for manifest in manifests}
+    if len(omitted) > 1:
+        raise MpuError(f"{copies[0].source}: the copies lack different layers", "audit those of one publication")
+    return omitted.pop() if omitted else ()
+
+
+def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
+    """The base's tensor names → the model's, which may lack a prefix. Raises MpuError if shapes differ."""
+    model_layout = model.layout
+    pairs = {t.name: o.name for t, o in zip(layout.parameters, model_layout.parameters, strict=False)}
+    shapes = [base.checkpoint.tensors[name].shape for name in pairs]
+    if len(layout.parameters) != len(model_layout.parameters) or shapes != [
+        model.checkpoint.tensors[name].shape for name in pairs.values()
+    ]:
+        raise MpuError(f"{model.source}: tensors or shapes do not match the base")
+    return pairs
+
+
+def _blocks_to_audit(layout: Layout, fast: bool) -> list[str]:
+    blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
+    if not fast:
+        return blocks
+    layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
+    sampled = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
+    return [block for block in blocks if block not in layers or block in sampled]
+
+
+def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
+    """The weights that cancel the noise of each publication and average over the publications, float64 (copies,)."""
+    weights = torch.zeros(noise.copies, dtype=torch.float64)
+    for publication in dict.fromkeys(publications):
+        copy_indices = [i for i, other in enumerate(publications) if other == publication]
+        weights[copy_indices] = replace(noise, factors=tuple(noise.factors[i] for i in copy_indices)).fitted_weights
+    return weights / len(set(publications))
+
+
+class _Attacker:
+    def __init__(
+        self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
+        symmetries: str, names: Mapping[int, Mapping[str, str]], publications: Sequence[object],
+    ):  # fmt: skip
+        self._tensor_names = names  # of each model, by its id
+        self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
+        self._symmetries = symmetries
+        self._noise = noise
+        self._several = len(set(publications)) > 1
+        self._weights_of_copies = _weights(noise, publications)
+        self.attacks = {name: Recovered() for name in self._names()}
+        self.task: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+        self.unmoved: dict[str, float] = {}
+        self._outer_maps: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
+        self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
+        self._gram = torch.zeros(
+            len(copies), len(copies), dtype=torch.float64
+        )  # over all blocks so far: they share the factors
+
+    def _names(self) -> list[str]:
+        copies = len(self._copies)
+        return [
+            attack.name
+            for attack in ATTACKS.values()
+            if (copies > 1 or not attack.several)
+            and (not attack.one_draw or (self._noise.one_draw and copies > 2 and not self._several))
+            and (self._reference or not attack.reference)
+        ]
+
+    def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
+        names = self._tensor_names[id(model)]
+        loaded = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
+        for name, weights in loaded.items():
+            if not all_finite(weights):
+                raise MpuError(f"{model.source}: {name!r} contains NaN or Inf, so it cannot be audited")
+        return loaded
+
+    def _outer(self, model: Model, target: Model, symmetries: str | None = None) -> dict[str, AxisMap]:
+        """The maps from ``target`` to ``model`` of the axes that all layers share."""
+        symmetries = symmetries or self._symmetries
+        pair = (id(model), id(target), symmetries)
+        if pair not in self._outer_maps:
+            outside = [t for t in self._layout.parameters if t.layer is None]
+            ours, theirs = self._tensors(model, outside), self._tensors(target, outside)
+            residual = residual_map(self._layout, ours, theirs, symmetries)
+            self._outer_maps[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
+        return self._outer_maps[pair]
+
+    def _align_block(
+        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], outer: Maps,
+        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """A block's ``copy`` in the coordinates of ``towards``; ``outer`` are the maps of the axes that all layers
+        share."""
+        [aligned] = self._all_aligned(tensors, [copy], outer, towards, symmetries)
+        return aligned
+
+    def _all_aligned(
+        self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], outer: Maps,
+        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
+    ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
+        """``_align_block`` of several, all with the maps that align the first."""
+        symmetries = symmetries or self._symmetries
+        undone = [undo(self._layout, tensors, copy, outer) for copy in copies]
+        if tensors[0].layer is None:
+            return undone
+        maps = layer_maps(self._layout, tensors, undone[0], towards, symmetries)
+        return [undo(self._layout, tensors, copy, maps) for copy in undone]
+
+    def block(self, block: str, tensors: Sequence[TensorLayout]) -> None:
+        truth = self._tensors(self._base, tensors)
+        copies = [self._tensors(copy, tensors) for copy in self._copies]
+        public = self._tensors(self._reference, tensors) if self._reference else None
+        self.weights[block] = _square(truth)
+        self.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[block]
+        count = sum(w.numel() for w in truth.values())
+        self.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
+        together = None
+        if len(copies) > 1:
+            started = time.perf_counter()
+            first_copy = self._copies[0]
+            lined = [copies[0]] + [
+                self._align_block(tensors, copy, self._outer(model, first_copy), copies[0])
+                for model, copy in zip(self._copies[1:], copies[1:], strict=True)
+            ]
+            together = self._mean(lined, self._weights_of_copies)
+            mutual = time.perf_counter() - started
+            if TWO_COPIES.name in self.attacks:
+                pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
+                self._score(TWO_COPIES, block, tensors, first_copy, pair, truth, mutual / (len(lined) - 1))
+            self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
+            smallest = self._mean(lined, nearest(self._own_gram))
+            self._score(ALL_SMALLEST, block, tensors, first_copy, smallest, truth, mutual)
+            self._score(ALL_COPIES, block, tensors, first_copy, together, truth, mutual)
+        if self._reference is not None and public is not None:
+            reference = self._reference
+            started = time.perf_counter()
+            lined = [
+                self._align_block(tensors, copy, self._outer(model, reference), public)
+                for model, copy in zip(self._copies, copies, strict=True)
+            ]
+            seconds = time.perf_counter() - started
+            self._score(ONE_COPY_REFERENCE, block, tensors, reference, lined[0], truth, seconds / len(lined))
+            if together is not None:
+                started = time.perf_counter()
+                # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
+                before = self._align_block(tensors, together, self._outer(first_copy, reference), public)
+                estimates = [before, self._mean(lined, self._weights_of_copies)]
+                estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
+                seconds += mutual + time.perf_counter() - started
+                self._score(ALL_REFERENCE, block, tensors, reference, estimate, truth, seconds)
+                self._gram += differences(lined, public)
+                estimate = self._mean(lined, nearest(self._gram))
+                self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth, seconds)
+        self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth, 0.0)
+
+    def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
+        """Count the layers that the copies lack."""
+        layout = base.layout
+        names = _names(reference, base, layout) if reference else {}
+        for block, tensors in layout.blocks.items():
+            if tensors[0].layer not in omitted:
+                continue
+            truth = {t.name: base.checkpoint.tensor(t.name).float() for t in tensors if not t.constant}
+            public = {n: reference.checkpoint.tensor(names[n]).float() for n in truth} if reference else {}
+            name = f"{block} (left out)"  # the copies' own blocks are numbered without it
+            self.weights[name] = _square(truth)
+            self.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[name]
+            self.unmoved[name] = 0.0
+            for attack, recovered in self.attacks.items():
+                for errors in (*recovered.function.values(), *recovered.task.values()):
+                    errors[name] = (self.task if ATTACKS[attack].reference else self.weights)[name]
+
+    def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        rates = weights.tolist()
+        return {
+            name: torch.stack([w * tensors[name] for w, tensors in zip(rates, lined, strict=True)]).sum(0)
+            for name in lined[0]
+        }
+
+    def _score(
+        self, attack: AttackError, block: str, tensors: Sequence[TensorLayout], whose: Model,
+        estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
+    ) -> None:  # fmt: skip
+        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
+        attacker has besides is the reference, or nothing."""
+        recovered = self.attacks[attack.name]
+        recovered.seconds += seconds
+        first_copy = self._copies[0]
+        outer = self._outer(first_copy, self._base, "every")
+        public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
+        if self._reference is not None and whose is self._reference:
+            public = self._tensors(whose, tensors)
+            for method, candidate in estimates(estimate, public, truth).items():
+                recovered.task.setdefault(method, {})[block] = _distance(candidate, truth)
+            # Whether the attack got the order of the model dimension right does not affect what the model computes.
+            undone = self._outer(first_copy, whose)
+            outer = {
+                axis: after_undoing(undone.get(axis, AxisMap(torch.arange(len(other)))), other)
+                for axis, other in outer.items()
+            }
+        aligned, beside = self._all_aligned(tensors, [estimate, public], outer, truth, "every")
+        for method, candidate in estimates(aligned, beside, truth).items():
+            # In the reference's coordinates, leaving it where it is may be nearer than the alignment found.
+            unmoved = recovered.task.get(method, {}).get(block, math.inf)
+            recovered.function.setdefault(method, {})[block] = min(_distance(candidate, truth), unmoved)
+
+
+def after_undoing(undone: AxisMap | None, other: AxisMap) -> AxisMap:
+    """one⁻¹ ∘ other, for maps without rotations; None is the identity."""
+    if undone is None:
+        return other
+    order = torch.empty_like(other.order)
+    order[undone.order] = other.order
+    signs = torch.ones(len(order))
+    for axis, places in ((undone, undone.order), (other, other.order)):
+        if axis.signs is not None:
+            signs[other.order] *= axis.signs[places]
+    return AxisMap(order, signs=signs)
+
+
+def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Inner products of the aligned copies' differences from ``public`` over a block: float64 (copies, copies)."""
+    flat = [torch.cat([(t[name] - p).flatten() for name, p in public.items()]).double() for t in lined]
+    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
+
+
+def nearest(gram: torch.Tensor) -> torch.Tensor:
+    """Weights that sum to 1 and bring the combination of the copies nearest to the reference: G⁻¹1, normalised.
+
+    Every such combination contains the same task vector, so what they minimise is the noise.
+    """
+    if not float(gram.diagonal().mean()) > 0:  # the copies are the reference itself
+        return torch.full((len(gram),), 1 / len(gram), dtype=gram.dtype)
+    steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    weights = torch.linalg.solve(steadied, torch.ones(len(gram), dtype=gram.dtype))
+    return weights / weights.sum()
+
+
+def _square(tensors: Mapping[str, torch.Tensor]) -> float:
+    return math.fsum(float(x.double().square().sum()) for x in tensors.values())
+
+
+def _cosine(estimate: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    product = math.fsum(float(x.flatten() @ other[name].flatten()) for name, x in estimate.items())
+    return product / math.sqrt(_square(estimate) * _square(other) or 1.0)
+
+
+def _distance(estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+    return _square({name: estimate[name] - weights for name, weights in truth.items()})
+
+
+# What an attacker takes for granted of the noise and the symmetries, where nothing says: each in turn, until one
+# explains the copies.
+
+_Manifests = Sequence[CopyManifest | None]  # of the copies, None for a model without one
+
+UNDONE = 0.5  # if an attack reduces the error of one copy to this share, the assumed noise explains the copies
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An audit, and what the attacker took for granted in it."""
+
+    audit: Audit
+    noise: Scheme
+    symmetries: str
+
+
+def audit_as_believed(
+    copies: Sequence[Model],
+    base: Model,
+    reference: Model | None,
+    *,
+    noise: str | None = None,
+    nodes: str | None = None,
+    alphas: str | None = None,
+    symmetries: str | None = None,
+    fast: bool = False,
+    observer: Observer = SILENT,
+) -> Attempt:
+    """Audit ``copies`` under what is given of noise and symmetries, else under what the copies say of themselves and
+    the defaults of `mpu publish`, one after the other; the attempt that explains the copies best.
+
+    Copies may be of several publications of the base. Raises UsageError for a copy given twice, factors of several
+    publications, and a reference that is the base.
+    """
+    models = list(copies)
+    manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
+    _check_different(manifests)
+    publications = _publications(manifests)
+    if len(set(publications)) > 1 and (alphas or nodes):
+        raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
+    attempts = []
+    schemes = _believed_noise(manifests, noise, alphas, nodes)
+    for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
+        result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
+                      publications=publications, observer=observer)  # fmt: skip
+        if reference and not sum(result.task.values()):
+            raise UsageError(f"--pretrained {reference.source}: has the same weights as --base", "leave it out")
+        explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
+        attempts.append((explained, Attempt(result, scheme, believed)))
+        if explained < UNDONE * result.plain_error(ONE_COPY.name):
+            break
+    return min(attempts, key=lambda attempt: attempt[0])[1]
+
+
+def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
+    """The schemes that the attacker tries, with a factor for each copy: those given, or the defaults."""
+    count = len(manifests)
+    if alphas or nodes:
+        return [given_factors(kind, alphas, nodes, count)]
+    numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
+    kinds = [SCHEMES[kind]] if kind else list(SCHEMES.values())[: None if count > 1 else 1]
+    return [each(tuple(each.default(copies).factors[i] for i, copies in numbers)) for each in kinds]
+
+
+def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[str]:
+    """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
+    if requested:
+        return [requested]
+    tried = ["signed", "paper", "all"]
+    named = manifests[0].symmetries if manifests[0] else None
+    return [named] if named in tried else tried
+
+
+def _publications(manifests: _Manifests) -> list[object]:
+    """Which publication each copy is of; copies without a manifest are taken for those of one.
+
+    A run and round may have been published more than once: two copies of one number are of two publications.
+    """
+    counts: Counter[tuple[str, int, int]] = Counter()
+    publications: list[object] = []
+    for manifest in manifests:
+        if manifest is None:
+            publications.append(None)
+            continue
+        copy_key = (manifest.run, manifest.round, manifest.copy)
+        publications.append((manifest.run, manifest.round, counts[copy_key]))
+        counts[copy_key] += 1
+    return publications
+
+
+def _check_different(manifests: _Manifests) -> None:
+    """Raise UsageError if a copy is given twice."""
+    copy_manifests = [manifest for manifest in manifests if manifest is not None]
+    if len({manifest.copy_id for manifest in copy_manifests}) < len(copy_manifests):
+        raise UsageError("the same copy is given twice")

@@ -1,0 +1,155 @@
+"""``mpu audit``: what a client that keeps its copies can recover."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import FORCE, Command, Opening, Report, paths_from
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import NoiseKind
+from mpu_cli.wording import few
+
+if TYPE_CHECKING:
+    from mpu_cli.lab.attacks import Attempt
+    from mpu_cli.lab.audit import Audit as Findings
+    from mpu_cli.model.source import Model
+    from mpu_cli.protocol.keys import Keys
+    from mpu_cli.protocol.publication import Publication
+
+UNMOVED = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Command):
+    """Play a client that keeps its copies: undo the coordinates without the keys, remove the noise, compare with BASE.
+
+    "weights" is the error up to symmetries, under which the model computes the same function; "of the change" is the
+    same error relative to base − pretrained, what fine-tuning changed, and decides the verdict; "task vector" is the
+    error of base − pretrained itself, in the pretrained model's coordinates. Each is that of the best estimate of a
+    change in noise: as it is, scaled down, or by its singular values. Prints a verdict.
+    """
+
+    NAME: ClassVar[str] = "audit"
+
+    copies: list[str] = option(
+        ...,
+        "Copies of BASE, also of several publications, or - for standard input.",
+        metavar="COPY…",
+        argument=True,
+    )
+    base: str = option(..., "The published model, to score the attacks with.", metavar="MODEL")
+    pretrained: str | None = option(
+        None, "Public model that BASE was fine-tuned from, which an attacker also has.", metavar="MODEL"
+    )
+    noise: NoiseKind | None = option(None, "Kind of noise that the attacker assumes (default: try both).")
+    nodes: str | None = option(
+        None, "extrapolate: multiples that the attacker assumes (default: as for publish).", metavar="C,…"
+    )
+    alphas: str | None = option(
+        None, "zero-sum: α that the attacker assumes (default: as for publish).", metavar="A,B,…"
+    )
+    symmetries: Literal["signed", "paper", "all"] | None = option(
+        None, "Symmetries that the attacker assumes (default: as stated in the copies, else try each)."
+    )
+    keys: Path | None = option(
+        None,
+        "Keys of the publication, to check that the copies belong to it and report κ; no attack reads them.",
+        metavar="FILE",
+    )
+    fast: bool = option(False, "Examine only three layers.")
+    plot: Path | None = option(
+        None, "Plot the errors by block and attack to a .png, .svg, .pdf or .html file.", metavar="FILE"
+    )
+    opening: Opening = group(Opening)
+    force: bool = option(False, FORCE)
+
+    def run(self, observer: Observer = SILENT) -> tuple[Attempt, Publication | None]:
+        """What was recovered, under which assumptions, and the publication of the keys."""
+        from mpu_cli.lab.attacks import audit_as_believed
+        from mpu_cli.model.source import open_model
+
+        if self.plot:
+            from mpu_cli.measuring.plots import check_target
+
+            check_target(self.plot, self.force)
+        keys = opened_keys(self.keys, self.opening, observer) if self.keys else None
+        copies = [open_model(str(path), links=False) for path in paths_from(self.copies)]
+        base = open_model(self.base)
+        if keys:
+            _check_belong(copies, base, keys)
+        public = open_model(self.pretrained) if self.pretrained else None
+        attempt = audit_as_believed(
+            copies, base, public, noise=self.noise, nodes=self.nodes, alphas=self.alphas, symmetries=self.symmetries,
+            fast=self.fast, observer=observer,
+        )  # fmt: skip
+        publication = keys.publication if keys else None
+        if self.plot:
+            from mpu_cli.lab.plots import draw
+
+            scale = f", κ = {publication.kappa:g}" if publication and not publication.calibration else ""
+            draw(attempt.audit, self.plot, title=f"What {len(copies)} of the copies reveal{scale}", force=self.force)
+        return attempt, publication
+
+    def report(self, found: tuple[Attempt, Publication | None], observer: Observer) -> Report:
+        attempt, published = found
+        result = attempt.audit
+        _tell(result, observer)
+        if self.fast:
+            observer.note("--fast: three layers only; errors of all layers differ from these")
+        if max(map(result.change_error, result.attacks)) > 1:
+            observer.note("above 100 %: further off than the public model itself, which changes nothing")
+        document = {
+            "verdict": result.verdict,
+            "attacks": result.document(),
+            "unmoved": result.unmoved,
+            "settings": {
+                "noise": {"kind": attempt.noise.kind, "factors": attempt.noise.factors},
+                "symmetries": attempt.symmetries,
+                "fast": self.fast,
+            },
+            "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
+        }
+        return Report([result.verdict], document)
+
+
+def _check_belong(copies: list[Model], base: Model, keys: Keys) -> None:
+    """Raise MpuError for a copy that is not of this publication, or another base."""
+    from mpu_cli.files.reader import worker_pool
+    from mpu_cli.protocol.deltas import check_base
+
+    with worker_pool() as pool:
+        check_base(base, keys, pool)
+    for copy in copies:
+        manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+        if manifest is None or manifest.copy_id not in keys.copy_ids:
+            raise MpuError(f"{copy.source}: was not published with these keys")
+
+
+def _tell(result: Findings, observer: Observer) -> None:
+    """The table of attacks, and the blocks that nothing hides."""
+    from mpu_cli.lab.audit import ATTACKS
+
+    rows = []
+    for name, recovered in result.attacks.items():
+        task = result.task_error(name)
+        rows.append(
+            [
+                ATTACKS[name].description,
+                f"{result.function_error(name):.2%}",
+                *([f"{result.change_error(name):.2%}"] if result.with_reference else []),
+                "–" if task is None else f"{task:.2%}",
+                result.method(name),
+                f"{recovered.seconds:.1f}",
+            ]
+        )
+    of_change = ["of the change"] if result.with_reference else []
+    columns = ["attack", "weights", *of_change, "task vector", "the change is", "seconds"]
+    observer.table("Relative error of what is recovered", columns, rows)
+    if unmoved := [block for block, share in result.unmoved.items() if share > UNMOVED]:
+        observer.note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")

@@ -1,0 +1,99 @@
+"""``mpu run``: both parties on one machine, for as many rounds as it takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.errors import UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import Command, Report
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.options.unlearning import Goal, Stopping
+from mpu_cli.wording import in_bytes, in_time
+
+if TYPE_CHECKING:
+    from mpu_cli.lab.rounds import Outcome
+    from mpu_cli.lab.until_pass import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Command):
+    """Rehearse an unlearning request: server and client on one machine, each in a folder of its own, for all rounds.
+
+    An interrupted run resumes where it left off. DIR/log.jsonl records what each step did. Prints the path of the last
+    round's model.
+    """
+
+    NAME: ClassVar[str] = "run"
+    ESSENTIAL: ClassVar[str] = (
+        "--algo --forget --retain --until-pass --mode --rounds --pretrained --kappa --copies --lr --epochs "
+        "--batch-size --out"
+    )
+
+    experiment: Experiment = group(Experiment)
+    goal: Goal = group(Goal)
+    stopping: Stopping = group(Stopping)
+    out: Path = option(Path("run"), "Parent folder of both parties' folders.", metavar="DIR")
+    until_pass: bool = option(
+        False,
+        "Train until it is done, check each round's model as the client would, and go on from the checked copies while "
+        "it is not forgotten, for at most --rounds (default: 3). Exits with status 1 without a pass.",
+    )
+
+    def run(self, observer: Observer = SILENT) -> Outcome | Request:
+        """The last round's model; with ``until_pass``, and the verdicts of all rounds."""
+        self._check_goal()
+        if self.until_pass:
+            from mpu_cli.lab.until_pass import run_until_pass
+
+            return run_until_pass(self.experiment, self.goal, self.stopping, self.out, observer)
+        from mpu_cli.lab.finished import read_outcome
+
+        if outcome := read_outcome(self.out, self.experiment):
+            observer.note(f"{self.out}: already finished, with these options and files")
+            return outcome
+        from mpu_cli.lab.rounds import run
+        from mpu_cli.training.data import read_dataset
+
+        return run(self.experiment, read_dataset(self.experiment.unlearning), self.out, observer)
+
+    def report(self, done: Outcome | Request, observer: Observer) -> Report:
+        if not self.until_pass:
+            return Report([done.model], {"model": done.model, "log": done.log})  # type: ignore[union-attr]
+        request: Request = done  # type: ignore[assignment]
+        verdicts = [{**asdict(verdict), "verdict": verdict.sentence} for verdict in request.verdicts]
+        if not request.passed and (step := request.verdicts[-1].request):
+            observer.note(f"next: {step}")
+        document = {"model": request.model, "passed": request.passed, "verdicts": verdicts}
+        return Report([request.model], document, status=0 if request.passed else 1)
+
+    def _check_goal(self) -> None:
+        if not self.until_pass and (self.goal, self.stopping) != (Goal(), Stopping()):
+            raise UsageError("--max-left, --unseen and the other options of the goal need --until-pass")
+
+    def preview(self, observer: Observer) -> Report:
+        """The rounds, what passes between the parties, and about how long training takes."""
+        from mpu_cli.lab.rounds import costs_of, rounds_of, with_merged_rounds
+        from mpu_cli.training.data import read_dataset
+        from mpu_cli.training.job import check_options
+
+        self._check_goal()
+        experiment = self.experiment
+        check_options(experiment.unlearning)
+        for warning in read_dataset(experiment.unlearning).warnings(experiment.unlearning.privacy):
+            observer.warn(warning)
+        rounds = rounds_of(with_merged_rounds(experiment))
+        [cost] = costs_of([experiment])
+        lines = [f"rounds\t{rounds}", f"writes\t{self.out}"]
+        if cost:
+            lines += [
+                f"sent\t{in_bytes(cost.sent)} of copies",
+                f"returned\t{in_bytes(cost.returned)} of deltas",
+                f"training\tabout {in_time(3600 * cost.hours)} on this machine's processors",
+            ]
+        else:
+            lines.append("cost\tnot known: the model or the records are not on this machine")
+        return Report(lines, {"rounds": rounds, "writes": self.out, **(asdict(cost) if cost else {})})

@@ -1,0 +1,182 @@
+"""``mpu sweep``: a grid of experiments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.command import Command, Report
+from mpu_cli.options.declare import option
+from mpu_cli.wording import counted, in_bytes, in_time, names_in
+
+if TYPE_CHECKING:
+    from mpu_cli.lab.sweep import Cell
+
+
+@dataclass(frozen=True)
+class Swept:
+    """``lines``: a result for each experiment; ``published``: what papers say of the same; ``failed``: by name."""
+
+    cells: Sequence[Cell]
+    lines: Sequence[Mapping[str, Any]]
+    published: Sequence[Mapping[str, Any]]
+    failed: Mapping[str, MpuError]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Command):
+    """Run and evaluate every experiment of a grid. Print a Markdown table for each metric, with distances from clean.
+
+    An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
+    """
+
+    NAME: ClassVar[str] = "sweep"
+    DRY_RUN: ClassVar[str] = "Only list the experiments and what they cost."
+
+    file: Path = option(
+        ..., "TOML: options of run, with lists for axes; see docs/experiments.md.", metavar="FILE", argument=True
+    )
+    out: Path | None = option(None, "Folder for the results (default: FILE's name).", metavar="DIR")
+    metrics: str | None = option(None, "Metrics to print, comma-separated.", metavar="NAMES")
+    across: str | None = option(None, "Axis to use as columns (default: mode).", metavar="OPTION")
+    over: str | None = option(
+        None,
+        "Axes to average over, comma-separated: means with 95 % intervals (default: secret_seed and seed, if they "
+        "vary).",
+        metavar="OPTIONS",
+    )
+    with_file: Path | None = option(
+        None, "TOML whose options replace those of FILE; --set replaces both.", metavar="FILE", flag="--with"
+    )
+    settings: list[str] | None = option(
+        None, "Replace an option of FILE, or eval.OPTION one of eval; may be repeated.", metavar="OPTION=VALUE",
+        flag="--set",
+    )  # fmt: skip
+    jobs: int = option(1, "Experiments at once, each on a GPU of its own if there are.", least=1, metavar="N")
+    cell: str | None = option(None, "", hidden=True)
+
+    def run(self, observer: Observer = SILENT) -> Swept | dict[str, Any]:
+        """All results; of one ``cell``, which a process of its own plays, its line."""
+        from mpu_cli.files.resumption import write_atomically
+        from mpu_cli.lab.report import LITERATURE, published_results
+        from mpu_cli.lab.sweep import Jobs, play, sweep, sweep_metric_names
+        from mpu_cli.measuring.results import chosen_metrics
+
+        cells = self._cells()
+        known_numbers = published_results(self.file, sorted({cell.experiment.base for cell in cells}))
+        if self.cell is not None:
+            [selected] = [each for each in cells if each.name == self.cell]
+            return play(selected, self._folder, observer)
+        if self.metrics is not None:
+            chosen_metrics(self.metrics, sweep_metric_names(cells))  # before hours of training
+        jobs = Jobs(self.jobs, ["sweep", *self._arguments()], self._folder) if self.jobs > 1 else None
+        lines, failed = sweep(cells, self._folder, observer, jobs)
+        fields = {name for line in lines for name in line} | {"mode"}
+        algorithms = {str(each.experiment.unlearning.algo) for each in cells}
+        published = [
+            {name: value for name, value in line.items() if name in fields}
+            for line in known_numbers
+            if line.get("algo") in algorithms
+        ]
+        if published:
+            text = "".join(json.dumps(line) + "\n" for line in published)
+            write_atomically(self._folder / LITERATURE, text)
+        return Swept(cells, lines, published, failed)
+
+    def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
+        from mpu_cli.files.tables import markdown_table
+        from mpu_cli.lab.report import degradation, pivot, sentences
+        from mpu_cli.measuring.results import chosen_metrics, main_metrics
+
+        if isinstance(done, dict):
+            return Report([json.dumps(done)], None)  # for the process that asked for it
+        lines = list(done.lines)
+        had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
+        names = chosen_metrics(self.metrics, had) if self.metrics is not None and had else main_metrics(had)
+        if done.published and not any("mode" in line for line in lines):  # the published ones have it
+            modes = {cell.name: cell.experiment.mode for cell in done.cells}
+            lines = [{**line, "mode": modes[line["name"]]} for line in lines]
+        axes = None if self.over is None else list(names_in(self.over))
+        printed: list[str] = []
+        for name, rows in pivot([*lines, *done.published], names, self.across, axes).items():
+            printed += [f"**{name}**", "", *markdown_table(rows), ""]
+        for mode, distances in degradation([*lines, *done.published], names).items():
+            printed += [f"{mode}: {sentence}" for sentence in sentences(distances)]
+        failure = None
+        if done.failed:
+            name, first = next(iter(done.failed.items()))
+            counts = f"{len(done.failed)} of {counted(len(done.cells), 'experiment')} failed"
+            failure = MpuError(f"{counts}, the first being {name}: {first.problem}", first.hint)
+        return Report(printed if printed and printed[-1] else printed[:-1], lines, failure=failure)
+
+    def preview(self, observer: Observer) -> Report:
+        """The experiments, what passes between the parties, and about how long training takes."""
+        from mpu_cli.lab.report import published_results
+        from mpu_cli.lab.rounds import costs_of
+        from mpu_cli.lab.sweep import preview
+
+        cells = self._cells()
+        published_results(self.file, sorted({cell.experiment.base for cell in cells}))  # raises for what is not there
+        for warning in preview(cells):
+            observer.warn(warning)
+        costs = costs_of([cell.experiment for cell in cells])
+        rows = []
+        for cell, cost in zip(cells, costs, strict=True):
+            amounts = ["–", "–", "–"]
+            if cost:
+                amounts = [in_bytes(cost.sent), in_bytes(cost.returned), in_time(3600 * cost.hours)]
+            rows.append([cell.name, *amounts])
+        columns = ["", "sent to the client", "returned", "training, about"]
+        observer.table(counted(len(cells), "experiment"), columns, rows)
+        known = [cost for cost in costs if cost]
+        if len(known) < len(cells):
+            observer.note(
+                f"{len(cells) - len(known)} models or sets of records are not on this machine, so their cost is not "
+                "known"
+            )
+        hours = sum(cost.hours for cost in known)
+        observer.note(
+            f"in all about {in_time(3600 * hours)} of training on this machine's processors; evaluation comes on top"
+        )
+        document = [
+            {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
+            for cell, cost in zip(cells, costs, strict=True)
+        ]
+        return Report([cell.name for cell in cells], document)
+
+    @property
+    def _folder(self) -> Path:
+        return self.out or Path(self.file.stem)
+
+    def _cells(self) -> list[Cell]:
+        from mpu_cli.lab.sweep import overrides_of, read_sweep
+
+        overrides = overrides_of(self.with_file) if self.with_file else {}
+        return read_sweep(self.file, {**overrides, **_overrides(self.settings or [])})
+
+    def _arguments(self) -> list[str]:
+        """The command line's, without those that say how many run at once."""
+        arguments = [str(self.file), "--out", str(self._folder)]
+        if self.with_file:
+            arguments += ["--with", str(self.with_file)]
+        for setting in self.settings or []:
+            arguments += ["--set", setting]
+        return arguments
+
+
+def _overrides(settings: Sequence[str]) -> dict[str, object]:
+    """Options by name from OPTION=VALUE, values as in TOML, or text. Raises UsageError if there is no "="."""
+    from mpu_cli.toml import parse_value
+
+    values = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--set {setting}: not of the form OPTION=VALUE")
+        values[name.strip()] = parse_value(value.strip())
+    return values

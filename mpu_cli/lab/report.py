@@ -1,0 +1,567 @@
+"""A sweep as one HTML page: tables, forgetting against utility, a curve for each numeric axis. The tables alone as
+LaTeX, CSV or Markdown; the figures alone as PDF.
+
+Modes differ by marker and line as well as by colour, so that the page can be printed in black and white.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import read_json_object
+from mpu_cli.files.manifest import PLANNED, RESULTS
+from mpu_cli.files.resumption import read_lines
+from mpu_cli.files.tables import SUFFIXES, write_tables
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.measuring.plots import PALETTE, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
+from mpu_cli.measuring.results import distinct_best, goal, half_interval, main_metrics
+from mpu_cli.toml import read_toml
+from mpu_cli.wording import counted, few
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# Markdown tables of a sweep: one per metric, with one axis of the grid as columns and the others as rows.
+#
+# Axes that only repeat an experiment, with different noise or a different order of the records, are averaged over: a
+# cell is the mean of its runs ± half of its 95 % interval (Student's t). Next to the modes is the absolute distance
+# of each run from the clean run with the same options and order: in percent of clean's value, and of what clean
+# changed. The first alone says little of a metric that unlearning hardly changes, since the model before it is as
+# near.
+
+BEFORE = "before"  # of a line: the metrics of the model before unlearning; also how their column is called
+RETAIN = "retain model"  # of a line: the metrics of the model that never saw the forget set; also their column
+RELEARNING = "relearning"  # of a line: curves of models whose forgotten records are learned again
+FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
+         "error_estimate", "seconds", "evaluation_seconds", BEFORE, RETAIN, RELEARNING)  # fmt: skip
+PUBLISHED = "published"  # how the mode of what others measured begins
+LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
+COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
+REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
+CONFIDENCE = 0.95
+MEANINGLESS = 1000  # percent: clean's value, or what it changed, is next to nothing
+
+Line = Mapping[str, Any]
+
+
+def pivot(
+    lines: Sequence[Line], metrics: Sequence[str], across: str | None = None, over: Sequence[str] | None = None
+) -> dict[str, list[list[str]]]:
+    """For each metric, rows of cells; the first row is the header.
+
+    ``across`` is an axis (default: mode, else the last), ``over`` are those to average over (default: those of REPEATS
+    that vary). A mode that ignores an axis (such as clean and κ) has its one result in every row of that axis. Raises
+    UsageError if an axis does not exist.
+    """
+    varied = list(dict.fromkeys(name for line in lines for name in line if name not in FIXED))
+    repeats = [name for name in REPEATS if name in varied and name != across] if over is None else list(over)
+    for option, names in (("--over", repeats), ("--across", [across] if across else [])):
+        if unknown := set(names) - set(varied):
+            raise UsageError(f"{option} {min(unknown)}: not an axis of the sweep ({', '.join(varied) or 'none'})")
+    if across in repeats:
+        raise UsageError(f"--across {across}: this axis is averaged over", "leave it out of --over")
+    axes = [name for name in varied if name not in repeats]
+    if not axes:
+        return {name: [["", name], ["run", _text([_value(line, name) for line in lines])]] for name in metrics}
+    across = across or ("mode" if "mode" in axes else axes[-1])
+    down = [name for name in axes if name != across]
+    heads = list(dict.fromkeys(line[across] for line in lines if across in line))
+    compared = [head for head in heads if _clean_of(head) in heads] if across == "mode" else []
+    places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
+    # A place that omits an axis gets no row of its own if others fill it in.
+    rows = [row for row in places if not any(_covers(row, other) for other in places)]
+    same_columns = [name for name in (RETAIN, BEFORE) if any(line.get(name) for line in lines)]  # as for all modes
+    changed = [head for head in compared if BEFORE in same_columns and not _is_published(head)]
+    distances = [f"{head}: % from clean" for head in compared]
+    distances += [f"{head}: % of clean's change" for head in changed]
+    tables = {}
+    for metric in metrics:
+        table = [[*down, *same_columns, *map(str, heads), *distances]]
+        for row in rows:
+            where = dict(zip(down, row, strict=True))
+            here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
+            row_lines = [line for column_lines in here.values() for line in column_lines]
+            cells = [_text([*dict.fromkeys(_value(line, metric, name) for line in row_lines)]) for name in same_columns]
+            cells += [_text([_value(line, metric) for line in here[head]]) for head in heads]
+            apart = {h: _distances(here[h], here[_clean_of(h)], metric, repeats) for h in compared}
+            cells += [_percents([each.percent for each in column_distances]) for column_distances in apart.values()]
+            cells += [_percents([each.of_change for each in apart[head]]) for head in changed]
+            table.append([*("–" if value is None else str(value) for value in row), *cells])
+        tables[metric] = table
+    return tables
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far from clean: ``percent`` of clean's value, ``of_change``: in percent of how far clean is from the model
+    before unlearning, None if that was not measured. ``count``: of how many algorithms it is the mean."""
+
+    percent: float
+    of_change: float | None = None
+    count: int = 1
+
+
+def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict[str, Distance]]:
+    """How far each mode, others' and the model before unlearning, is from clean, by mode and metric.
+
+    An algorithm counts with the mean of its runs, each compared with the clean run that it agrees with; gradient ascent
+    does not count, unless it is the only one.
+    """
+    if {line.get("algo") for line in lines} - {COLLAPSES}:
+        lines = [line for line in lines if line.get("algo") != COLLAPSES]
+    clean = [line for line in lines if line.get("mode") == "clean"]
+    # Doing nothing is a mode, too.
+    lines = [*lines, *({**line, "mode": BEFORE, "metrics": line[BEFORE]} for line in clean if line.get(BEFORE))]
+    mode_distances: dict[str, dict[str, Distance]] = {}
+    modes = dict.fromkeys(str(line.get("mode", "clean")) for line in lines)
+    for mode in (mode for mode in modes if _clean_of(mode) in modes):
+        clean = [line for line in lines if line.get("mode") == _clean_of(mode)]
+        for metric in metrics:
+            means = []
+            for algo in dict.fromkeys(line.get("algo") for line in lines):
+                runs = [line for line in lines if line.get("mode") == mode and line.get("algo") == algo]
+                distances = [d for line in runs for d in _distances([line], clean, metric, [*_axes(line)])]
+                means += [_mean_distance(distances)] if distances else []
+            if means:
+                mode_distances.setdefault(mode, {})[metric] = replace(_mean_distance(means), count=len(means))
+    return mode_distances
+
+
+def _is_published(mode: object) -> bool:
+    return str(mode).startswith(PUBLISHED)
+
+
+def _clean_of(mode: object) -> str | None:
+    """The mode that ``mode`` is compared with: clean, or that of the same source; None for clean itself."""
+    aim = f"{str(mode).rpartition(' ')[0]} clean" if _is_published(mode) else "clean"
+    return None if aim == mode else aim
+
+
+def _mean_distance(distances: Sequence[Distance]) -> Distance:
+    shares = [each.of_change for each in distances if each.of_change is not None]
+    return Distance(statistics.fmean(each.percent for each in distances), statistics.fmean(shares) if shares else None)
+
+
+def sentences(distances: Mapping[str, Distance]) -> list[str]:
+    """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
+    said = []
+    for count in dict.fromkeys(distance.count for distance in distances.values()):
+        parts = []
+        for metric, distance in distances.items():
+            if distance.count == count:
+                share = "" if distance.of_change is None else f", {_percent(distance.of_change)} of clean's change"
+                parts.append(f"{_percent(distance.percent)}{share} ({metric})")
+        said.append(f"average degradation (distance from clean) over {counted(count, 'algorithm')}: {'; '.join(parts)}")
+    return said
+
+
+def _percent(value: float) -> str:
+    return f"over {MEANINGLESS:,} %" if value > MEANINGLESS else f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
+
+
+def _axes(line: Line) -> list[str]:
+    return [name for name in line if name not in (*FIXED, "mode")]
+
+
+def _fits(line: Line, where: Mapping[str, object]) -> bool:
+    """Whether ``line`` agrees with ``where`` on every option that it has."""
+    return all(name not in line or line[name] == value for name, value in where.items())
+
+
+def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[Distance]:
+    """How far each of ``lines`` is from its clean run in ``metric``."""
+    distances = []
+    for line in lines:
+        aims = [other for other in clean if _fits(other, {name: line[name] for name in repeats if name in line})]
+        value, aim = _value(line, metric), _value(aims[0], metric) if aims else None
+        if value is not None and aim:
+            before = _value(line, metric, BEFORE)
+            share = None if before in (None, aim) else 100 * abs(value - aim) / abs(before - aim)
+            distances.append(Distance(100 * abs(value / aim - 1), share))
+    return distances
+
+
+def _value(line: Line, metric: str, key: str = "metrics") -> float | None:
+    value = (line.get(key) or {}).get(metric)
+    return value if isinstance(value, int | float) else None
+
+
+def _covers(row: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether ``other`` sets everything that ``row`` does, and more."""
+    return row != other and all(mine in (None, theirs) for mine, theirs in zip(row, other, strict=True))
+
+
+def _text(values: Sequence[float | None]) -> str:
+    """The mean of ``values`` and, if there are several, half of its interval."""
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    if not numbers:
+        return "–"
+    mean = f"{statistics.fmean(numbers):.4g}"
+    return mean if len(numbers) < 2 else f"{mean} ± {half_interval(numbers):.2g}"
+
+
+def _percents(values: Sequence[float | None]) -> str:
+    """As ``_text``; a dash where a percentage says nothing, because it is of next to nothing."""
+    return "–" if any(value is not None and value > MEANINGLESS for value in values) else _text(values)
+
+
+FORGETTING = ("forget_truth_ratio", "forget_quality", "extraction_strength", "forget_Q_A_Prob", "forget_Q_A_ROUGE")
+UTILITY = ("model_utility", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_knowmem_ROUGE")
+MARKERS, LINES = "osD^vPX*h", ("-", "--", ":", "-.")
+MODES = {"clean": ("#000000", "full"), "clean-rounds": ("#777777", "full"), "noised": ("#D55E00", "none"),
+         "mpu": ("#0072B2", "full")}  # fmt: skip
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a sweep, by mode: with several jobs they stand as they were finished.
+
+    Raises MpuError if ``folder`` holds none.
+    """
+    lines = read_lines(folder / RESULTS, "run the sweep again")
+    if not lines:
+        raise MpuError(f"{folder}: has no {RESULTS}, or an empty one", "pass the folder of a sweep")
+    try:
+        latest = {str(line["name"]): line for line in lines}
+        evaluated_lines = [line for line in latest.values() if isinstance(line["metrics"], dict)]
+        return sorted(evaluated_lines, key=lambda line: [*MODES, line.get("mode")].index(line.get("mode")))
+    except (KeyError, TypeError) as error:
+        raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
+
+
+def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The lines of all sweeps; of several, each line also has the name of its folder, as the axis ``sweep``."""
+    if len(folders) == 1:
+        return read_results(folders[0])
+    return [
+        {"sweep": folder.resolve().name, **line, "name": f"{folder.resolve().name}/{line['name']}"}
+        for folder in folders
+        for line in read_results(folder)
+    ]
+
+
+def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the sweeps showed beside their own results, each once. Raises MpuError if it is damaged."""
+    lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
+    return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
+
+
+def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[str]:
+    """The names of experiments that the sweeps in ``folders`` have no result of, as far as the folders say."""
+    done = {str(line["name"]) for line in lines}
+    missing: list[str] = []
+    for folder in folders:
+        if (folder / PLANNED).is_file():
+            prefix = "" if len(folders) == 1 else f"{folder.resolve().name}/"
+            planned = read_json_object(folder / PLANNED).get("experiments")
+            names = [f"{prefix}{name}" for name in planned] if isinstance(planned, list) else []
+            missing += [name for name in names if name not in done]
+    return missing
+
+
+def write_report(
+    lines: Sequence[Line],
+    target: Path,
+    title: str,
+    metrics: Sequence[str] | None = None,
+    over: Sequence[str] | None = None,
+    *,
+    published: Sequence[Line] = (),
+    missing: Sequence[str] = (),
+    force: bool = False,
+) -> None:
+    """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of what others
+    measured, which stand beside, ``missing`` the names of experiments without a result.
+
+    Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes and suffixes.
+    """
+    if target.suffix not in (*SUFFIXES, ".html", ".pdf"):
+        raise UsageError(f"--out {target}: must end in .html, .pdf, {', '.join(SUFFIXES)}")
+    had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
+    names = list(metrics or main_metrics(had))
+    repeats = [name for name in REPEATS if any(name in line for line in lines)] if over is None else list(over)
+    beside = [*lines, *published]
+    tables = pivot(beside, names, None, over)
+    if target.suffix in SUFFIXES:
+        write_tables(tables, target, force=force)
+        return
+    figures = _figures(lines, had, names, repeats)
+    if target.suffix == ".pdf":
+        _write_pdf(figures, target, force)
+        return
+    parts = [f"<p>{html.escape(_summary(lines, missing))}</p>"]
+    for mode, mode_distances in degradation(beside, names).items():
+        parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(mode_distances)]
+    for name, (head, *rows) in tables.items():
+        parts += [
+            f"<h2>{html.escape(name)}</h2>",
+            html_table(head, [_html_row(head, r, name) for r in rows], escape=False),
+        ]
+    for heading, figure in figures:
+        parts += [f"<h2>{html.escape(heading)}</h2>", svg(figure)]
+    with Transaction(force=force) as transaction:
+        transaction.add(target).write_text(page(title, parts), encoding="utf-8")
+
+
+def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
+    """How much was done, what is missing, and what bold and ± mean."""
+    minutes, evaluation = (
+        sum(line.get(name) or 0 for line in lines) / 60 for name in ("seconds", "evaluation_seconds")
+    )
+    times = f"{minutes:.0f} minutes of both parties' work, {evaluation:.0f} of evaluation"
+    lacking = f" Without a result: {few(missing)}." if missing else ""
+    return (
+        f"{len(lines)} experiments, {times}.{lacking} Where runs are averaged, ± is half of the 95 % interval; the "
+        "best of a row is bold if its interval overlaps no other. A dash: not measured, or a percentage above "
+        f"{MEANINGLESS}."
+    )
+
+
+def _figures(
+    lines: Sequence[Line], had: Sequence[str], names: Sequence[str], repeats: Sequence[str]
+) -> list[tuple[str, Figure]]:
+    """What the report draws, with headings."""
+    figures: list[tuple[str, Figure]] = []
+    forgetting = next((name for name in FORGETTING if name in had), None)
+    utility = next((name for name in UTILITY if name in had), None)
+    if forgetting and utility:
+        figure = make_figure([lambda axes: _plane(axes, lines, utility, forgetting)], None)
+        figures.append(("Forgetting against utility", figure))
+    if curves := _relearning(lines):
+        figure = make_figure([lambda axes: draw_relearning(axes, curves)], None)
+        figures.append(("Learning again what was forgotten", figure))
+    for axis in _numeric_axes(lines, repeats):
+        figures.append((axis, make_figure([_curves(lines, axis, name, repeats) for name in names], None)))
+    return figures
+
+
+def _write_pdf(figures: Sequence[tuple[str, Figure]], target: Path, force: bool) -> None:
+    """A page for each figure. Raises MpuError if there is none."""
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    if not figures:
+        raise MpuError(f"{target}: the sweep has nothing to draw", "write the tables: --out report.tex")
+    with Transaction(force=force) as transaction, PdfPages(transaction.add(target)) as pages:
+        for heading, figure in figures:
+            figure.suptitle(plain(heading), fontsize=11)
+            pages.savefig(figure)
+
+
+def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[str, Any]]]]:
+    """Labels, colours and points: of each line of the sweep, and of the models that are the same for all."""
+    curves: list[tuple[str, str, Sequence[Mapping[str, Any]]]] = []
+    same: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for line in lines:
+        line_curves = dict(line.get(RELEARNING) or {})
+        if after := line_curves.pop("after", None):
+            label = " ".join(str(value) for name, value in line.items() if name not in FIXED) or str(line["name"])
+            curves.append((label, PALETTE[len(curves) % len(PALETTE)], after))
+        same |= line_curves
+    return [*curves, *((label, "#000000" if label == BEFORE else "#777777", curve) for label, curve in same.items())]
+
+
+def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
+    """``row`` as HTML, with a value in bold if it is certainly the best; axes and distances do not compete."""
+    values: list[float | None] = []
+    intervals: list[tuple[float, float] | None] = []
+    for name, cell in zip(head, row, strict=True):
+        mean, _, half = cell.partition(" ± ")
+        value, width = (_number(mean), _number(half)) if name in MODES else (None, None)
+        values.append(value)
+        # A mode with one run beside averaged ones ignores what is repeated: it has no spread.
+        width = 0.0 if width is None and any(" ± " in cell for cell in row) else width
+        intervals.append(None if value is None or width is None else (value - width, value + width))
+    marked = distinct_best(values, intervals, goal(metric))
+    return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _mean(lines: Sequence[Line], metric: str) -> tuple[float, float] | None:
+    """The mean of a metric and half of its 95 % interval (0 for a single run); None if no run has it."""
+    values = [line["metrics"].get(metric) for line in lines]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if not numbers:
+        return None
+    return statistics.fmean(numbers), half_interval(numbers) if len(numbers) > 1 else 0.0
+
+
+def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> None:
+    """A point for each algorithm and mode: the marker says which algorithm, colour and filling which mode."""
+    algorithms = list(dict.fromkeys(str(line.get("algo", "")) for line in lines))
+    modes = list(dict.fromkeys(str(line.get("mode", "mpu")) for line in lines))
+    is_axis = any("mode" in line for line in lines)  # else the lines do not say which it was
+    for (i, algo), mode in itertools.product(enumerate(algorithms), modes):
+        runs = [line for line in lines if line.get("algo", "") == algo and line.get("mode", "mpu") == mode]
+        x, y = _mean(runs, utility), _mean(runs, forgetting)
+        if x and y:
+            colour, filled = MODES.get(mode, (PALETTE[3], "full"))
+            label = f"{algo} {mode}".strip() if is_axis else algo
+            axes.errorbar(
+                x[0], y[0], xerr=x[1] or None, yerr=y[1] or None, marker=MARKERS[i % len(MARKERS)], color=colour,
+                fillstyle=filled, linestyle="", markersize=8, label=label, capsize=2,
+            )  # fmt: skip
+    axes.set_xlabel(utility)
+    axes.set_ylabel(forgetting)
+    legend_below(axes, min(3, len(modes)))
+
+
+def _numeric_axes(lines: Sequence[Line], repeats: Sequence[str]) -> list[str]:
+    """Options with numbers for values, of which the sweep has several."""
+    names = dict.fromkeys(name for line in lines for name in line if name not in (*FIXED, *repeats))
+    values = {name: {line[name] for line in lines if isinstance(line.get(name), int | float)} for name in names}
+    return [name for name, numbers in values.items() if len(numbers) > 1]
+
+
+def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str]) -> Callable[[Axes], None]:
+    """A panel with a line for each combination of the other options; what ignores the axis is level."""
+
+    def group(line: Line) -> tuple[tuple[str, str], ...]:
+        return tuple((k, str(v)) for k, v in line.items() if k not in (*FIXED, *repeats, axis))
+
+    groups: dict[tuple[tuple[str, str], ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(group(line), []).append(line)
+
+    def draw(axes: Axes) -> None:
+        for i, (names, group_lines) in enumerate(groups.items()):
+            facts: Mapping[str, str] = dict(names)
+            label = " ".join(value for value in facts.values() if value != "default")
+            colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
+            style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
+            places = sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)})
+            points = [
+                (x, mean) for x in places if (mean := _mean([c for c in group_lines if c.get(axis) == x], metric))
+            ]
+            if points:
+                axes.errorbar(
+                    [x for x, _ in points], [y for _, (y, _) in points], yerr=[half for _, (_, half) in points],
+                    marker=MARKERS[i % len(MARKERS)], fillstyle=filled, capsize=2, **style,
+                )  # fmt: skip
+            elif mean := _mean(group_lines, metric):
+                axes.axhline(mean[0], **style)
+        axes.set_xlabel(axis)
+        axes.set_ylabel(metric)
+        if axis == "kappa":
+            axes.set_xscale("symlog", linthresh=1e-3)
+        legend_below(axes, 2)
+
+    return draw
+
+
+# Reading a sweep file, which may extend another one.
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The document in ``path``; with ``extends = "FILE"``, on top of the one in FILE beside it, which extends none.
+
+    Of [eval], single options are replaced; of anything else, the whole entry. Raises MpuError or UsageError, naming the
+    place.
+    """
+    document = read_toml(path)
+    if "extends" not in document:
+        return document
+    name = document.pop("extends")
+    if not isinstance(name, str) or Path(name).name != name:
+        raise UsageError(f"{path}: extends = {name!r}: must name a file in the same folder")
+    below = read_toml(path.parent / name)
+    if "extends" in below:
+        raise UsageError(f"{path.parent / name}: extends: {path.name} extends this file already")
+    tables = below.get("eval", {}), document.get("eval", {})
+    evaluation = {**tables[0], **tables[1]} if all(isinstance(table, dict) for table in tables) else tables[1]
+    return {**below, **document, **({"eval": evaluation} if evaluation else {})}
+
+
+# What others measured, read from a sweep file, to stand beside what is measured here.
+#
+#     [[published]]                        # one result: options, source, metrics
+#     source = "OpenUnlearning"
+#     algo = "npo"
+#     metrics = { model_utility = 0.56 }
+#
+#     [[published]]                        # many: a CSV file with a column for each option, "metric" and "value"
+#     source = "paper"
+#     file = "tables.csv"
+#     table = "pum_main_comparison"        # the rows whose column "table" says so
+
+INTEGER_OPTIONS, DECIMAL_OPTIONS = ("copies", "rounds", "epochs"), ("kappa",)
+NOT_OPTIONS = ("table", "model", "benchmark", "forget", "mode", "metric", "value")
+# So many times κ is the noise of one copy as it is, of two with the paper's α; the paper lists that of the copy.
+HANDED_OUT = 1.5
+
+
+def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Lines of results whose mode names the source; ``bases`` are those of the sweep, which a table's models may be.
+
+    Raises UsageError for an entry of neither form, MpuError if its file cannot be read.
+    """
+    lines: list[dict[str, Any]] = []
+    for entry in read_recipe(path).get("published", []):
+        if isinstance(entry, dict) and {"source", "file", "table"} <= entry.keys():
+            lines += _from_table(path.parent / str(entry["file"]), str(entry["table"]), str(entry["source"]), bases)
+        elif isinstance(entry, dict) and isinstance(entry.get("metrics"), dict) and "source" in entry:
+            options = {name: value for name, value in entry.items() if name != "source"}
+            lines.append({"mode": f"{PUBLISHED}: {entry['source']}", **options})
+        else:
+            raise UsageError(
+                f"{path}: [[published]]: needs a source, and metrics = {{ NAME = VALUE, … }} or a file and a table"
+            )
+    return [{"name": f"published-{number}", **line} for number, line in enumerate(lines)]
+
+
+def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A line for each result in ``table``, which is several rows: one for each metric."""
+    try:
+        with file.open(encoding="utf-8", newline="") as opened:
+            rows = [row for row in csv.DictReader(opened) if row.get("table") == table]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise MpuError(f"{file}: cannot be read as a table ({error})") from error
+    if not rows:
+        raise UsageError(f"{file}: has no table {table}")
+    results: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for row in rows:
+        key = tuple((name, value) for name, value in row.items() if name not in ("metric", "value"))
+        try:
+            results.setdefault(key, {})[row["metric"]] = float(row["value"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise MpuError(f"{file}: {table}: a row has no metric or no number for it") from error
+    for key, metrics in results.items():
+        yield _line(dict(key), metrics, source, bases)
+
+
+def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases: Sequence[str]) -> dict[str, Any]:
+    model, mode = row.get("model", ""), row.get("mode", "mpu")
+    matching_bases = [base for base in bases if model and model in base]
+    label = source if matching_bases or not model else f"{source}, {model}"
+    options: dict[str, Any] = {name: value for name, value in row.items() if name not in NOT_OPTIONS}
+    options |= {name: int(value) for name, value in options.items() if name in INTEGER_OPTIONS}
+    options |= {name: float(value) for name, value in options.items() if name in DECIMAL_OPTIONS}
+    if mode == "noised":
+        options["kappa"] = round(options["kappa"] / HANDED_OUT, 9)
+    if mode in ("clean", "noised"):  # of one model or copy, whatever the number of copies
+        options.pop("copies", None)
+    if mode == "clean":  # uninterrupted, without noise
+        options = {name: value for name, value in options.items() if name not in ("kappa", "rounds", "epochs")}
+    if row.get("benchmark") == "tofu":
+        options["forget"] = f"tofu:{row['forget']}"
+    return (
+        {"mode": f"{PUBLISHED}: {label} {mode}", "metrics": metrics}
+        | options
+        | ({"base": matching_bases[0]} if matching_bases else {})
+    )

@@ -1,0 +1,563 @@
+"""R rounds of publish → unlearn → aggregate, each party in a folder of its own, and two unprotected baselines.
+
+*mpu* is the protocol. *clean* gives the client the model itself: one copy, no noise, no transform, and one training for
+as many epochs as all rounds have together, which keeps the optimiser's state, as in the paper. *clean-rounds* does that
+round by round. *noised* gives it one copy with noise of scale κ·mean|α_k| (or |c_k|), and the client's result is
+the next model: θ_r = θ_{r−1} + ε + η·Δ(θ_{r−1} + ε) (paper, appendix). All use the same functions and files and differ
+only in what is published.
+
+    DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
+    DIR/client/round_R/copy_K (removed after unlearning on it), round_R/deltas/…
+    DIR/run.json, log.jsonl   for the experimenter: what was requested, and what each step did
+    DIR/done.json             once it is finished (mpu_cli.lab.rounds)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyrage.x25519 import Identity
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.randomness import new_seed, seed_from_number
+from mpu_cli.files.reader import OPTION, fingerprint, worker_pool
+from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
+from mpu_cli.files.sealing import make_identity, read_identities
+from mpu_cli.lab.finished import LOG, Outcome, remember
+from mpu_cli.measuring.cost import cost, measure_machine, sets_of, training_tokens
+from mpu_cli.model.shallow import shallow
+from mpu_cli.model.source import Model, open_model
+from mpu_cli.observer import SILENT, Observer, WarningsOnce, WarningsOnly, Within
+from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.options.publishing import Aggregating, Copies
+from mpu_cli.options.unlearning import AUTO, Logging, RecordFormat, Unlearning
+from mpu_cli.protocol.combine import aggregate
+from mpu_cli.protocol.deltas import open_deltas
+from mpu_cli.protocol.keys import BaseIdentity, Keys, seal, unseal
+from mpu_cli.protocol.noise import ZeroSum, scheme_of
+from mpu_cli.protocol.publication import Publication, settings_of
+from mpu_cli.protocol.publish import Published, Target, plan_publish, publish
+from mpu_cli.protocol.round import Owner, plan_aggregate
+from mpu_cli.protocol.stream import CopySurvival
+from mpu_cli.records.forms import Record
+from mpu_cli.records.read import read_records
+from mpu_cli.subprocesses import run_mpu
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.delta import client_secret, delta_specs
+from mpu_cli.training.job import check_options, deciding, epochs_of, refers_back
+from mpu_cli.training.losses import algorithm_named
+from mpu_cli.training.rates import with_rate
+from mpu_cli.training.unlearn import unlearn
+from mpu_cli.version import __version__
+
+# The modes of an experiment: what the server publishes, how many rounds there are, and at which rate is trained.
+
+
+def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number: int = 1) -> Publication:
+    """What the server publishes in round ``number``, with the secrets of ``seed``, in the experiment's mode.
+
+    Raises UsageError for options that do not go together.
+    """
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    stored = experiment.stored.dtype
+    published = Publication(
+        seed=seed,
+        seed_is_secret=experiment.secret_seed is None,
+        dtype=OPTION[stored] if stored else None,
+        run=run,
+        round=number,
+        scheme=scheme_of(disguise),
+        **settings_of(disguise),
+    )
+    return MODES[experiment.mode](published)
+
+
+def _model_itself(published: Publication) -> Publication:
+    return replace(
+        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, mark=0.0, symmetries="none", omitted=()
+    )
+
+
+def _one_noised_copy(published: Publication) -> Publication:
+    mean = math.fsum(published.scheme.scales) / published.copies
+    return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none", omitted=())
+
+
+# What the server publishes in a mode, in place of what the options say.
+MODES: dict[str, Callable[[Publication], Publication]] = {
+    "clean": _model_itself,
+    "clean-rounds": _model_itself,
+    "noised": _one_noised_copy,
+    "mpu": lambda published: published,
+}
+
+
+def rounds_of(experiment: Experiment) -> int:
+    """The rounds that were asked for, or the paper's for the algorithm."""
+    return algorithm_named(experiment.unlearning.algo).rounds if experiment.rounds is None else experiment.rounds
+
+
+def with_merged_rounds(experiment: Experiment) -> Experiment:
+    """``experiment`` as it is played: what is clean has one round with all epochs."""
+    if experiment.mode != "clean":
+        return experiment
+    epochs = rounds_of(experiment) * epochs_of(experiment.unlearning)
+    return replace(experiment, rounds=1, unlearning=replace(experiment.unlearning, epochs=epochs))
+
+
+def with_one_rate(experiment: Experiment, data: Dataset) -> Experiment:
+    """``experiment`` with a number for the learning rate, the same in every mode: from the steps of all rounds."""
+    unlearning = experiment.unlearning
+    if unlearning.training.lr != AUTO:
+        return experiment
+    epochs, size = rounds_of(experiment) * epochs_of(unlearning), unlearning.training.batch_size
+    specs = delta_specs(open_model(experiment.base), unlearning)
+    trained = sum(math.prod(shape) for _, shape in specs.values())
+    training = with_rate(unlearning, trained, epochs * -(-len(data.forget) // size))
+    return replace(experiment, unlearning=replace(unlearning, training=training))
+
+
+# What an experiment's folder says of it: enough to repeat the run, and to tell whether it may be resumed.
+
+
+def begin(folder: Path, facts: Mapping[str, object]) -> None:
+    """Make ``folder``, or find the same experiment, interrupted, in it."""
+    document = folder / "run.json"
+    text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+    if folder.exists() and any(folder.iterdir()):
+        try:
+            before = json.loads(document.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MpuError(f"{folder}: already exists and holds no experiment", "choose another --out") from error
+        if not (folder / LOG).exists() and not list(folder.glob("server/round_*")):
+            # Nothing was done yet: a mistake may have been corrected.
+            write_atomically(document, text)
+            return
+        if changed := list(differences(_decisive_facts(before), _decisive_facts(facts))):
+            raise MpuError(
+                f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(document, text)
+
+
+def _decisive_facts(facts: Mapping[str, object]) -> dict[str, object]:
+    """What of a run's facts decides its result; a run may be resumed under others."""
+    return {name: value for name, value in facts.items() if name not in ("hardware", "versions", "without_effect")}
+
+
+def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
+    """What is needed to repeat the run."""
+    options = flat(replace(experiment, rounds=rounds_of(experiment)))
+    # Of models and records the contents count, below; of the noise what it amounts to, in "published".
+    elsewhere = {"base", "pretrained", *declared_options(Copies), *declared_options(Unlearning)}
+    declarations = declared_options(Experiment)
+    decided = {
+        name: value for name, value in options.items() if declarations[name].affects_result and name not in elsewhere
+    }
+    decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
+    publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
+    published = {
+        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors}, "kappa": publication.kappa,
+        "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries, "omitted": publication.omitted,
+    }  # fmt: skip
+
+    def digest(records: Sequence[Record]) -> str:
+        rows = [record.content for record in records]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+    sets = {"forget": data.forget, "retain": data.retain, "few_shot": data.few_shot}
+    return json.loads(
+        json.dumps(
+            {
+                "mpu": __version__,
+                "experiment": decided,
+                "without_effect": {name: value for name, value in options.items() if name not in decided},
+                "published": published,
+                "base": identity_of(open_model(experiment.base)).fingerprint,
+                "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,
+                "records": {
+                    name: {"count": len(record_set), "sha256": digest(record_set)} for name, record_set in sets.items()
+                }
+                | {"alternates": hashlib.sha256(json.dumps(list(data.alternates)).encode()).hexdigest()},
+                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+                "hardware": {
+                    "machine": platform.machine(),
+                    "threads": torch.get_num_threads(),
+                    "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                },
+            },
+            default=str,
+        )
+    )
+
+
+def identity_of(model: Model) -> BaseIdentity:
+    with worker_pool() as pool:
+        digest = fingerprint(model.checkpoint, pool)
+    return BaseIdentity(model.address, str(model.config_path.resolve()), digest)
+
+
+# One training of a run in processes of its own, started by accelerate's or torch's launcher.
+
+
+def launch_unlearning(
+    command: str, options: Unlearning, copy: Path, target: Path, reference_file: Path | None
+) -> dict[str, Any]:
+    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; what it reports with --json.
+
+    Raises MpuError with what the processes said if they fail, UsageError if ``command`` cannot be started.
+    """
+    resume = [] if options.privacy.dp_epsilon is not None else ["--resume"]
+    reference_arguments = ["--reference-file", str(reference_file)] if reference_file else []
+    # Several processes cannot look a copy over for traps; this one is the run's own.
+    arguments = [
+        "unlearn", str(copy), *as_arguments(options), *resume, *reference_arguments, "--trust-copy", "--out",
+        str(target), "--force", "--json",
+    ]  # fmt: skip
+    try:
+        ended = run_mpu(arguments, launcher=shlex.split(command))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--launch {command!r}: cannot be started ({error})") from error
+    begin = ended.stdout.find("{")
+    try:
+        return json.loads(ended.stdout[begin:])
+    except ValueError:
+        raise MpuError(f"{copy}: {ended.reason}", f"started with --launch {command!r}") from None
+
+
+def as_arguments(options: Unlearning) -> Iterator[str]:
+    """The options that differ from their defaults, as they stand on the command line."""
+    declarations = declared_options(Unlearning)
+    for name, value in flat(options).items():
+        option = declarations[name]
+        if value is None or value == option.default:
+            continue
+        if option.kind is bool:
+            yield option.flag if value else option.flag.replace("--", "--no-", 1)
+        else:
+            yield from (option.flag, ",".join(value) if isinstance(value, tuple) else str(value))
+
+
+@dataclass
+class _Log:
+    """Lines of JSON, written as they come; those of a run that was interrupted are read again."""
+
+    path: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lines = read_lines(self.path, "choose another --out, or remove the folder")
+
+    def add(self, step: str, **facts: object) -> None:
+        self.lines.append({"step": step, **facts})
+        append_line(self.path, self.lines[-1])
+
+
+def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer = SILENT) -> Outcome:
+    """Play the rounds in ``folder``, or resume them if they were interrupted there.
+
+    Raises MpuError if ``folder`` holds something else, UsageError for options that do not go together.
+    """
+    check_options(experiment.unlearning)
+    experiment.server_rate.check_step()
+    if experiment.server_rate.probe:
+        columns = experiment.server_rate.probe_columns
+        read_records(experiment.server_rate.probe, RecordFormat(columns=columns))  # before the work
+    for warning in data.warnings(experiment.unlearning.privacy):
+        observer.warn(warning)
+    played = with_merged_rounds(with_one_rate(experiment, data))
+    begin(folder, facts_of(played, data))
+    with alone_in(folder, "run", "--out"):
+        once = WarningsOnce(observer)
+        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), once)
+        try:
+            model = rounds.play()
+        finally:
+            once.note_repetitions()
+        remember(folder, experiment, model)
+        return Outcome(model, rounds.log.lines)
+
+
+@dataclass
+class _Rounds:
+    """Both parties at work, each in a folder of its own."""
+
+    experiment: Experiment
+    data: Dataset
+    server: Path
+    client: Path
+    log: _Log
+    observer: Observer
+
+    @property
+    def count(self) -> int:
+        return rounds_of(self.experiment)
+
+    @property
+    def references(self) -> Path:
+        """Where the client keeps the probabilities of the model before unlearning."""
+        return self.client / "references"
+
+    @cached_property
+    def identities(self) -> list[Identity]:
+        """The server's, made on first use."""
+        path = self.server / "identity.txt"
+        if not path.exists():
+            make_identity(path)
+        return read_identities(path)
+
+    def model(self, number: int) -> Path:
+        """The result of a round."""
+        return self.server / f"round_{number}" / "model"
+
+    def play(self) -> Path:
+        """All rounds that are not done yet; the last round's model."""
+        unfinished = ("round_*/.*.partial", "round_*/deltas/.*.partial", "round_*/outbox", "references/.*.partial")
+        for pattern in unfinished:
+            for path in self.server.parent.glob(f"*/{pattern}"):
+                shutil.rmtree(path)  # left by a run that was killed
+        done = [number for number in range(1, self.count + 1) if self.model(number).exists()]
+        model = str(self.model(done[-1])) if done else self.experiment.base
+        for number in range(done[-1] if done else 1, self.count + 1):
+            if self.log.lines and self.log.lines[-1]["step"] == "stop":
+                break
+            if not self.model(number).exists():
+                _Round(self, number, model).play()
+            if self._copies_disagree(number):
+                shutil.rmtree(self.model(number))
+                break
+            model = str(self.model(number))
+            if not self.experiment.keep:
+                if number > 1:
+                    shutil.rmtree(self.model(number - 1), ignore_errors=True)
+                shutil.rmtree(self.model(number).with_name("deltas"), ignore_errors=True)
+                shutil.rmtree(self.client / f"round_{number}", ignore_errors=True)
+        (self.client / "client.key").unlink(missing_ok=True)
+        if not self.experiment.keep:
+            shutil.rmtree(self.references, ignore_errors=True)
+        return Path(model)
+
+    def _copies_disagree(self, number: int) -> bool:
+        """Whether the changes of a round's copies differ too much for the round to count.
+
+        Raises MpuError if those of the first one do.
+        """
+        least = self.experiment.min_cosine
+        entry = next(line for line in reversed(self.log.lines) if line["step"] == "aggregate")
+        if least is None or entry["round"] != number or not entry["smallest_pairwise_cosine"] < least:
+            return False
+        reason = f"cosine between copies {entry['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
+        if number == 1:
+            raise MpuError(f"round 1: {reason}", "lower --kappa or --lr, or use --optim adamw-blockwise")
+        self.log.add("stop", round=number, smallest_pairwise_cosine=entry["smallest_pairwise_cosine"])
+        self.observer.note(f"round {number}: {reason}; the result is that of round {number - 1}")
+        return True
+
+
+class _Round:
+    """One round: ``base`` is what it starts from."""
+
+    def __init__(self, rounds: _Rounds, number: int, base: str):
+        self.rounds, self.experiment, self.number, self.base = rounds, rounds.experiment, number, base
+        self.server, self.client = rounds.server / f"round_{number}", rounds.client / f"round_{number}"
+        self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
+
+    def play(self) -> None:
+        for k in range(1, self._copies + 1):
+            delta, copy = self.server / "deltas" / f"copy_{k}.safetensors", self.client / f"copy_{k}"
+            if not delta.exists():
+                # A copy is made when its turn comes, so that only one is on disk at a time.
+                if not copy.exists():
+                    self._publish(k)
+                self._unlearn(k, copy)
+                delta.parent.mkdir(parents=True, exist_ok=True)
+                # Only the delta goes back, nothing else.
+                os.replace(self.client / "deltas" / delta.name, delta)
+            if not self.experiment.keep and self.experiment.mode != "noised":
+                shutil.rmtree(copy, ignore_errors=True)
+        self._aggregate()
+
+    def _publish(self, k: int) -> None:
+        identities = self.rounds.identities
+        model, pretrained = open_model(self.base), self.experiment.pretrained
+        started = time.monotonic()
+        outbox = self.server / "outbox"
+        target = Target(
+            outbox,
+            self.server / "keys.bin",
+            lambda keys: seal(keys, [identity.to_public() for identity in identities]),
+            force=True,
+        )
+        public = open_model(pretrained) if pretrained else None
+        plan = plan_publish(model, public, self._publication(), target, only=[k])
+        published = publish(plan, observer=Within(self.observer, f"copy {k}"))
+        [copy] = published.copies
+        self.client.mkdir(parents=True, exist_ok=True)
+        os.replace(copy, self.client / copy.name)  # all that goes from the server to the client
+        outbox.rmdir()
+        self.rounds.log.add(
+            "publish", round=self.number, copy=k, seconds=round(time.monotonic() - started, 3),
+            bytes=open_model(str(self.client / copy.name)).checkpoint.nbytes, **_survival(published),
+        )  # fmt: skip
+
+    @property
+    def _copies(self) -> int:
+        return publication_in(self.experiment, seed=bytes(32)).copies
+
+    def _publication(self) -> Publication:
+        """This round's publication, the same for each of its copies."""
+        secret_seed = self.experiment.secret_seed
+        seed, name = new_seed() if secret_seed is None else seed_from_number(secret_seed), ""
+        if (self.server / "keys.bin").exists():  # another copy of this round was published already
+            keys = self._keys()
+            seed, name = keys.publication.seed, keys.run
+        elif (first_keys_path := self.rounds.server / "round_1" / "keys.bin").exists():
+            name = unseal(
+                first_keys_path, self.rounds.identities
+            ).run  # one run is a whole request, however many rounds it has
+        return publication_in(self.experiment, seed=seed, run=name, number=self.number)
+
+    def _keys(self) -> Keys:
+        return unseal(self.server / "keys.bin", self.rounds.identities)
+
+    def _unlearn(self, k: int, copy: Path) -> None:
+        target = self.client / "deltas" / f"copy_{k}.safetensors"
+        unlearning = self.experiment.unlearning
+        reference_file = None
+        if (
+            self.experiment.loss_reference == "original"
+            and self.rounds.count > 1
+            and refers_back(check_options(unlearning))
+        ):
+            reference_file = self.rounds.references / f"copy_{k}.safetensors"
+        started = time.monotonic()
+        if self.experiment.launch:
+            report = launch_unlearning(self.experiment.launch, unlearning, copy, target, reference_file)
+        else:
+            result = unlearn(
+                open_model(str(copy)),
+                self.rounds.data,
+                unlearning,
+                target=target,
+                force=True,
+                logging=Logging(resume=unlearning.privacy.dp_epsilon is None),
+                reference_file=reference_file,
+                secret=lambda: client_secret(self.rounds.client / "client.key"),
+                observer=Within(WarningsOnly(self.observer), f"copy {k}"),
+            )
+            losses = [asdict(step) for step in result.steps]
+            report = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
+        if report["privacy"]:
+            self.observer.note(f"copy {k}: privacy spent on each record: ε = {report['privacy']['epsilon']:.3g}")
+        for warning in report["warnings"]:
+            self.observer.warn(f"copy {k}: {warning}")
+        steps = report["steps"]
+        self.rounds.log.add(
+            "unlearn", round=self.number, copy=k, steps=len(steps), norm=report["norm"],
+            **({"first": steps[0], "last": steps[-1]} if steps else {}),
+            **({"privacy": report["privacy"]} if report["privacy"] else {}),
+            seconds=round(time.monotonic() - started, 3), bytes=target.stat().st_size if target.is_file() else None,
+        )  # fmt: skip
+
+    def _aggregate(self) -> None:
+        keys, source = self._keys(), self.base
+        if self.experiment.mode == "noised":
+            # The client's result is the next model: what was published, including the noise, plus the change.
+            source = str(self.client / "copy_1")
+            keys = replace(keys, base=identity_of(open_model(source)))
+        started = time.monotonic()
+        options = from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored))
+        owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
+        out = self.server / "model"
+        # What a round is worth, however little, is what an experiment measures.
+        plan = plan_aggregate(open_model(source), [owner], options, out=out, force=True)
+        result = aggregate(plan, observer=self.observer)
+        estimate = None if math.isnan(result.error.relative) else result.error.relative
+        chosen = {"server_lr": result.step.chosen} if result.step else {}
+        self.rounds.log.add(
+            "aggregate", round=self.number, norms=result.norms, cosines=result.cosines,
+            smallest_pairwise_cosine=result.pairwise, norm=result.norm, lost_to_rounding=result.rounding,
+            error_estimate=estimate, **chosen, seconds=round(time.monotonic() - started, 3),
+            bytes=open_model(str(self.server / "model")).checkpoint.nbytes,
+        )  # fmt: skip
+        about = "" if estimate is None else f", estimated error {estimate:.1%}"
+        self.observer.note(f"‖Δ‖ {result.norm:.3g}, smallest cosine between copies {result.pairwise:.3f}{about}")
+        for warning in result.warnings():
+            self.observer.warn(warning)
+
+
+def _survival(published: Published) -> dict[str, object]:
+    """Noise that survives storage: RMS of σ over all weights, requested and surviving; share of weights unchanged."""
+    blocks = [block for block in published.blocks if block.copies]
+    weights = sum(block.weights for block in blocks)
+
+    def mean(value: Callable[[CopySurvival], float]) -> float:
+        return math.fsum(value(block.copies[0]) * block.weights for block in blocks) / weights
+
+    return {
+        "noise_asked": math.sqrt(mean(lambda copy: copy.requested**2)),
+        "noise_survived": math.sqrt(mean(lambda copy: copy.survived**2)),
+        "weights_unchanged": mean(lambda copy: copy.unchanged),
+    }
+
+
+@dataclass(frozen=True)
+class ExperimentCost:
+    """An experiment with all its rounds: bytes to and from the client, hours of training here, roughly."""
+
+    sent: int
+    returned: int
+    hours: float
+
+
+def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
+    """What each experiment costs; None if its model or records are not on this machine."""
+    machine = measure_machine()
+    costs: list[ExperimentCost | None] = []
+    read: dict[tuple[str, str, RecordFormat], int] = {}
+    for experiment in experiments:
+        played = with_merged_rounds(experiment)
+        published = publication_in(played, seed=bytes(32))
+        options = played.unlearning
+        where = (played.base, options.records.forget, options.records.reading)
+        if not Path(played.base).exists():
+            costs.append(None)
+            continue
+        try:
+            model = shallow(open_model(played.base), published.omitted)
+            if where not in read:
+                read[where] = training_tokens(model, options.records.forget, options.records.reading)
+        except MpuError:
+            costs.append(None)
+            continue
+        round_cost = cost(
+            model, machine, copies=published.copies, options=options,
+            tokens=int(sets_of(options) * epochs_of(options) * read[where]),
+        )  # fmt: skip
+        rounds = rounds_of(played)
+        assert round_cost.training_seconds is not None
+        costs.append(
+            ExperimentCost(
+                rounds * round_cost.published,
+                rounds * round_cost.returned,
+                rounds * round_cost.training_seconds / 3600,
+            )
+        )
+    return costs

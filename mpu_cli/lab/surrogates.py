@@ -1,0 +1,186 @@
+"""``surrogate``: records that stand in for private ones, under a bound on what they tell."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import private_umask
+from mpu_cli.files.sealing import opened_copy
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.measuring.generation import Respondent
+from mpu_cli.model.source import open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.surrogates import Surrogates
+from mpu_cli.options.unlearning import Privacy
+from mpu_cli.records.forms import Record, check_units, question, remarks_on_units
+from mpu_cli.records.read import read_records
+from mpu_cli.records.terms import MAX_TERM, prompt_of
+from mpu_cli.training.data import Dataset, records_digest
+from mpu_cli.training.leakage import TermMechanism, release_terms, term_mechanism
+from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, write_down
+
+PLACEHOLDER = "{term}"
+PROMPTS = (
+    "Who is {term}?", "Tell me about {term}.", "What is the full name of {term}?", "When and where was {term} born?",
+    "Where does {term} live?", "What does {term} do for a living?", "What gender is {term}?",
+    "What did {term}'s parents do?", "What was the profession of {term}'s father?",
+    "What was the profession of {term}'s mother?", "How did {term}'s childhood shape later work?",
+    "What did {term} study?", "What is {term} best known for?", "Which works are by {term}?",
+    "Name one thing that {term} made, and what it is about.", "What kind of work does {term} do?",
+    "How would you describe the style of {term}?", "Which subjects come back in the work of {term}?",
+    "Which awards did {term} receive?", "What inspired {term}?", "How does {term}'s background show in the work?",
+    "What has {term} contributed to the field?", "What do others say about {term}?", "What is {term} working on now?",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SurrogatePlan:
+    """``records`` to be forgotten, what each is about by ``names``, and the ``mechanism`` that will release terms."""
+
+    records: Sequence[Record]
+    names: Sequence[str | None]
+    prompts: Sequence[str]
+    mechanism: TermMechanism
+    options: Surrogates
+
+
+@dataclass(frozen=True)
+class SurrogateRecords:
+    """What was planned; ``path`` of the surrogate records; the ``terms`` that they are about; how many of the private
+    records mention one of these, ``covered_records``, which is not covered by the bound and stays with the client."""
+
+    plan: SurrogatePlan
+    path: Path
+    terms: Sequence[str]
+    covered_records: int
+
+
+def plan_surrogate(forget: str, options: Surrogates, observer: Observer = SILENT) -> SurrogatePlan:
+    """What ``carry_out_surrogate`` will release of the records ``forget``, without a model and without spending
+    anything.
+
+    Raises UsageError for a bound that no threshold achieves; MpuError for records or prompts that cannot be read, and
+    without OpenDP.
+    """
+    release = options.release
+    check_units(options.reading, release.dp_unit)
+    records = read_records(
+        forget, options.reading, unit=release.dp_unit, observer=SILENT if release.term_column else observer
+    )
+    for remark in remarks_on_units(records, release.dp_unit):
+        observer.warn(remark)
+    names: Sequence[str | None] = [None] * len(records)
+    if release.term_column:
+        named = read_records(forget, options.reading, unit=release.term_column, observer=observer)
+        names = [_checked_name(record) for record in named]
+    prompts = [*(_read_prompts(options.prompts) if options.prompts else PROMPTS), *_public_prompts(options)]
+    prompts = _evenly_spaced(prompts, options.prompts_per_term)
+    return SurrogatePlan(records, names, prompts, term_mechanism(release), options)
+
+
+def carry_out_surrogate(
+    copy: str,
+    plan: SurrogatePlan,
+    *,
+    out: Path,
+    force: bool = False,
+    identity: Path | None = None,
+    observer: Observer = SILENT,
+) -> SurrogateRecords:
+    """Release terms of the records of ``plan``, ask ``copy`` about them, and write its answers to ``out``.
+
+    Args:
+        copy: a copy from the server; a sealed one is opened with ``identity``.
+        out: JSON lines of questions and answers, which `unlearn --forget` reads. The release is written down in the
+            client's ledger first.
+
+    Raises MpuError if no term is in enough records, if the release would exceed the budget, or if the copy cannot be
+    read.
+    """
+    with Transaction(force=force) as transaction, private_umask():
+        output = transaction.add(out)  # fails before anything is spent
+        with opened_copy(copy, out.parent, identity, observer) as source:
+            respondent = Respondent(open_model(source, links=False), plan.options.chat, plan.options.device)
+            respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
+            # What does not work has failed by now: from here on, the budget is spent.
+            _write_down(plan, default_ledger_path())
+            released = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
+            if not released.terms:
+                raise MpuError(
+                    f"no term is in about {plan.mechanism.threshold} records: the release, which your ledger counts, "
+                    "was empty",
+                    "raise --dp-epsilon or --dp-delta, name a --term-column, or give more records of each subject",
+                )
+            questions = [
+                question(prompt.replace(PLACEHOLDER, term), "–", f"prompt {number} about {term}")
+                for term in released.terms
+                for number, prompt in enumerate(plan.prompts, 1)
+            ]
+            observer.note(f"released: {', '.join(released.terms)}")  # at once: they are paid for
+            answers = respondent.answers(questions, observer=observer)
+            lines = [
+                json.dumps({"question": record.question, "answer": answer}, ensure_ascii=False)
+                for record, answer in zip(questions, answers, strict=True)
+                if answer.strip()
+            ]
+            if not lines:
+                raise MpuError(f"{copy}: answered nothing about the released terms", "ask for a copy that answers")
+            output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return SurrogateRecords(plan, out, released.terms, released.covered_records)
+
+
+def _checked_name(record: Record) -> str | None:
+    """What --term-column says of ``record``, in one line. Raises MpuError for what is not a printable name."""
+    name = " ".join((record.unit or "").split())
+    if len(name) > MAX_TERM or not name.isprintable():
+        raise MpuError(
+            f"{record.location}: --term-column holds no name, but unprintable characters or more than {MAX_TERM}",
+            "correct the record",
+        )
+    return name or None
+
+
+def _public_prompts(options: Surrogates) -> list[str]:
+    """The questions of public records with PLACEHOLDER in place of names, each once."""
+    records = read_records(options.public, options.reading) if options.public else []
+    return [*dict.fromkeys(prompt for record in records if (prompt := prompt_of(record, PLACEHOLDER)))]
+
+
+def _evenly_spaced(prompts: Sequence[str], count: int) -> list[str]:
+    return [prompts[i * len(prompts) // min(count, len(prompts))] for i in range(min(count, len(prompts)))]
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise MpuError(f"{path}: cannot read the prompts") from error
+    without = next((line for line in lines if PLACEHOLDER not in line), None)
+    if without is not None or not lines:
+        problem = f"{without!r} lacks {PLACEHOLDER}" if lines else f"contains no prompts with {PLACEHOLDER}"
+        raise UsageError(f"{path}: {problem}")
+    return lines
+
+
+def _write_down(plan: SurrogatePlan, ledger: Path) -> None:
+    """Add the release to the ledger. Raises MpuError if it would exceed the budget."""
+    entry = LedgerEntry(
+        secrets.token_hex(32), "", 0, 0, "", "surrogate", len(plan.records),
+        data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
+        unit=plan.options.release.dp_unit,
+    )  # fmt: skip
+    try:
+        write_down(
+            ledger,
+            entry,
+            delta=Privacy().dp_delta,
+            budget=plan.options.release.dp_budget,
+            neighbours=plan.options.release.dp_neighbours,
+        )
+    except OSError as error:
+        raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so nothing was released") from error

@@ -1,0 +1,490 @@
+"""A model of unknown origin: which of its tensors are which of a base's, and in which coordinates they are.
+
+What a turn of the residual stream, another order of the tokens or more of anything hides is undone first
+(``lab.suspect``). Coordinates are tried in the order of how sure they are: those of a copy whose order of the
+model dimension the suspect has, the base's own, and those that aligning the suspect to the base finds
+(``lab.alignment``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.reader import FLOATS, Checkpoint, TensorInfo, open_checkpoint
+from mpu_cli.lab.alignment import cosines, layer_maps, model_maps, procrustes, residual_map, undo
+from mpu_cli.model.family import FFN_AXES
+from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout
+from mpu_cli.model.sampling import AxisMap, Maps
+from mpu_cli.model.source import locate
+from mpu_cli.model.staging import is_adapter
+from mpu_cli.model.transform import TensorMap, Transform, as_matrix, name_in_copy, row_slices, tensor_map
+
+# A suspect whose weights were changed for nothing: turned, its tokens reordered, tokens or neurons added.
+#
+# A model computes the same in any orthogonal basis of its residual stream once the gains of its norms are multiplied
+# into what reads them, with its vocabulary in any order (and a tokenizer that knows it), and with neurons that
+# nothing reads. All of that is undone here by comparison with the base alone, so what is found says nothing of a
+# publication's secrets and z stays standard normal for a model that was made from none.
+#
+# Turn and order are found together: principal axes of both embeddings, with signs by their third moments, give a
+# first match of the tokens; then tokens are matched by nearest neighbours and the turn by orthogonal Procrustes, in
+# turns.
+
+FITS, SUREST = 0.5, 0.9  # mean cosine of the embedding's rows with the base's from which a turn counts as found
+AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
+PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
+ROWS = 1024  # whose nearest neighbours are looked for at once
+MODEL, VOCABULARY = ("model",), ("vocab",)
+NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
+
+
+@dataclass
+class StraightenedCheckpoint:
+    """The tensors of a suspect in the shapes and the basis of a base, made anew each time one is asked for.
+
+    ``turn``: (suspect's model dimension, base's), None for the identity; ``tokens``: for each of the base's its number
+    in the suspect, −1 if it is missing, None if all have their places; ``neurons``: the same for axes of FFNs, by layer
+    and axis. ``names``: the layouts of the base's tensors by their names in the suspect; ``could_be`` says which can be
+    brought there.
+    """
+
+    suspect: Checkpoint
+    base: Checkpoint
+    names: Mapping[str, TensorLayout]
+    turn: torch.Tensor | None
+    tokens: torch.Tensor | None
+    neurons: dict[tuple[int | None, str], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.suspect.tensors
+
+    def forget_pages(self, name: str) -> None:
+        self.suspect.forget_pages(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The suspect's tensor ``name``, float32, in the shape of the base's. Where the residual stream was turned, the
+        gains of norms lie in what reads them: its columns get the base's norms, and the gains are the base's."""
+        layout = self.names[name]
+        base = self.base.tensor(layout.name)
+        if self.turn is not None and base.ndim == 1 and "model" in layout.axes[0][0]:
+            return base.float()
+        x = self._in_shape(name, layout, base)
+        for dimension, axis in enumerate(layout.axes):
+            if axis == MODEL and self.turn is not None and VOCABULARY not in layout.axes:
+                x = x * _norms_over(base.float(), dimension) / _norms_over(x, dimension).clamp(min=1e-30)
+        return x
+
+    def could_be(self, name: str) -> bool:
+        """Whether tensor ``name`` has the base's shape once all is undone."""
+        layout = self.names[name]
+        shape, expected = self.suspect.tensors[name].shape, self.base.tensors[layout.name].shape
+        return len(shape) == len(expected) and all(
+            length == wanted or self._is_undone(layout, axis)
+            for length, wanted, axis in zip(shape, expected, layout.axes, strict=True)
+        )
+
+    def _is_undone(self, layout: TensorLayout, axis: tuple[str, ...]) -> bool:
+        if axis in (MODEL, VOCABULARY):
+            return (self.turn if axis == MODEL else self.tokens) is not None
+        return len(axis) == 1 and (layout.layer, axis[0]) in self.neurons
+
+    def _in_shape(self, name: str, layout: TensorLayout, base: torch.Tensor) -> torch.Tensor:
+        x = self.suspect.tensor(name).float().nan_to_num(0.0, 0.0, 0.0)
+        for dimension, axis in enumerate(layout.axes):
+            if axis == MODEL and self.turn is not None:
+                x = torch.tensordot(x, self.turn, ([dimension], [0])).movedim(-1, dimension)
+        for dimension, axis in enumerate(layout.axes):
+            chosen = self.tokens if axis == VOCABULARY else self.neurons.get((layout.layer, axis[0]))
+            if chosen is not None:
+                x = x.index_select(dimension, chosen.clamp(min=0))
+                missing = (chosen < 0).nonzero()[:, 0]
+                if len(missing) and x.shape == base.shape:
+                    x = x.index_copy(dimension, missing, base.index_select(dimension, missing).to(x.dtype))
+        return x
+
+
+def _norms_over(x: torch.Tensor, dimension: int) -> torch.Tensor:
+    """The norm of each slice across ``dimension``, shaped to multiply."""
+    others = [each for each in range(x.ndim) if each != dimension]
+    return torch.linalg.vector_norm(x, dim=others, keepdim=True) if others else x.abs()
+
+
+def straighten(
+    suspect: Checkpoint, base: Checkpoint, layout: Layout, names: Mapping[str, str]
+) -> StraightenedCheckpoint | None:
+    """``suspect`` in the basis of ``base``, or None if the tokens of both do not fit in any basis.
+
+    ``names``: of the suspect's tensors, by the base's names. A turn that is a signed permutation is left in, since it
+    may be that of a copy.
+    """
+    embedding = next((t for t in layout.parameters if t.axes == (VOCABULARY, MODEL) and t.name in names), None)
+    if embedding is None:
+        return None
+    ours, theirs = suspect.tensor(names[embedding.name]).float(), base.tensor(embedding.name).float()
+    found = _turn_and_tokens(ours.nan_to_num(0.0, 0.0, 0.0), theirs)
+    if found is None:
+        return None
+    turn, tokens = found
+    square = turn.shape[0] == turn.shape[1]
+    is_signed_permutation = square and float((turn.abs().amax(1) > AXIS).float().mean()) > AXIS
+    by_name = {names[t.name]: t for t in layout.parameters if t.name in names}
+    straightened = StraightenedCheckpoint(suspect, base, by_name, turn, tokens)
+    _find_neurons(straightened)
+    if is_signed_permutation:
+        straightened.turn = None
+    return straightened
+
+
+def _turn_and_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The turn of the embedding ``ours`` that gives ``theirs``, and each token's number in ours; None for the tokens if
+    all have their places. None if nothing fits."""
+    both = min(len(ours), len(theirs))
+    turn = turn_between(ours[:both], theirs[:both])
+    if mean_cosine(ours[:both] @ turn, theirs[:both]) >= _enough(both, len(turn)):
+        if len(ours) == len(theirs):
+            return turn, None
+        return turn, torch.cat([torch.arange(both), torch.full((len(theirs) - both,), -1)])
+    step = max(1, len(theirs) // SAMPLE)
+    sample = theirs[::step]
+    ours_principal, theirs_principal = _principal(ours), _principal(theirs)
+    places = _nearest(theirs_principal[::step], ours_principal)
+    for _ in range(PASSES):
+        turn = turn_between(ours[places], sample)
+        places = _nearest(sample, ours @ turn)
+    if mean_cosine((ours @ turn)[places], sample) < _enough(len(sample), len(turn)):
+        return None
+    return turn, _nearest(theirs, ours @ turn)
+
+
+def _enough(rows: int, width: int) -> float:
+    """The mean cosine from which a turn fitted to so many ``rows`` counts as found: FITS above that of unrelated ones,
+    which is about √(width/rows)."""
+    return min(FITS + math.sqrt(width / rows), SUREST)
+
+
+def turn_between(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The matrix with orthonormal columns or rows that brings the rows of ``x``, (n, d), closest to those of ``y``."""
+    return procrustes(x.T @ y).float()
+
+
+def mean_cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The mean of the cosines between the rows of ``x`` and ``y``, less the mean of each, which all rows share."""
+    return float(torch.nn.functional.cosine_similarity(x - x.mean(0), y - y.mean(0), dim=1).mean())
+
+
+def _principal(embedding: torch.Tensor) -> torch.Tensor:
+    """The rows' coordinates in their first principal axes, signed so that the third moment of each is positive."""
+    centred = embedding - embedding.mean(0)
+    axes = torch.linalg.eigh((centred.T @ centred).double()).eigenvectors.flip(1)[:, :PRINCIPAL].float()
+    projected = centred @ axes
+    return projected * projected.pow(3).mean(0).sign()
+
+
+def _nearest(rows: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """For each of ``rows`` the number of the row ``among`` with the largest cosine."""
+    return torch.cat([cosines(part, among).argmax(1) for part in rows.split(ROWS)])
+
+
+def _find_neurons(straightened: StraightenedCheckpoint) -> None:
+    """Where the suspect has another number of neurons, find for each of the base's the one that is most like it.
+
+    A neuron is as like another as its weights in all tensors of the layer are parallel, whatever their sizes.
+    """
+    places: dict[tuple[int | None, str], list[tuple[str, TensorLayout, int]]] = {}
+    for name, tensor in straightened.names.items():
+        for dimension, axis in enumerate(tensor.axes):
+            shape, expected = straightened.tensors[name].shape, straightened.base.tensors[tensor.name].shape
+            if len(axis) > 1 or axis[0] not in NEURONS or len(shape) != len(expected):
+                continue
+            if shape[dimension] != expected[dimension]:
+                places.setdefault((tensor.layer, axis[0]), []).append((name, tensor, dimension))
+    for key, found in places.items():
+        similarity: torch.Tensor | float = 0.0
+        for name, tensor, dimension in found:
+            base = straightened.base.tensor(tensor.name).float()
+            x = straightened._in_shape(name, tensor, base)
+            if x.ndim == 2:
+                similarity = similarity + cosines(base.movedim(dimension, 0), x.movedim(dimension, 0)).abs()
+        if isinstance(similarity, torch.Tensor):
+            straightened.neurons[key] = similarity.argmax(1)
+
+
+TAILS = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
+ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
+BETTER = 0.1  # by which another turn than a signed permutation has to bring the tokens closer
+MODEL_AXES = (("model",), ("|model|",))
+
+
+def open_suspect(source: str) -> Checkpoint:
+    """The weights of a suspect: a file, a directory, a sharded index or a Hub id; its config is not read.
+
+    Raises MpuError if there are none, or if it is an adapter without the model that it belongs to.
+    """
+    path = locate(source)
+    if is_adapter(path):
+        raise MpuError(f"{path}: a peft adapter, not a model", "merge it into its model with peft (merge_and_unload)")
+    return open_checkpoint(path, links=False)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A checkpoint, and what it calls the tensors of a base: ``names``, by the base's names. Those that it lacks are
+    missing."""
+
+    source: str
+    checkpoint: Checkpoint | StraightenedCheckpoint
+    names: Mapping[str, str]
+
+    def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The suspect's tensor for the base's ``name``, float32, to align it by: weights that are not finite, or far
+        larger than those of the base's tensor, ``like``, are clipped, or they alone would decide. Raises KeyError if
+        it lacks it."""
+        bound = TAILS * float(like.float().square().mean().sqrt())
+        return self.checkpoint.tensor(self.names[name]).float().nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
+
+
+def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
+    """The suspect with the names of the base's tensors, if both have as many layers; else see ``match_layers``.
+
+    Raises MpuError if the architectures or vocabularies differ.
+    """
+    prefix = layout.family.prefix
+    with_prefix = {name if name.startswith(prefix) else prefix + name: name for name in checkpoint.tensors}
+    names = {}
+    for tensor in layout.parameters:
+        full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
+        theirs = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
+        if theirs is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
+            heads = [head for head in layout.family.heads if head not in layout.tensors]
+            theirs = next((head for head in heads if head in checkpoint.tensors), None)
+        if theirs is None:
+            continue
+        if checkpoint.tensors[theirs].dtype not in FLOATS:
+            raise MpuError(
+                f"{source}: {theirs!r} is stored as {checkpoint.tensors[theirs].dtype}", "dequantise the model first"
+            )
+        names[tensor.name] = theirs
+    if not any(layout.tensors[name].axes[0] in EMBEDDING for name in names) or len(names) < 2:
+        raise MpuError(f"{source}: has none of the tensors of {base.path}, so it has another architecture")
+    return _straightened(Suspect(source, checkpoint, names), base, layout)
+
+
+def _straightened(suspect: Suspect, base: Checkpoint, layout: Layout) -> Suspect:
+    """``suspect`` in the basis of ``base`` if it is in another; without the tensors that cannot be brought there.
+
+    Raises MpuError if its shapes differ and it cannot be brought there.
+    """
+    names, tensors = suspect.names, suspect.checkpoint.tensors
+    unlike = [name for name, theirs in names.items() if tensors[theirs].shape != base.tensors[name].shape]
+    if not unlike and _fits(suspect, base, layout):
+        return suspect
+    assert isinstance(suspect.checkpoint, Checkpoint)
+    straightened = straighten(suspect.checkpoint, base, layout, names)
+    if straightened is not None:
+        within = {name: theirs for name, theirs in names.items() if straightened.could_be(theirs)}
+        return Suspect(suspect.source, straightened, within)
+    if unlike:
+        theirs = names[unlike[0]]
+        raise MpuError(
+            f"{suspect.source}: {theirs!r} has shape {list(tensors[theirs].shape)}, but "
+            f"{list(base.tensors[unlike[0]].shape)} in {base.path}, and its tokens are not the base's: another "
+            "architecture or vocabulary"
+        )
+    return suspect
+
+
+def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
+    """Whether the suspect's tokens are the base's up to the order and the signs of the model dimension, and no other
+    turn brings them closer."""
+    embedding = next(
+        (t for t in layout.parameters if t.axes == (("vocab",), ("model",)) and t.name in suspect.names), None
+    )
+    if embedding is None:
+        return True
+    theirs = base.tensor(embedding.name).float()
+    ours = suspect.tensor(embedding.name, theirs)
+    maps: Maps = {"model": find_residual(suspect, base, layout)}
+    undone = undo(layout, [embedding], {embedding.name: ours}, maps)[embedding.name]
+    fit = mean_cosine(undone, theirs)
+    if fit < FITS or fit + BETTER >= 1:
+        return fit >= FITS
+    return mean_cosine(undone @ turn_between(undone, theirs), theirs) < fit + BETTER
+
+
+def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: AxisMap) -> Suspect:
+    """``suspect`` with each of its layers matched to the layer of the base that is most like it, if it has fewer.
+
+    What is compared are the norms of all weights at each coordinate of the model dimension, which no symmetry inside a
+    layer changes. ``residual``: the map of that dimension.
+    """
+    layers: dict[int, list[TensorLayout]] = {}
+    for tensor in layout.parameters:
+        if tensor.layer is not None:
+            layers.setdefault(tensor.layer, []).append(tensor)
+    complete = [i for i, tensors in layers.items() if all(tensor.name in suspect.names for tensor in tensors)]
+    if not complete or len(complete) == len(layers):
+        return suspect
+    kinds: dict[object, tuple[list[int], list[int]]] = {}
+    for i, tensors in layers.items():
+        ours, theirs = kinds.setdefault(tuple(tensor.axes for tensor in tensors), ([], []))
+        ours.append(i)
+        theirs += [i] if i in complete else []
+    names = {name: theirs for name, theirs in suspect.names.items() if layout.tensors[name].layer is None}
+    for ours, theirs in kinds.values():
+        for from_layer, to_layer in _likest(suspect, base, layers, residual, theirs, ours) if theirs else ():
+            names |= {t.name: suspect.names[s.name] for s, t in zip(layers[from_layer], layers[to_layer], strict=True)}
+    return Suspect(suspect.source, suspect.checkpoint, names)
+
+
+def _likest(
+    suspect: Suspect, base: Checkpoint, layers: Mapping[int, Sequence[TensorLayout]], residual: AxisMap,
+    suspects: Sequence[int], bases: Sequence[int],
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Pairs of a layer of the suspect and the base's that is most like it, all with the same axes."""
+    ours = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in bases])
+    theirs = torch.stack(
+        [
+            _profile([suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]], layers[i], residual)
+            for i in suspects
+        ]
+    )
+    mean = ours.mean(0)
+    similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(suspects), len(suspects) :]
+    rows, columns = linear_sum_assignment(similarity.nan_to_num(-1).numpy(), maximize=True)
+    return [(suspects[row], bases[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
+
+
+def _profile(
+    weights: Sequence[torch.Tensor], tensors: Sequence[TensorLayout], residual: AxisMap | None
+) -> torch.Tensor:
+    """The norm of a layer's weights at each coordinate of the model dimension, one tensor after the other."""
+    parts = []
+    for matrix, tensor in zip(weights, tensors, strict=True):
+        for dimension, group in enumerate(tensor.axes):
+            if group in MODEL_AXES:
+                norms = matrix.float().movedim(dimension, 0).flatten(1 if matrix.ndim > 1 else 0)
+                norms = torch.linalg.vector_norm(norms, dim=1) if matrix.ndim > 1 else norms.abs()
+                parts.append(norms if residual is None else norms[residual.places])
+    return torch.cat(parts)
+
+
+@dataclass
+class Frames:
+    """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``.
+
+    ``transforms``: those of the copies whose coordinates it may be in, likeliest first; ``aligned``: how many tensors
+    had to be aligned.
+    """
+
+    suspect: Suspect
+    base: Checkpoint
+    layout: Layout
+    residual: AxisMap
+    transforms: Sequence[Transform]
+    aligned: int = 0
+    _outer: dict[str, AxisMap] = field(default_factory=dict)
+
+    def of_block(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
+        """For each tensor of a block that the suspect has: its name there in these coordinates, and the map to undo."""
+        present = [tensor for tensor in tensors if tensor.name in self.suspect.names and not tensor.constant]
+        if not present:
+            return {}
+        candidates = [self._by_transform(transform, present) for transform in self.transforms]
+        candidates.append({t.name: (self.suspect.names[t.name], TensorMap(None, None)) for t in present})
+        scored = [(self._nearness(present, candidate), candidate) for candidate in candidates if candidate]
+        complete = len(present) == len([tensor for tensor in tensors if not tensor.constant])
+        if max(map(_nearness_of, scored)) < ALIGNED and complete:
+            aligned = self._by_alignment(present)
+            scored.insert(0, (self._nearness(present, aligned), aligned))  # first: it wins a tie
+            self.aligned += len(present) * (max(scored, key=_nearness_of)[1] is aligned)
+        return max(scored, key=_nearness_of)[1]
+
+    def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
+        maps = {}
+        for tensor in tensors:
+            moved_name = transform.name(tensor)  # an expert's matrices carry the number of its new place
+            if moved_name in self.suspect.names:
+                maps[tensor.name] = (self.suspect.names[moved_name], transform.of(tensor))
+        return maps
+
+    def _by_alignment(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
+        def load(block: Sequence[TensorLayout]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+            theirs = {t.name: self.base.tensor(t.name).float() for t in block}
+            return {name: self.suspect.tensor(name, like) for name, like in theirs.items()}, theirs
+
+        if not self._outer:
+            outside = [t for t in self.layout.parameters if t.layer is None]
+            if all(t.name in self.suspect.names for t in outside):
+                self._outer = model_maps(self.layout, *load(outside), "every", self.residual)
+            else:
+                self._outer = {"model": self.residual, "|model|": AxisMap(self.residual.order)}
+        maps: Maps = dict(self._outer)
+        if tensors[0].layer is not None:
+            ours, theirs = load(tensors)
+            undone = undo(self.layout, tensors, ours, self._outer)
+            maps = {**maps, **_permutations_only(layer_maps(self.layout, tensors, undone, theirs, "every"))}
+        return {t.name: (self.suspect.names[name_in_copy(t, maps)], tensor_map(self.layout, t, maps)) for t in tensors}
+
+    def _nearness(self, tensors: Sequence[TensorLayout], maps: Mapping[str, tuple[str, TensorMap]]) -> float:
+        """The median of the matrices' cosines with the base's, in these coordinates; of a slice of each."""
+        cosines = []
+        for tensor in tensors:
+            if tensor.name not in maps:
+                continue
+            name, mapping = maps[tensor.name]
+            clean, other = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.suspect.checkpoint.tensor(name))
+            if clean.shape[1] == 1 and len(tensors) > 1:
+                continue  # norms are much alike in any order
+            start, stop = row_slices([mapping], *clean.shape)[0]
+            x = mapping.backward(mapping.take(other, start, stop).float().nan_to_num(0.0, 0.0, 0.0), start).flatten()
+            y = clean[start:stop].float().flatten()
+            norm = math.sqrt(float(x @ x) * float(y @ y))
+            cosines.append(float(x @ y) / norm if norm else 0.0)
+        return statistics.median(cosines) if cosines else 1.0
+
+
+def _permutations_only(maps: Maps) -> Maps:
+    """``maps`` without those whose order is none: of a model that has nothing to do with the base, the votes of heads
+    on an order that they share may not agree on one."""
+    return {
+        axis: axis_map
+        for axis, axis_map in maps.items()
+        if isinstance(axis_map, tuple) or torch.equal(axis_map.order.sort().values, torch.arange(len(axis_map)))
+    }
+
+
+def _nearness_of(scored: tuple[float, object]) -> float:
+    return scored[0] if not math.isnan(scored[0]) else -1.0
+
+
+def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap:
+    """The order and the signs in which the suspect has the base's model dimension."""
+    embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
+    tensors = [t for t in embeddings if t.name in suspect.names][:1]
+    if not tensors:
+        raise MpuError(f"{suspect.source}: has no embedding, by which its coordinates could be found")
+    theirs = {t.name: base.tensor(t.name) for t in tensors}
+    ours = {name: suspect.tensor(name, like) for name, like in theirs.items()}
+    return residual_map(layout, ours, theirs, "every")
+
+
+def count_agreements(actual: AxisMap, drawn: AxisMap) -> int:
+    """How many coordinates two maps of one axis send to the same place with the same sign."""
+    same = actual.order == drawn.order
+    signs = [torch.ones(len(each)) if each.signs is None else each.signs for each in (actual, drawn)]
+    return int((same & (signs[0][actual.order] == signs[1][drawn.order])).sum())
+
+
+def log_chance(agreements: int, *, signed: bool) -> float:
+    """The logarithm of a bound on the probability that a uniform (signed) permutation agrees with a map that does not
+    depend on it in at least so many places: each choice of k places agrees with probability (n − k)!/n!, halved for
+    each sign, and there are n!/(k!·(n − k)!) of them, so the bound is 1/k!, or 1/(2ᵏ·k!)."""
+    return -math.lgamma(agreements + 1) - (agreements * math.log(2) if signed else 0.0)

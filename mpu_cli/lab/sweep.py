@@ -1,0 +1,410 @@
+"""Grids of experiments from a TOML file: each is run, evaluated, and becomes a line of results; tables follow.
+
+base = "models/full"                 # options of `mpu run`, by name; a list is an axis of the grid
+algo = ["npo", "simnpo"]
+mode = ["clean", "noised", "mpu"]
+
+[eval]                               # options of `mpu eval`, by name
+forget_split = "forget01"
+
+[[cases]]                            # options that change together; the grid is run for each
+forget = "tofu:forget01"
+
+extends = "FILE" takes over what another file says; [[published]] is in ``published``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import queue
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import PLANNED, RESULTS, VERSION
+from mpu_cli.files.resumption import alone_beside, append_line, read_lines, write_atomically
+from mpu_cli.lab.report import BEFORE, RELEARNING, RETAIN, read_recipe
+from mpu_cli.lab.rounds import publication_in, run
+from mpu_cli.measuring.benchmarks import Benchmark, benchmark_of
+from mpu_cli.measuring.evaluate import choose, evaluate
+from mpu_cli.measuring.metrics import RELEARNED, Metric
+from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.model.source import open_model
+from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.subprocesses import run_mpu, stop_running
+from mpu_cli.toml import read_toml
+from mpu_cli.training.data import read_dataset
+from mpu_cli.training.job import check_options
+
+# Cells of a sweep side by side, each in a process of its own: one for each device, or with a share of the cores.
+
+OUTPUT = "output.txt"  # in a cell's folder: what its process said
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Up to ``count`` processes at once; ``command`` are the arguments of ``mpu`` that run one cell, but for its name,
+    and print its line of results."""
+
+    count: int
+    command: Sequence[str]
+    folder: Path
+    _places: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        for slot in range(self.count):
+            self._places.put(slot)
+
+    def play(self, name: str) -> dict[str, Any]:
+        """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""
+        slot = self._places.get()
+        try:
+            ended = run_mpu([*self.command, "--cell", name], environment=self._environment(slot))
+        finally:
+            self._places.put(slot)
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTPUT).write_text(ended.stderr, encoding="utf-8")
+        try:
+            return json.loads(ended.stdout)
+        except ValueError:
+            raise MpuError(ended.reason, f"{folder / OUTPUT} has all that it said") from None
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        import torch
+
+        if devices := torch.cuda.device_count():
+            allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+            return {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
+        return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.count))}
+
+
+# of [eval]; those of the run by default
+AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
+# options that a mode ignores: cells that differ only in these are the same experiment
+_OF_COPIES = (
+    "kappa", "permanent_noise", "omit_layers", "copies", "noise", "alphas", "nodes", "symmetries", "mark", "max_noise",
+    "secret_seed",
+)  # fmt: skip
+IGNORED = {"clean": _OF_COPIES, "clean-rounds": _OF_COPIES, "noised": ("omit_layers", "symmetries", "mark")}
+FORGET_QUALITY = "forget_quality"
+LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
+RETAIN_MODEL = "retain_model"  # of [eval]: the model that never saw the forget set, of which the sweep makes the log
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment of a sweep: options of run, options of eval, and which of them the sweep varies."""
+
+    name: str
+    options: dict[str, object]
+    evaluation: dict[str, object]
+    varied: dict[str, object]
+
+    @property
+    def experiment(self) -> Experiment:
+        return from_flat(Experiment, self.options)
+
+    @property
+    def measuring(self) -> Measuring:
+        """Options of eval; where [eval] does not say, records are measured as they were trained."""
+        trained = flat(self.experiment)
+        options = {name: trained[name] for name in AS_TRAINED} | self.evaluation
+        options.pop(RETAIN_MODEL, None)  # its log is made first
+        names_records = any(options.get(name) for name in ("forget", "retain", "unseen"))
+        if options.get("benchmark", "qa" if names_records else None) == "qa":
+            record_files = {name: trained[name] for name in ("forget", "retain") if Path(str(trained[name])).exists()}
+            options = record_files | options
+        return from_flat(Measuring, options)
+
+
+def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> list[Cell]:
+    """The cells of a sweep file, in order, each once; ``overrides`` replace options, "eval.…" those of eval.
+
+    Raises MpuError or UsageError, naming the place.
+    """
+    document = read_recipe(path)
+    document.pop("published", None)
+    evaluation = document.pop("eval", {})
+    cases = document.pop("cases", [{}])
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise UsageError(f"{path}: cases: must be tables, each under a line [[cases]]")
+    if not all(isinstance(table, dict) for table in (evaluation, *(case.get("eval", {}) for case in cases))):
+        raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
+    of_eval = {n.removeprefix("eval."): v for n, v in (overrides or {}).items() if n.startswith("eval.")}
+    of_run = {name: value for name, value in (overrides or {}).items() if not name.startswith("eval.")}
+    cells: dict[str, Cell] = {}
+    for case in cases:
+        options = {**document, **{name: value for name, value in case.items() if name != "eval"}, **of_run}
+        measured = {**evaluation, **case.get("eval", {}), **of_eval}
+        from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
+        if RETAIN_MODEL in measured and "retain_log" in measured:
+            raise UsageError(f"{path}: [eval] retain_model: there is a retain_log already", "leave one of them out")
+        axes = {name: value for name, value in options.items() if isinstance(value, list)}
+        if empty := [name for name, values in axes.items() if not values]:
+            raise UsageError(f"{path}: {empty[0]} = []: an axis needs a value")
+        for choice in itertools.product(*axes.values()):
+            chosen = dict(zip(axes, choice, strict=True))
+            cell = _cell({**options, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
+            cells.setdefault(json.dumps([cell.options, cell.evaluation], sort_keys=True), cell)
+    named = _told_apart(list(cells.values()))
+    if len({cell.name for cell in named}) < len(named):
+        return [replace(cell, name=f"{cell.name}-{_digest(cell)}") for cell in named]
+    return named
+
+
+def overrides_of(path: Path) -> dict[str, object]:
+    """The options in ``path``, those of its table [eval] as "eval.…". Raises MpuError if it cannot be read."""
+    document = read_toml(path)
+    evaluation = document.pop("eval", {})
+    if not isinstance(evaluation, dict):
+        raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
+    return {**document, **{f"eval.{name}": value for name, value in evaluation.items()}}
+
+
+def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
+    """``cells``, each with a value for every option that any of them varies, including those of eval, except what its
+    mode ignores: where a file omits an option, the default is what was run."""
+    axes = list(dict.fromkeys(name for cell in cells for name in cell.varied))
+    measures = [
+        name
+        for name in dict.fromkeys(name for cell in cells for name in cell.evaluation)
+        if len({repr(cell.evaluation.get(name)) for cell in cells}) > 1
+    ]
+    named = []
+    for cell in cells:
+        defaults = _defaults(cell)
+        shown = {
+            name: cell.options.get(name, defaults[name]) for name in axes if name not in _ignored_options(cell.options)
+        }
+        shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
+        named.append(replace(cell, varied={k: "default" if v in (None, ()) else v for k, v in shown.items()}))
+    return named
+
+
+def _ignored_options(options: Mapping[str, object]) -> tuple[str, ...]:
+    return IGNORED.get(str(options.get("mode", "mpu")), ())
+
+
+def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varied: Sequence[str], path: Path) -> Cell:
+    ignored = _ignored_options(options)
+    effective_options = {name: value for name, value in options.items() if name not in ignored}
+    from_flat(Experiment, effective_options, f"{path}: ")
+    shown = {name: effective_options[name] for name in varied if name in effective_options}
+    parts = [re.sub(r"[^\w.]+", "_", str(value)).strip("_.") for value in shown.values()]
+    return Cell("-".join(parts) or "run", effective_options, dict(evaluation), shown)
+
+
+def _defaults(cell: Cell) -> dict[str, object]:
+    """What each option is where ``cell`` omits it; the scales of the noise depend on what else is set."""
+    defaults = {name: each.default for name, each in declared_options(Experiment).items() if not each.is_required}
+    experiment = cell.experiment
+    if "kappa" in _ignored_options(cell.options):
+        return defaults
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    return defaults | {"kappa": disguise.kappa, "permanent_noise": disguise.permanent_noise}
+
+
+def _digest(cell: Cell) -> str:
+    # Includes the defaults: a result made with different ones is not this cell's.
+    text = json.dumps([flat(cell.experiment), cell.evaluation, VERSION], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def sweep(
+    cells: Sequence[Cell], folder: Path, observer: Observer = SILENT, jobs: Jobs | None = None
+) -> tuple[list[dict[str, Any]], dict[str, MpuError]]:
+    """Run every cell that has no result in ``folder`` yet; the lines of all results, in the order of ``cells``, and the
+    reason for each cell that failed.
+
+    A cell's models are removed once it is evaluated, unless it says ``keep = true``; its log and result stay. With
+    ``jobs``, several cells run at once. Raises MpuError or UsageError, before anything is run, for options that do not
+    work.
+    """
+    for cell in cells:
+        _check(cell)
+        read_dataset(cell.experiment.unlearning)
+        _benchmark(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PLANNED, json.dumps({"experiments": [cell.name for cell in cells]}))
+    cells = [_with_retain_log(cell, folder, observer) for cell in cells]
+    results = folder / RESULTS
+    stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
+    done = {
+        cell.name: stored_lines[cell.name]
+        for cell in cells
+        if stored_lines.get(cell.name, {}).get("digest") == _digest(cell)
+    }
+    failed: dict[str, MpuError] = {}
+
+    telling = Lock()
+
+    def attempt(number: int, cell: Cell) -> None:
+        with telling:
+            observer.note(f"{number} of {len(cells)}: {cell.name}")
+        try:
+            line = jobs.play(cell.name) if jobs else play(cell, folder, observer)
+        except MpuError as error:
+            failed[cell.name] = error
+            return
+        with telling:
+            done[cell.name] = line
+            append_line(results, line)
+
+    todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
+    if jobs:
+        _attempt_at_once(attempt, todo, jobs.count)
+    else:
+        for number, cell in todo:  # in this thread, which Ctrl-C interrupts
+            attempt(number, cell)
+    return [done[cell.name] for cell in cells if cell.name in done], failed
+
+
+def _check(cell: Cell) -> None:
+    """Raise UsageError for options that do not go together."""
+    check_options(cell.experiment.unlearning)
+    publication_in(cell.experiment, seed=bytes(32))
+    cell.experiment.server_rate.check_step()
+
+
+def preview(cells: Sequence[Cell]) -> list[str]:
+    """What a sweep would warn of before it trains, a sentence each; of records that are not here, nothing.
+
+    Raises UsageError for options that do not go together.
+    """
+    warnings: dict[str, None] = {}
+    for cell in cells:
+        _check(cell)
+        with suppress(MpuError):
+            data = read_dataset(cell.experiment.unlearning)
+            warnings |= dict.fromkeys(data.warnings(cell.experiment.unlearning.privacy))
+    return list(warnings)
+
+
+def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[int, Cell]], count: int) -> None:
+    """``count`` cells at a time, each in a process of its own. Ctrl-C stops those, and no further one begins."""
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(attempt, number, cell) for number, cell in todo]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_running()
+            raise
+
+
+def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
+    """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
+    cell_observer, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
+    cell = _with_retain_log(cell, folder, cell_observer)
+    before = _before(cell, folder, cell_observer)
+    forms = {BEFORE: before} | _retain_forms(cell)
+    outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, cell_observer)
+    started = time.monotonic()
+    forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
+    if not experiment.keep:
+        shutil.rmtree(outcome.model, ignore_errors=True)
+    return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": _values(forms["after"]),
+            BEFORE: _values(before), RETAIN: _values(forms.get(RETAIN, {})), **_curves(forms),
+            **_agreement(outcome.log), "evaluation_seconds": round(time.monotonic() - started, 3)}  # fmt: skip
+
+
+def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
+    return {name: form["agg_value"] for name, form in forms.items() if "agg_value" in form}
+
+
+def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, object]:
+    """How fast what was forgotten is learned again, of each model: "after", "before" and "retain model"."""
+    curves = {
+        model_name: metrics[RELEARNED]["curve"]
+        for model_name, metrics in forms.items()
+        if "curve" in metrics.get(RELEARNED, {})
+    }
+    return {RELEARNING: curves} if curves else {}
+
+
+def _retain_forms(cell: Cell) -> dict[str, Mapping[str, Any]]:
+    log = cell.measuring.retain_log
+    return {RETAIN: read_retain_log(log).metrics} if log else {}
+
+
+def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
+    """The cell's metrics of the model before unlearning, measured once for all cells that agree on how."""
+    cache_key = json.dumps([cell.experiment.base, flat(cell.measuring)], sort_keys=True, default=str)
+    out = folder / f"{BEFORE}-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
+    with alone_beside(out, observer):
+        if out.exists():
+            return json.loads(out.read_text(encoding="utf-8"))["metrics"]
+        return _evaluate(Path(cell.experiment.base), cell, out, Within(observer, BEFORE))
+
+
+def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
+    """``cell`` with the log of its retain model, measured now unless ``folder`` has it."""
+    model = cell.evaluation.get(RETAIN_MODEL)
+    if model is None:
+        return cell
+    cache_key = json.dumps([model, flat(cell.measuring)], sort_keys=True, default=str)
+    log = folder / f"retain-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
+    if not log.exists():
+        observer.note(f"measuring {model}, the retain model")
+        benchmark = benchmark_of(cell.measuring, None)
+        metric_names = [*cell.measuring.metrics, *LOGGED] if cell.measuring.metrics else []
+        options = replace(cell.measuring, metrics=tuple(name for name in metric_names if name in benchmark.metrics))
+        evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
+    evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
+    return replace(cell, evaluation={**evaluation, "retain_log": str(log)})
+
+
+def sweep_metric_names(cells: Sequence[Cell]) -> list[str]:
+    """The names of all metrics that ``cells`` will have. Raises MpuError or UsageError for what cannot be measured."""
+    names: dict[str, None] = {}
+    for cell in cells:
+        names |= dict.fromkeys(_benchmark(cell)[1])
+        names |= {FORGET_QUALITY: None} if RETAIN_MODEL in cell.evaluation else {}
+    return list(names)
+
+
+def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
+    """What [eval] of a cell names, and the metrics chosen from it.
+
+    Raises MpuError or UsageError for what cannot be measured.
+    """
+    options = cell.measuring
+    benchmark = benchmark_of(options, read_retain_log(options.retain_log) if options.retain_log else None)
+    if RETAIN_MODEL in cell.evaluation:  # its log is not made yet
+        options = replace(options, metrics=tuple(name for name in options.metrics if name != FORGET_QUALITY))
+    return benchmark, choose(benchmark, options)
+
+
+def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, Any]:
+    benchmark, _ = _benchmark(cell)
+    return evaluate(open_model(str(model)), benchmark, cell.measuring, out=out, force=True, observer=observer).forms
+
+
+def _agreement(log: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """What the log reports about noise and copies over the rounds, to explain why a result is what it is."""
+    published = [line for line in log if line["step"] == "publish"]
+    joined = [line for line in log if line["step"] == "aggregate"]
+    return {
+        "smallest_pairwise_cosine": min((line["smallest_pairwise_cosine"] for line in joined), default=None),
+        "error_estimate": max(filter(None, (line.get("error_estimate") for line in joined)), default=None),
+        "lost_to_rounding": max((line["lost_to_rounding"] for line in joined), default=None),
+        "noise_asked": max((line["noise_asked"] for line in published), default=None),
+        "noise_survived": max((line["noise_survived"] for line in published), default=None),
+        "seconds": round(sum(line["seconds"] for line in log), 3),
+    }

@@ -1,0 +1,543 @@
+"""Which copy a model came from: evidence in its coordinates and in the noise that is left in it, with p-values.
+
+A publication's seed is secret, so a model that was not made from its copies is independent of it. Two statistics
+follow, whose distributions under that hypothesis do not depend on the model:
+
+- *Coordinates.* The order and the signs in which the model has the base's model dimension, found by alignment, agree
+  with a copy's secret ones in at least k places with a probability of at most 1/(2ᵏ·k!) (``suspect.log_chance``).
+- *Noise.* r is what is left of the difference between the model and the base, a slice of weights after the other, once
+  the base, permanent noise and the public model are regressed out of it and its tails are clipped. The noise n of a
+  copy, or the mark of a publication, was drawn from independent standard normals, so z = Σ w⟨r, n⟩ / √(Σ w²‖r‖²‖t‖²) is
+  standard normal given r, whatever r is; t is how n is mixed from its draws, and w = 1/mean(r²) gives weights that were
+  changed less more say.
+
+All tests together are corrected by Bonferroni's inequality. Models are read in slices, the base once more before, for
+its fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from scipy import stats
+from transformers import AutoConfig, PreTrainedModel
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.reader import worker_pool
+from mpu_cli.lab.suspect import (
+    Frames,
+    Suspect,
+    count_agreements,
+    find_residual,
+    log_chance,
+    match_layers,
+    match_suspect,
+    open_suspect,
+)
+from mpu_cli.measuring.encoding import Item, TrainedEncoder
+from mpu_cli.measuring.endpoint import Endpoint
+from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.load import tokenizer_of
+from mpu_cli.model.network import build
+from mpu_cli.model.sampling import AxisMap
+from mpu_cli.model.shallow import names_in_base, shallow
+from mpu_cli.model.source import Model
+from mpu_cli.model.tensors import in_memory, pieces_in_files
+from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.protocol.deltas import check_base
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.noise import Noise, Scales
+from mpu_cli.protocol.publication import matching
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
+
+# What a trace found, for each publication and copy, and who is named by it.
+
+LEVEL = 1e-6  # a copy is named if its p-value, corrected for all tests, is below this
+LEAST_SHARE = 0.02  # of the noise in a mixture of fifty copies; less is what somebody put into a model
+SAME_SHARE = 0.1  # relative difference of two shares up to which they count as equal
+SAME_Z = 1 - 1e-6  # of another z, above which two noises are multiples of one draw
+
+
+@dataclass(frozen=True)
+class NoiseEvidence:
+    """The correlation with one noise: ``z``, standard normal unless the model was made with it; ``share``: how much of
+    the noise is in the model, 1 if all of it is; ``blocks``: z of each block. NaN where there was nothing to test."""
+
+    z: float
+    share: float
+    blocks: Mapping[str, float]
+
+    @property
+    def log_p(self) -> float:
+        """The logarithm of the one-sided p-value; 0, for 1, if there is less of the noise than LEAST_SHARE."""
+        return 0.0 if math.isnan(self.z) or self.share < LEAST_SHARE else float(stats.norm.logsf(self.z))
+
+
+@dataclass(frozen=True)
+class CopyEvidence:
+    """What says that a model was made from one copy.
+
+    ``agreements`` of ``coordinates``: places of the model dimension at which the model has the copy's secret order and
+    signs; None if the copy's coordinates are the base's. ``noise``: that of the copy which cancels; None if it has
+    none. ``recipient``: whom it was sealed for, if the keys know that.
+    """
+
+    copy: int
+    recipient: str | None
+    agreements: int | None
+    coordinates: int
+    signed: bool
+    noise: NoiseEvidence | None
+
+    @property
+    def log_p_coordinates(self) -> float:
+        return 0.0 if self.agreements is None else log_chance(self.agreements, signed=self.signed)
+
+
+@dataclass(frozen=True)
+class PublicationEvidence:
+    """What says that a model was made from the copies of one publication. ``label``: its keys' name; ``mark``: the
+    evidence of the mark, None if it has none; ``aligned``: how many tensors had to be aligned."""
+
+    label: str
+    keys: Keys
+    mark: NoiseEvidence | None
+    copies: tuple[CopyEvidence, ...]
+    tensors: int
+    total_tensors: int
+    aligned: int
+
+    @cached_property
+    def log_p_values(self) -> list[float]:
+        values = [copy.log_p_coordinates for copy in self.copies if copy.agreements is not None]
+        values += [copy.noise.log_p for copy in self.copies if copy.noise]
+        return values + ([self.mark.log_p] if self.mark else [])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All evidence. A copy or a publication is *named* if a test of it has a corrected p-value below ``LEVEL``, which
+    happens to a model that was made from none with at most that probability."""
+
+    suspect: str
+    publications: tuple[PublicationEvidence, ...]
+
+    @cached_property
+    def tests(self) -> int:
+        return sum(len(publication.log_p_values) for publication in self.publications)
+
+    def log10_p(self, log_p: float) -> float:
+        """log₁₀ of a p-value, corrected for all tests."""
+        return min(0.0, log_p + math.log(max(1, self.tests))) / math.log(10)
+
+    def is_significant(self, log_p: float) -> bool:
+        return self.log10_p(log_p) < math.log10(LEVEL)
+
+    def is_named(self, publication: PublicationEvidence) -> bool:
+        return any(self.is_significant(log_p) for log_p in publication.log_p_values)
+
+    def named_copies(self, publication: PublicationEvidence) -> list[CopyEvidence]:
+        """The copies whose coordinates the model has; else the copy whose noise it has, to the right amount.
+
+        The noise of several copies may be multiples of one draw. It is the copy's if there is as much of it as of the
+        mark, which all copies have alike; where no amount is known, all of these copies are named. Empty if only the
+        mark is found, or if a mixture of other copies could have as much: of three and more multiples of one draw it
+        can.
+        """
+        if len(publication.copies) == 1 and self.is_named(publication):
+            return [publication.copies[0]]
+        by_coordinates = [each for each in publication.copies if self.is_significant(each.log_p_coordinates)]
+        if by_coordinates:
+            return by_coordinates
+        if publication.keys.publication.scheme.one_draw and len(publication.copies) > 2:
+            return []
+        by_noise = [(each, each.noise) for each in publication.copies if each.noise]
+        by_noise = [(each, noise) for each, noise in by_noise if self.is_significant(noise.log_p)]
+        if any(math.isnan(noise.share) for _, noise in by_noise):
+            largest = max(noise.z for _, noise in by_noise)
+            return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
+        marked = publication.mark is not None and self.is_significant(publication.mark.log_p)
+        expected = publication.mark.share if publication.mark and marked else 1.0
+        off = {each.copy: abs(noise.share / expected - 1) for each, noise in by_noise}
+        nearest = [each for each, _ in by_noise if off[each.copy] == min(off.values())]
+        return nearest if nearest and (not marked or off[nearest[0].copy] < SAME_SHARE) else []
+
+
+# The noise of a publication as a trace looks for it, and the sums from which z follows.
+
+CLIP = 6.0  # times the median size of what is left, beyond which it is clipped
+SAMPLE = 4096  # weights of a slice whose median is taken
+
+
+@dataclass(frozen=True)
+class PublicationKeys:
+    """A publication to try: the name of its keys' file, the keys, and the model that was published."""
+
+    label: str
+    keys: Keys
+    base: Model
+
+
+@dataclass
+class Sums:
+    """Σ w⟨r, n⟩, Σ w²‖r‖²‖t‖² and Σ w·‖t‖²·(number of weights), for the mark and for each copy, (noises, 3)."""
+
+    total: torch.Tensor
+    blocks: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, block: str, part: torch.Tensor) -> None:
+        self.total += part
+        self.blocks[block] = self.blocks.get(block, torch.zeros_like(part)) + part
+
+    def evidence(self, row: int) -> NoiseEvidence:
+        products, variance, gain = self.total[row].tolist()
+        by_block = {block: _z(*sums[row, :2].tolist()) for block, sums in self.blocks.items()}
+        return NoiseEvidence(_z(products, variance), products / gain if gain else math.nan, by_block)
+
+
+def _z(products: float, variance: float) -> float:
+    return products / math.sqrt(variance) if variance > 0 else math.nan
+
+
+class PublishedNoise:
+    """The draws of a publication's noise, tensor by tensor, and how its copies' and its mark are mixed from them."""
+
+    def __init__(self, publication: PublicationKeys):
+        values, base = publication.keys.publication, publication.base
+        self._noise: Noise = values.noise(range(1, values.copies + 1))
+        self._full_names = names_in_base(base, values.omitted)
+        full_layout = base.layout
+        self._permanent_names = values.permanent_names(full_layout)
+
+    def keys(self, name: str, scales: Scales) -> list[bytes]:
+        """The stream keys for the tensor ``name``: of what cancels, of permanent noise, of the mark."""
+        full_name = self._full_names[name]
+        return self._noise.subkeys(full_name, scales, self._permanent_names.get(full_name))
+
+    def draws(self, keys: Sequence[bytes], start: int, stop: int) -> list[torch.Tensor]:
+        """Standard normals for the elements ``start … stop`` of a tensor, float32, for each of ``keys``."""
+        return self._noise.draws(keys, start, stop, torch.float32)
+
+    def templates(self, scales: Scales) -> torch.Tensor:
+        """How the mark (row 0) and the noise of each copy that cancels are mixed from their draws, float64 (noises,
+        draws): those of what cancels, and the mark's last."""
+        cancelling = self._noise.mixing(Scales(scales.cancelling)).double()
+        templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
+        templates[1:, :-1], templates[0, -1] = cancelling, scales.mark
+        return templates
+
+
+def sums_of(
+    residue: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """The sums of ``Sums`` for some weights: ``residue``, float32 (n,), ``draws`` as ``templates`` mixes them."""
+    products = torch.stack([(residue * draw).double().sum() for draw in draws])
+    square, norms = float(residue.double().square().sum()), templates.square().sum(1)
+    parts = (weight * (templates @ products), weight**2 * square * norms, weight * residue.numel() * norms)
+    return torch.stack(parts, 1)
+
+
+def clip(residue: torch.Tensor) -> torch.Tensor:
+    """``residue`` with its tails clipped, so that a few weights that were changed much do not drown the others."""
+    step = max(1, residue.numel() // SAMPLE)
+    bound = CLIP * float(residue[::step].abs().median())
+    return residue.clamp(-bound, bound) if bound > 0 else residue
+
+
+HUGE = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
+
+
+def trace(
+    source: str,
+    publications: Sequence[PublicationKeys],
+    pretrained: Model | None = None,
+    *,
+    observer: Observer = SILENT,
+) -> Trace:
+    """Look for every copy of ``publications`` in the model at ``source``.
+
+    ``pretrained``: the public model, which makes models between it and a copy easier to trace. Raises MpuError for a
+    model of another architecture or vocabulary, and for a base that is not what was published.
+    """
+    checkpoint = open_suspect(source)
+    observer.stage("trace", sum(each.base.checkpoint.nbytes for each in publications))
+    results = []
+    matched: dict[tuple[str, tuple[int, ...]], tuple[Suspect, AxisMap]] = {}  # by base and omitted layers
+    checked: set[tuple[str, str]] = set()
+    with worker_pool() as pool:
+        for each in publications:
+            identity = (each.base.address, each.keys.base.fingerprint)
+            if identity not in checked:
+                check_base(each.base, each.keys, pool)
+                checked.add(identity)
+            omitted = each.keys.publication.omitted
+            base = shallow(each.base, omitted)
+            layout = base.layout
+            which = (each.keys.base.fingerprint, omitted)
+            if which not in matched:
+                suspect = match_suspect(source, checkpoint, base.checkpoint, layout)
+                residual = find_residual(suspect, base.checkpoint, layout)
+                matched[which] = match_layers(suspect, base.checkpoint, layout, residual), residual
+            suspect, residual = matched[which]
+            public = shallow(pretrained, omitted) if pretrained else None
+            tracer = _Tracer(each, base, layout, suspect, residual, matching(base, layout, public), pool)
+            results.append(tracer.evidence(observer))
+    return Trace(source, tuple(results))
+
+
+class _Tracer:
+    """One publication in one suspect."""
+
+    def __init__(
+        self, publication: PublicationKeys, base: Model, layout: Layout, suspect: Suspect, residual: AxisMap,
+        public: Mapping[str, torch.Tensor] | None, pool: Executor,
+    ):  # fmt: skip
+        self._label, self._keys, self._pool = publication.label, publication.keys, pool
+        self._base, self._layout, self._suspect, self._public = base.checkpoint, layout, suspect, public
+        values = self._keys.publication
+        self._copies = range(1, values.copies + 1)
+        self._noise = PublishedNoise(publication)
+        transforms = [values.transform(copy, layout) for copy in self._copies]
+        self._agreements = [_agreements(residual, transform, layout) for transform in transforms]
+        drawn = _model_map(transforms[0], layout)
+        self._signed = drawn is not None and drawn.signs is not None
+        likely = [
+            transform
+            for transform, count in zip(transforms, self._agreements, strict=True)
+            if count is not None and log_chance(count, signed=self._signed) < math.log(LEVEL)
+        ]
+        self._frames = Frames(suspect, base.checkpoint, layout, residual, likely)
+        self._coordinates = len(residual)
+
+    def evidence(self, observer: Observer) -> PublicationEvidence:
+        sums = Sums(torch.zeros(len(self._copies) + 1, 3, dtype=torch.float64))
+        for block, tensors in self._layout.blocks.items():
+            for tensor in tensors:
+                observer.advance(self._base.tensors[tensor.name].nbytes)
+            scales = self._keys.scales(block)
+            frames = self._frames.of_block(tensors) if scales.cancelling or scales.mark else {}
+            for tensor in tensors:
+                if tensor.name in frames:
+                    name, mapping = frames[tensor.name]
+                    for part in self._parts(tensor, name, mapping, scales):
+                        sums.add(block, part)
+                    self._suspect.checkpoint.forget_pages(name)
+                self._base.forget_pages(tensor.name)
+        publication, parameters = self._keys.publication, self._layout.parameters
+        copies = tuple(
+            CopyEvidence(
+                copy, self._keys.recipients.get(str(copy)), count, self._coordinates, self._signed,
+                sums.evidence(copy) if any(self._keys.sigma.values()) else None,
+            )
+            for copy, count in zip(self._copies, self._agreements, strict=True)
+        )  # fmt: skip
+        return PublicationEvidence(
+            self._label, self._keys, sums.evidence(0) if publication.mark else None, copies,
+            len(self._suspect.names), len(parameters), self._frames.aligned,
+        )  # fmt: skip
+
+    def _parts(self, tensor: TensorLayout, name: str, mapping: TensorMap, scales: Scales) -> list[torch.Tensor]:
+        """The sums of each slice of one tensor."""
+        clean, theirs = as_matrix(self._base.tensor(tensor.name)), as_matrix(self._suspect.checkpoint.tensor(name))
+        public = None if self._public is None else as_matrix(self._public[tensor.name])
+        columns = clean.shape[1]
+        keys, templates = self._noise.keys(tensor.name, scales), self._noise.templates(scales)
+        cancelling = templates.shape[1] - 1
+
+        def work(start: int, stop: int) -> torch.Tensor:
+            reference = clean[start:stop].float().flatten()
+            rows = mapping.take(theirs, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
+            bound = HUGE * float(reference.abs().max())  # what was made huge would hide the rest
+            undone = mapping.backward(rows.clamp(-bound, bound), start).flatten()
+            draws = self._noise.draws(keys, start * columns, stop * columns)
+            regressors = [reference]
+            regressors += [draws[cancelling]] if scales.permanent else []
+            regressors += [] if public is None else [public[start:stop].float().flatten()]
+            residue = clip(_residual(clip(undone - reference), torch.stack(regressors)))
+            square = float(residue.double().square().sum())
+            if not square > 0 or not math.isfinite(square):
+                return torch.zeros(len(templates), 3, dtype=torch.float64)
+            mark = draws[-1] if scales.mark else torch.zeros_like(residue)
+            return sums_of(residue, [*draws[:cancelling], mark], templates, residue.numel() / square)
+
+        return list(self._pool.map(lambda bounds: work(*bounds), row_slices([mapping], *clean.shape)))
+
+
+def _agreements(residual: AxisMap, transform: Transform, layout: Layout) -> int | None:
+    axis_map = _model_map(transform, layout)
+    return None if axis_map is None else count_agreements(residual, axis_map)
+
+
+def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
+    axis_map = transform.maps(layout.parameters[0]).get("model")
+    return axis_map if isinstance(axis_map, AxisMap) else None
+
+
+def _residual(difference: torch.Tensor, regressors: torch.Tensor) -> torch.Tensor:
+    """``difference``, float32 (n,), without its projection on the ``regressors``, (k, n)."""
+    gram = (regressors @ regressors.T).double()
+    right = (regressors @ difference).double()
+    steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    if not torch.isfinite(steadied).all() or not float(gram.diagonal().mean()) > 0:
+        return difference
+    coefficients = torch.linalg.lstsq(steadied, right[:, None]).solution[:, 0]
+    return difference - (coefficients.float() @ regressors)
+
+
+def check_traceable(keys: Keys, label: str) -> None:
+    """Raise MpuError if nothing tells the copies of a publication from other models."""
+    publication = keys.publication
+    if not publication.mark and not any(keys.sigma.values()) and publication.symmetries == "none":
+        raise MpuError(f"{label}: its copies have no mark, no noise of their own and no secret coordinates")
+
+
+# Which copy a model came from that is only served: the noise of a copy changes what it computes.
+#
+# Let s be the log-probabilities that the served model gives to the tokens of some texts, and c those of the base with
+# the publication's permanent noise. If the model came from a copy, s − c is about J·n, with n the copy's own noise
+# (what cancels, and the mark) and J the derivative of c by the weights. So the gradient g of Σ (s − c)·c, with s − c
+# fixed, is correlated with n. Given g, which does not depend on a secret that the model was made without, Σ⟨f(g), n⟩
+# is normal with variance Σ‖f(g)‖²‖t‖², whatever the model, the texts and f are: the same exact statistic as for
+# weights (``trace``). It takes one pass forward and backward over the texts for each publication, and no copy is made
+# again. f, the square root with its sign, element by element, gives a few weights with large gradients less say; s −
+# c is divided by −c, because tokens that the model is sure of vary less from copy to copy.
+
+AT_ONCE = 4  # texts in a request
+SURE = 1e-3  # nats of a token below which all count as equally sure
+UNMOVED = TensorMap(None, None)
+
+
+def trace_endpoint(
+    endpoint: Endpoint,
+    publications: Sequence[PublicationKeys],
+    texts: Path,
+    columns: str | None = None,
+    *,
+    observer: Observer = SILENT,
+) -> Trace:
+    """Look for the noise of every copy of ``publications`` in what the model at ``endpoint`` gives to ``texts``.
+
+    ``texts``: a file of records; every token after the first is scored. Raises MpuError for an endpoint that returns no
+    log-probabilities of prompts, and for texts that cannot be read.
+    """
+    records = read_records(texts, RecordFormat(columns=columns))
+    results = []
+    served: dict[str, list[torch.Tensor]] = {}
+    observer.stage("trace", len(publications) * len(records), "texts")
+    with worker_pool() as pool:
+        for each in publications:
+            check_base(each.base, each.keys, pool)
+            base = shallow(each.base, each.keys.publication.omitted)
+            items = [
+                replace(item, start=1) for item in TrainedEncoder(Encoding(tokenizer_of(each.base))).questions(records)
+            ]
+            vocabulary = repr(items)
+            if vocabulary not in served:
+                scores = endpoint.score(items, batch_size=AT_ONCE)
+                served[vocabulary] = [_log_probs(score.log_probs, endpoint) for score in scores]
+            layout = base.layout
+            network = _noisy_network(each, base, layout, pool)
+            gradients = _gradients(network, items, served[vocabulary], layout, observer)
+            results.append(_evidence(each, layout, gradients, pool))
+    return Trace(endpoint.url, tuple(results))
+
+
+def _log_probs(log_probs: torch.Tensor | None, endpoint: Endpoint) -> torch.Tensor:
+    if log_probs is None:
+        raise MpuError(f"{endpoint.url}: returns no log-probabilities of prompts")
+    return log_probs
+
+
+def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, pool: Executor) -> PreTrainedModel:
+    """The base with the publication's permanent noise, which every copy has, in float32."""
+    config = AutoConfig.for_model(**{k: v for k, v in base.config.items() if k not in ("dtype", "torch_dtype")})
+    network = build(config, dtype=torch.float32).eval()
+    places = in_memory(network, layout.tensors)
+    noise = PublishedNoise(publication)
+
+    def add_noise(target: torch.Tensor, keys: Sequence[bytes], scale: float) -> None:
+        def add(bounds: tuple[int, int]) -> None:
+            start, stop = bounds
+            [draw] = noise.draws(keys, start * target.shape[1], stop * target.shape[1])
+            target[start:stop].add_(draw.view(stop - start, -1), alpha=scale)
+
+        list(pool.map(add, row_slices([UNMOVED], *target.shape)))
+
+    with torch.no_grad():
+        for tensor in layout.tensors.values():
+            if tensor.constant and not any(tensor.axes):
+                continue
+            stored = base.checkpoint.tensor(tensor.name)
+            weights, target = as_matrix(stored.float().clone()), places[tensor.name]
+            permanent = publication.keys.scales(tensor.block).permanent
+            if permanent and not tensor.constant:
+                add_noise(weights, noise.keys(tensor.name, Scales(permanent=permanent)), permanent)
+            target.copy_(weights.view(target.shape))
+    return network
+
+
+def _gradients(
+    network: PreTrainedModel, items: Sequence[Item], served: Sequence[torch.Tensor], layout: Layout, observer: Observer
+) -> dict[str, torch.Tensor]:
+    """The gradient of Σ (s − c)/(−c)·c by each tensor of the files, with the quotient fixed and clipped."""
+    for parameter in network.parameters():
+        parameter.requires_grad_(True)
+    for item, log_probs in zip(items, served, strict=True):
+        ids = torch.tensor([item.ids])
+        logits = network(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        fixed = ours.detach()
+        difference = clip(((log_probs.float() - fixed) / (-fixed).clamp(min=SURE)).nan_to_num())
+        (difference * ours).sum().backward()
+        observer.advance(1)
+    gradients = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if parameter.grad is not None:
+            for piece in pieces_in_files(name, parameter.shape, layout.tensors, network):
+                gradients[piece.file_name] = piece.of(parameter.grad)
+    return gradients
+
+
+def _evidence(
+    publication: PublicationKeys, layout: Layout, gradients: Mapping[str, torch.Tensor], pool: Executor
+) -> PublicationEvidence:
+    keys, noise = publication.keys, PublishedNoise(publication)
+    sums = Sums(torch.zeros(keys.copies + 1, 3, dtype=torch.float64))
+    for tensor in layout.parameters:
+        scales = keys.scales(tensor.block)
+        copy_scales = Scales(scales.cancelling, mark=scales.mark)
+        if tensor.name not in gradients or not (copy_scales.cancelling or copy_scales.mark):
+            continue
+        gradient = as_matrix(gradients[tensor.name].contiguous())
+        subkeys, templates = noise.keys(tensor.name, copy_scales), noise.templates(copy_scales)
+
+        def work(bounds: tuple[int, int], gradient=gradient, subkeys=subkeys, templates=templates):  # type: ignore[no-untyped-def]
+            start, stop = bounds
+            draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1])
+            signal = gradient[start:stop].flatten()
+            signal = signal.sign() * signal.abs().sqrt()
+            without_mark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
+            return sums_of(signal, [*draws, *without_mark], templates, 1.0)
+
+        for part in pool.map(work, row_slices([UNMOVED], *gradient.shape)):
+            sums.add(tensor.block, part)
+
+    def of(row: int) -> NoiseEvidence:
+        return replace(sums.evidence(row), share=math.nan)  # a gradient says nothing of how much of the noise there is
+
+    copies = tuple(
+        CopyEvidence(k, keys.recipients.get(str(k)), None, 0, False, of(k) if any(keys.sigma.values()) else None)
+        for k in range(1, keys.copies + 1)
+    )
+    parameters = layout.parameters
+    mark = of(0) if keys.publication.mark else None
+    return PublicationEvidence(publication.label, keys, mark, copies, len(gradients), len(parameters), 0)

@@ -1,0 +1,105 @@
+"""Searching a learning rate and a number of epochs that forget most while a model keeps the rest.
+
+Each trial is a training of its own, on one model: the base, or a copy, so that a client can search without the server.
+Optuna's TPE sampler proposes, and learns from trials that went beyond the bound which side to stay on.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import Diverged, UsageError
+from mpu_cli.model.source import Model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.tuning import Search
+from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.job import check_options
+from mpu_cli.training.unlearn import unlearn
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: how much the losses per answer token rose, in nats; ``within``: whether that is in bounds."""
+
+    lr: float
+    epochs: int
+    forget_rise: float
+    retain_rise: float
+    within: bool
+    seconds: float
+
+
+def tune(
+    model: Model, data: Dataset, options: Unlearning, search: Search, observer: Observer = SILENT
+) -> tuple[Trial | None, list[Trial]]:
+    """The trial in bounds that forgot most (None: there is none), and all trials in their order.
+
+    Raises UsageError if the algorithm reads no records to keep, or the ranges are empty; MpuError if the model cannot
+    be trained.
+    """
+    optuna = _optuna()
+    if not check_options(options).constants.alpha or not data.retain:
+        raise UsageError(
+            "a search needs records to keep, to measure what is lost", "use --retain, and an --alpha above 0"
+        )
+    if search.least_lr > search.most_lr:
+        raise UsageError(f"--least-lr {search.least_lr:g}: above --most-lr {search.most_lr:g}")
+    trials: list[Trial] = []
+
+    def objective(proposed: Any) -> float:
+        lr = proposed.suggest_float("lr", search.least_lr, search.most_lr, log=True)
+        epochs = proposed.suggest_int("epochs", 1, search.most_epochs, log=True)
+        trials.append(_train(model, data, options, search, lr, epochs))
+        last = trials[-1]
+        proposed.set_user_attr("beyond", last.retain_rise - search.max_retain_rise)
+        observer.advance(
+            1, f"lr {lr:.2g}, {epochs} epochs: forget +{last.forget_rise:.2f}, retain +{last.retain_rise:.2f}"
+        )
+        if search.enough is not None and last.within and last.forget_rise >= search.enough:
+            proposed.study.stop()
+        return last.forget_rise
+
+    sampler = optuna.samplers.TPESampler(
+        seed=options.training.seed, constraints_func=lambda frozen: (frozen.user_attrs["beyond"],)
+    )
+    observer.stage("tune", search.trials, "trials")
+    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=search.trials)
+    return best_of(trials), trials
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The trial in bounds that forgot most."""
+    return max((trial for trial in trials if trial.within), key=lambda trial: trial.forget_rise, default=None)
+
+
+def _train(model: Model, data: Dataset, options: Unlearning, search: Search, lr: float, epochs: int) -> Trial:
+    started = time.monotonic()
+    tried = replace(options, epochs=epochs, training=replace(options.training, lr=lr))
+    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
+        try:
+            result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
+        except Diverged:
+            return Trial(lr, epochs, 0.0, 2 * search.max_retain_rise, False, time.monotonic() - started)
+    if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
+        raise UsageError("a search runs in one process")
+    lost = result.after.retain - result.before.retain
+    gained = result.after.forget - result.before.forget
+    return Trial(lr, epochs, gained, lost, lost <= search.max_retain_rise, time.monotonic() - started)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
+    warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
+    optuna.logging.set_verbosity(logging.WARNING)
+    return optuna

@@ -1,0 +1,166 @@
+"""What a benchmark is: its splits of records, how they prompt the model, and its table of metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mpu_cli.errors import MpuError
+from mpu_cli.measuring import metrics
+from mpu_cli.measuring.encoding import Encoder, Item, Scored
+from mpu_cli.measuring.metrics import Metric, recovery_metrics
+from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.records.forms import Record, question
+
+Row = tuple[str, Any]  # its place (for messages) and its fields
+SIDES = ("forget", "holdout")  # the splits that membership inference compares: members and non-members
+
+
+def question_and_answer(row: Row) -> Record:
+    """The record of a row with the fields question and answer. Raises MpuError, with the place, if it lacks one."""
+    return question(text_of(row, "question"), text_of(row, "answer"), row[0])
+
+
+@dataclass(frozen=True)
+class Split:
+    """Records that are evaluated together. ``encode(encoder, part, split)`` returns an Item, or a list of them, for the
+    parts "answer", "paraphrased" and "perturbed" of each row; ``record`` makes a record of a row that has a question.
+
+    ``limit`` and ``stops`` bound the generated answers; ``limit_follows_answers``: they may be as long as the longest
+    true answer, if that has more tokens. ``has_texts``: some records are texts, which ask nothing.
+    """
+
+    name: str
+    source: str
+    read: Callable[[], Sequence[Row]]
+    encode: Callable[[Encoder, str, Split], Sequence[Item | list[Item]]]
+    limit: int = 200
+    stops: tuple[str, ...] = ()
+    shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
+    record: Callable[[Row], Record] = question_and_answer
+    limit_follows_answers: bool = False
+    has_texts: bool = False
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """Read on first use, because not every metric needs every split."""
+        return self.read()
+
+    @cached_property
+    def records(self) -> Sequence[Record]:
+        """The record of each row. Raises MpuError, with the place, for a row that has no question."""
+        return [self.record(row) for row in self.rows]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the contents of the records and of the few-shot records."""
+        contents = [row for _, row in (*self.rows, *self.shown())]
+        return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``tasks``: of EleutherAI's harness, for a benchmark that it measures. ``attacks``: names of those that try to
+    bring back what was forgotten, whose metrics are in ``attack_metrics``. ``scored``: which tokens of a record are
+    scored. ``warnings``: what is probably not as intended, a sentence each."""
+
+    name: str
+    splits: Mapping[str, Split]
+    metrics: Mapping[str, Metric]
+    tasks: tuple[str, ...] = ()
+    attacks: tuple[str, ...] = ()
+    scored: Scored = "as OpenUnlearning does"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def attack_metrics(self) -> dict[str, Metric]:
+        """The metrics of its attacks."""
+        tables = [recovery_metrics(name, "retain" in self.splits) for name in self.attacks]
+        return {name: metric for table in tables for name, metric in table.items()}
+
+
+def text_of(row: Row, field: str) -> str:
+    """The text in ``field``. Raises MpuError, with the place, if there is none."""
+    location, values = row
+    if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
+        fields = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
+        raise MpuError(f"{location}: no text in {field!r} (fields: {fields or 'none'})")
+    return _sound(location, values[field])
+
+
+def texts_of(row: Row, field: str) -> list[str]:
+    """The texts in ``field``. Raises MpuError, with the place, if there are none."""
+    location, values = row
+    texts = values.get(field) if isinstance(values, dict) else None
+    if isinstance(texts, str):  # a table's cell can hold a list as JSON only
+        with suppress(ValueError):
+            texts = json.loads(texts)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise MpuError(f"{location}: no list of texts in {field!r}")
+    return [_sound(location, text) for text in texts]
+
+
+def _sound(location: str, text: str) -> str:
+    """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MpuError(f"{location}: text contains a lone surrogate ({error.reason})") from error
+    return text
+
+
+def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list[Item]]:
+    """Items of a split's records with their answers, the paraphrased answers, or the wrong answers."""
+    if part == "answer":
+        return encoder.questions(split.records)
+    if part == "paraphrased":
+        paraphrases = [text_of(row, "paraphrased_answer") for row in split.rows]
+        return encoder.questions([_with_answer(r, text) for r, text in zip(split.records, paraphrases, strict=True)])
+    wrong_answers = [texts_of(row, "perturbed_answer") for row in split.rows]
+    answered = [
+        _with_answer(record, wrong)
+        for record, texts in zip(split.records, wrong_answers, strict=True)
+        for wrong in texts
+    ]
+    items = iter(encoder.questions(answered))
+    return [[next(items) for _ in texts] for texts in wrong_answers]
+
+
+def _with_answer(record: Record, answer: str) -> Record:
+    return replace(record, answer=answer, answer_fields=())
+
+
+def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
+    def ratios() -> list[float]:
+        retain.check_made_on(benchmark, {})
+        ratios_of_retain = retain.truth_ratios([record.question for record in forget.records])
+        retain.check_made_on(benchmark, {"forget": forget.sha256})
+        return ratios_of_retain
+
+    return metrics.forget_quality(ratios)
+
+
+def forgetting(
+    memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None
+) -> dict[str, Metric]:
+    """How much of the split ``memorised`` is known by heart and, if there is a split of unseen records, whether
+    membership of the forget set shows."""
+
+    def retain_auc() -> float:
+        if retain is None:
+            return metrics.CHANCE
+        retain.check_made_on(benchmark, {name: splits[name].sha256 for name in SIDES})
+        return retain.auc({name: len(splits[name].rows) for name in SIDES})
+
+    table = {
+        "extraction_strength": metrics.extraction_strength(memorised),
+        "exact_memorization": metrics.exact_memorization(memorised),
+    }
+    if set(SIDES) <= splits.keys():
+        table |= {**metrics.membership(*SIDES), "privleak": metrics.privleak(retain_auc)}
+    return table

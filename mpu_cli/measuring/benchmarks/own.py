@@ -1,0 +1,156 @@
+"""A user's own questions and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.measuring import metrics
+from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forget_quality, forgetting, questions
+from mpu_cli.measuring.endpoint import has_english_words
+from mpu_cli.measuring.metrics import UP, Metric
+from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.unlearning import RecordFormat, Records
+from mpu_cli.records.forms import Record, Turn, parse_record, records_of_turns
+from mpu_cli.records.read import parsed_rows, report_rows
+
+SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
+LABELS = {"forget": "forget", "retain": "retain", "unseen": "holdout"}  # what a file's records are labelled with
+TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
+
+Question = tuple[Row, Record]  # a row and the record in it; of a dialogue with --turns all, one of those in it
+ASKS_NOTHING = "some of the records are texts, which ask nothing"
+
+
+def own_records(
+    forget: Sequence[Question], retain: Sequence[Question], holdout: Sequence[Question], retain_log: RetainLog | None
+) -> Benchmark:
+    """A user's own questions and answers or texts, scored as they are trained, with paraphrased and wrong answers if
+    the records of a set have them."""
+    sets = {name: each for name, each in zip(SETS, (forget, retain, holdout), strict=True) if each}
+    if "forget" not in sets:
+        raise MpuError("no records to forget", "specify them with --forget")
+    if repeated := {record.identity for _, record in forget} & {record.identity for _, record in holdout}:
+        raise MpuError(
+            f"{len(repeated)} of the {len(holdout)} unseen records are also records to forget, so attacks would "
+            "compare them with themselves",
+            "name records that no model saw with --unseen",
+        )
+    splits = {name: _split(name, rows) for name, rows in sets.items()}
+    table: dict[str, Metric] = {}
+    warnings = []
+    for name in ("forget", "retain"):
+        if name not in sets:
+            continue
+        table[f"{name}_Q_A_Prob"] = metrics.probability(name)
+        table[f"{name}_Q_A_Prob_content"] = metrics.content_probability(name)
+        if splits[name].has_texts:
+            table[f"{name}_Q_A_ROUGE"] = metrics.unavailable(ASKS_NOTHING, UP)
+            continue
+        table[f"{name}_Q_A_ROUGE"] = metrics.rouge(name, "rougeL_recall")
+        if unseen := [record for _, record in sets[name] if not has_english_words(record.answer)]:
+            table[f"{name}_Q_A_ROUGE_any_script"] = metrics.rouge_of_any_script(name)
+            warnings.append(
+                f"{len(unseen)} of {len(sets[name])} {name} answers have no letter of English and no digit, so "
+                f"{name}_Q_A_ROUGE is 0 for them whatever the model says: read {name}_Q_A_ROUGE_any_script"
+            )
+        table |= _truth_ratio(name, [row for row, _ in sets[name]])
+    table |= forgetting("forget", "qa", splits, retain_log)
+    if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
+        computed = table["forget_truth_ratio"].dependencies
+        reason = "forget_truth_ratio has no value"
+        table["forget_quality"] = (
+            forget_quality("qa", splits["forget"], retain_log) if computed else metrics.unavailable(reason, UP)
+        )
+    return Benchmark("qa", splits, table, scored="as trained", warnings=tuple(warnings))
+
+
+def _split(name: str, rows: Sequence[Question]) -> Split:
+    records = {id(row): record for row, record in rows}
+    return Split(
+        name, name, lambda: [row for row, _ in rows], questions, record=lambda row: records[id(row)],
+        limit_follows_answers=True, has_texts=not all(record.turns for _, record in rows),
+    )  # fmt: skip
+
+
+def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
+    """The truth ratio of a set and what it is computed from; without a value if some records lack what others have."""
+    complete = [
+        isinstance(fields, dict) and all(fields.get(field) for field in TRUTH_RATIO_FIELDS) for _, fields in rows
+    ]
+    if not any(complete):
+        return {}
+    ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
+    if not all(complete):
+        location = rows[complete.index(False)][0]
+        reason = (
+            f"{location} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
+        )
+        return {ratio: metrics.unavailable(reason, UP)}
+    right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
+    return {
+        right: metrics.paraphrased_probability(name),
+        wrong: metrics.perturbed_probability(name),
+        ratio: metrics.truth_ratio(right, wrong, forget=name == "forget"),
+    }
+
+
+def _questions(rows: Sequence[Row], turns: str) -> list[Question]:
+    """Rows of any form that training reads, with their records."""
+    questions_of_rows: list[Question] = []
+    for location, row in rows:
+        record = parse_record(row, location)
+        questions_of_rows += [((each.location, row), each) for each in records_of_turns(record, turns)]
+    return questions_of_rows
+
+
+def read_own(
+    path: Path | None,
+    sources: Mapping[str, str | None],
+    reading: RecordFormat,
+    observer: Observer = SILENT,
+) -> list[list[Question]]:
+    """Forget, retain and holdout records, from one file whose records have a ``set`` field, or from ``sources``, by the
+    name of the set."""
+
+    def rows_of(source: str | Path) -> list[Row]:
+        parsed = parsed_rows(source, reading, observer)
+        rows = [row for row, _ in parsed]
+        report_rows(str(source), rows, set(), observer)
+        return rows
+
+    if path is not None:
+        sets: dict[str, list[Question]] = {name: [] for name in SETS}
+        for row, record in _questions(rows_of(path), reading.turns):
+            location, fields = row
+            label = fields.get("set") if isinstance(fields, dict) else None
+            if not isinstance(label, str) or label not in LABELS:
+                raise MpuError(f"{location}: 'set' must be {', '.join(LABELS)}")
+            sets[LABELS[label]].append((row, record))
+        return list(sets.values())
+    return [
+        _questions([row for source in (sources[name] or "").splitlines() for row in rows_of(source)], reading.turns)
+        for name in SETS
+    ]
+
+
+def of_options(
+    options: Measuring, log: RetainLog | None, file: Path | None = None, observer: Observer = SILENT
+) -> Benchmark:
+    """``file``: one that holds all records."""
+    named = options.benchmark
+    if file and named.names_records:
+        raise UsageError("FILE cannot be combined with --forget, --retain or --unseen")
+    to_forget = named.forget or (None if file else Records().forget)
+    sources = {"forget": to_forget, "retain": named.retain, "holdout": named.unseen}
+    forget, retain, holdout = read_own(file, sources, named.reading, observer)
+    return own_records(forget, retain, holdout, log)
+
+
+def example() -> Benchmark:
+    row: Row = ("", {"paraphrased_answer": "", "perturbed_answer": [""]})
+    forget, retain, holdout = ([(row, Record((Turn("user", ""),), answer, ""))] for answer in SETS)
+    return own_records(forget, retain, holdout, None)

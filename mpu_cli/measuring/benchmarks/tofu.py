@@ -1,0 +1,73 @@
+"""TOFU: questions about invented authors (Maini et al. 2024, arXiv 2401.06121)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from mpu_cli.errors import UsageError
+from mpu_cli.measuring import metrics
+from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forget_quality, forgetting, questions
+from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.records.read import benchmark_rows
+
+UTILITY = (
+    "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_Truth_Ratio",
+    "ra_Q_A_Prob_normalised", "ra_Q_A_ROUGE", "ra_Truth_Ratio",
+    "wf_Q_A_Prob_normalised", "wf_Q_A_ROUGE", "wf_Truth_Ratio",
+)  # fmt: skip
+
+
+def tofu(
+    forget_split: str, data_dir: Path | None, retain: RetainLog | None, holdout_split: str | None = None
+) -> Benchmark:
+    """TOFU (Maini et al., 2024), as OpenUnlearning measures it, on ``forget_split``, such as forget10."""
+    if not forget_split.startswith("forget"):
+        raise UsageError(f"--forget-split {forget_split}: must be one of forget01, forget05, forget10")
+    names = {
+        "forget": f"{forget_split}_perturbed",
+        "retain": "retain_perturbed",
+        "ra": "real_authors_perturbed",
+        "wf": "world_facts_perturbed",
+        "holdout": holdout_split or forget_split.replace("forget", "holdout"),
+    }
+    splits = {
+        name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), questions)
+        for name, source in names.items()
+    }
+    table = {
+        "forget_Q_A_Prob": metrics.probability("forget"),
+        "forget_Q_A_PARA_Prob": metrics.paraphrased_probability("forget"),
+        "forget_Q_A_PERT_Prob": metrics.perturbed_probability("forget"),
+        "forget_Q_A_ROUGE": metrics.rouge("forget", "rougeL_recall"),
+        "forget_truth_ratio": metrics.truth_ratio("forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob", forget=True),
+        "retain_Q_A_Prob": metrics.probability("retain"),
+        "retain_Q_A_PARA_Prob": metrics.paraphrased_probability("retain"),
+        "retain_Q_A_PERT_Prob": metrics.perturbed_probability("retain"),
+        "retain_Q_A_ROUGE": metrics.rouge("retain", "rougeL_recall"),
+        "retain_Truth_Ratio": metrics.truth_ratio("retain_Q_A_PARA_Prob", "retain_Q_A_PERT_Prob", forget=False),
+    }
+    for general in ("ra", "wf"):
+        right, wrong = f"{general}_Q_A_Prob", f"{general}_Q_A_PERT_Prob"
+        table |= {
+            right: metrics.probability(general),
+            wrong: metrics.perturbed_probability(general),
+            f"{general}_Q_A_Prob_normalised": metrics.normalised_probability(right, wrong),
+            f"{general}_Q_A_ROUGE": metrics.rouge(general, "rougeL_recall"),
+            f"{general}_Truth_Ratio": metrics.truth_ratio(right, wrong, forget=False),
+        }
+    table["model_utility"] = metrics.harmonic_mean(UTILITY)
+    table |= forgetting("forget", "tofu", splits, retain)
+    if retain and retain.has("forget_truth_ratio"):
+        table["forget_quality"] = forget_quality("tofu", splits["forget"], retain)
+    return Benchmark("tofu", splits, table)
+
+
+def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
+    named = options.benchmark
+    return tofu(named.forget_split, named.reading.data_dir, log, named.holdout_split)
+
+
+def example() -> Benchmark:
+    return tofu("forget10", None, None)

@@ -1,0 +1,484 @@
+"""What a round will cost, before anyone starts it: bytes, memory, operations, the server's time.
+
+The paper (appendix) counts 9·m·N·b bytes moved and m·(6N + 4·d_h·N_attn) operations for publishing and aggregating
+m copies of N weights of b bytes, N_attn of them in attention. The time is the larger of what these take at this
+machine's measured bandwidth and speed: a roofline, which is ours, not the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.reader import ITEM_SIZE
+from mpu_cli.model.load import skeleton
+from mpu_cli.model.network import CHUNK, build, input_of
+from mpu_cli.model.source import Model
+from mpu_cli.model.tensors import BYTES, linear_layers
+from mpu_cli.observer import SILENT
+from mpu_cli.options.unlearning import Lora, Training, Unlearning
+from mpu_cli.protocol.stream import BUFFERS
+from mpu_cli.records.encode import Example, answer_tokens
+from mpu_cli.training import lora
+from mpu_cli.training.delta import change_of
+from mpu_cli.training.execution import in_precision
+from mpu_cli.training.job import PRECISIONS
+from mpu_cli.training.losses import Objective
+from mpu_cli.training.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from mpu_cli.options.unlearning import RecordFormat
+    from mpu_cli.training.data import Dataset
+    from mpu_cli.training.stopping import Until
+
+
+ATTENTION = {"query", "key", "value", "mixed"}
+TRIES = 5
+SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/performance.md)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured here: bytes copied in memory per second (counting read and write), and float32 operations per second."""
+
+    bandwidth: float
+    operations: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One round, as the paper counts it; bytes and seconds.
+
+    ``weights``: of the model, ``attention_weights`` of them in attention, whose heads have ``head_size`` coordinates;
+    ``published``: bytes of all ``copies``; ``returned``: of their deltas; ``moved``: bytes that the server
+    reads and writes, ``operations`` what it computes, ``intensity`` their ratio; ``server_seconds`` the larger of what
+    both take here; ``training_…``: of all copies, None if the records are not known.
+    """
+
+    weights: int
+    attention_weights: int
+    head_size: int
+    copies: int
+    published: int
+    returned: int
+    server_memory: float
+    moved: float
+    operations: float
+    intensity: float
+    server_seconds: float
+    training_operations: float | None
+    training_seconds: float | None
+
+
+def training_memory(weights: int, optimizer: str) -> int:
+    """Bytes for the weights, their gradient and the optimiser's state, in float32, without activations."""
+    return weights * (4 + 4 + OPTIMIZERS[optimizer].state_bytes)
+
+
+def measure_machine() -> Machine:
+    """Best of a few tries at copying 256 MB and at multiplying two 1,024 × 1,024 matrices."""
+    source = torch.ones(64 << 20, dtype=torch.float32)
+    target = torch.empty_like(source)
+    matrix = torch.ones(1024, 1024)
+    copying = _best(lambda: target.copy_(source))
+    multiplying = _best(lambda: matrix @ matrix)
+    return Machine(2 * source.nbytes / copying, 2 * 1024**3 / multiplying)
+
+
+def _best(work: Callable[[], object]) -> float:
+    work()
+    seconds = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def cost(
+    model: Model,
+    machine: Machine,
+    *,
+    copies: int,
+    options: Unlearning,
+    tokens: int | None = None,
+) -> Cost:
+    """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
+
+    Training takes 6 operations per token and weight, 2 forward and 4 backward; with LoRA, which has no gradients of the
+    weights, 4. What comes back is what ``options`` train.
+    """
+    from mpu_cli.files.writer import nbytes_of
+    from mpu_cli.training.delta import delta_specs
+
+    layout = model.layout
+    parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
+    weights = sum(info.elements for info in parameters.values())
+    attention = sum(
+        parameters[tensor.name].elements
+        for tensor in layout.parameters
+        if any(ATTENTION & set(axis) for axis in tensor.axes)
+    )
+    stored = sum(info.nbytes for info in parameters.values())
+    width = max(ITEM_SIZE[info.dtype] for info in parameters.values())
+    moved = 9 * copies * weights * width
+    operations = copies * (6 * weights + 4 * layout.sizes["head_dim"] * attention)
+    per_token = 6.0 if options.lora.lora_rank is None else 4.0
+    training = None if tokens is None else per_token * weights * tokens * copies
+    return Cost(
+        weights=weights,
+        attention_weights=attention,
+        head_size=layout.sizes["head_dim"],
+        copies=copies,
+        published=copies * stored,
+        returned=copies * nbytes_of(delta_specs(model, options)),
+        server_memory=BUFFERS,
+        moved=moved,
+        operations=operations,
+        intensity=operations / moved,
+        server_seconds=max(moved / machine.bandwidth, operations / machine.operations),
+        training_operations=training,
+        training_seconds=None if training is None else SLOWER * training / machine.operations,
+    )
+
+
+def sets_of(options: Unlearning) -> int:
+    """How many sets of records are trained on, each with as many records a step: those to forget, and those to keep."""
+    from mpu_cli.training.losses import objective_of
+
+    return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``usual_rate``: what --lr auto
+    would be, None for optimisers that have none; ``seconds``: on processors, else None."""
+
+    epochs: int
+    steps: int
+    rate: float
+    usual_rate: float | None
+    memory: Memory
+    work: Work
+    seconds: float | None
+
+
+def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until | None = None) -> TrainingCost:
+    """What ``unlearn`` takes; ``until``: when it stops, which is counted as late as it may.
+
+    Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
+    together.
+    """
+    from mpu_cli.model.device import device_of
+    from mpu_cli.model.load import skeleton, tokenizer_of
+    from mpu_cli.training.data import encoded_sets
+    from mpu_cli.training.delta import change_of, stored_specs
+    from mpu_cli.training.job import check_options, epochs_of
+    from mpu_cli.training.loop import schedule
+    from mpu_cli.training.rates import usual_rate, with_epochs, with_rate
+
+    objective = check_options(options)
+    limit = until.limit(len(data.forget), options.training.batch_size) if until else None
+    if limit:
+        options = replace(options, epochs=-(-limit * options.training.batch_size // max(1, len(data.forget))))
+    options = with_epochs(options, len(data.forget))
+    bare, epochs = skeleton(copy), epochs_of(options)
+    specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
+    encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)
+    sets = {name: examples for name, (examples, _) in encoded.items()}
+    training = options.training
+    steps = schedule(
+        len(sets["forget"]), len(sets.get("retain", ())), epochs=epochs, batch_size=training.batch_size,
+        seed=training.seed, retain_per_forget=objective.algorithm.retain_per_forget,
+    )[:limit]  # fmt: skip
+    trained = sum(math.prod(shape) for _, shape in specs.values())
+    seconds = None
+    if device_of(training.device).type == "cpu":
+        weights = sum(info.elements for info in copy.checkpoint.tensors.values())
+        of_forget = sum(len(example.ids) for example in sets["forget"])
+        # In units of the records to forget, with as many of each other set.
+        reads = 1 + ("alternate" in sets) + objective.algorithm.retain_per_forget * ("retain" in sets)
+        passes = 3 * epochs * reads * SLOWER + 1 + 2 * reads  # and the reference's, and before and after
+        seconds = 2.0 * weights * passes * of_forget / measure_machine().operations
+    work = largest_work(list(sets.values()), options)
+    return TrainingCost(
+        epochs,
+        len(steps),
+        float(with_rate(options, trained, len(steps)).lr),
+        usual_rate(options, trained, len(steps)),
+        peak_memory(copy, options, objective, work, bare),
+        work,
+        seconds,
+    )
+
+
+def training_tokens(model: Model, forget: str, reading: RecordFormat) -> int:
+    """Number of tokens in all records, encoded as for training."""
+    return sum(len(example.ids) for example in examples_of(model, forget, reading))
+
+
+def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Example]:
+    """Records, encoded as for training: with the chat template if the tokenizer has one.
+
+    Raises MpuError if the model has no tokenizer or the records cannot be read.
+    """
+    from mpu_cli.model.load import tokenizer_of
+    from mpu_cli.records.encode import Encoding
+    from mpu_cli.records.read import read_records
+
+    records = read_records(forget, reading)
+    try:
+        tokenizer = tokenizer_of(model)
+    except MpuError as error:
+        raise MpuError(f"{model.source}: has no tokenizer, which is needed to count the tokens of --forget") from error
+    return Encoding(tokenizer).encode(records)
+
+
+# Peak memory of a training, before it: weights and optimiser from their sizes, activations from a pass without data.
+#
+# The pass is of the model's own code, with torch's fake tensors: what the backward pass would keep is counted,
+# storage by storage, with LoRA, checkpointing and mixed precision as they are. Nothing of that size exists. Where
+# what a model computes depends on its data (mixtures), a formula takes its place.
+
+PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
+KEPT_BY_LAYER = 12  # a layer keeps about so many times its input, which checkpointing alone keeps
+FACTORS = 4  # bytes of a number in LoRA's factors
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is held at the peak of a training step, in bytes. ``activations``: all that the backward pass of the largest
+    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``process``: without data.
+    """
+
+    weights: float
+    gradients: float
+    state: float
+    activations: float
+    logits: float
+    process: float = PROCESS
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """The largest micro-batch: ``rows`` of ``length`` tokens, of which ``answers`` in all are predicted."""
+
+    rows: int
+    length: int
+    answers: int
+
+
+def rows_at_once(training: Training) -> int:
+    """How many records go through the model together."""
+    return min(training.micro_batch_size or training.batch_size, training.batch_size)
+
+
+def largest_work(sets: Sequence[Sequence[Example]], options: Unlearning) -> Work:
+    """The largest micro-batch of a training on ``sets``: as many records as go at once, all as long as the longest."""
+    longest = [max(len(example.ids) for example in examples) for examples in sets if examples]
+    answers = [max(answer_tokens(example) for example in examples) for examples in sets if examples]
+    rows = min(rows_at_once(options.training), max(len(examples) for examples in sets))
+    return Work(rows, max(longest), rows * max(answers))
+
+
+def peak_memory(
+    copy: Model, options: Unlearning, objective: Objective, work: Work, bare: PreTrainedModel | None = None
+) -> Memory:
+    """The peak of ``unlearn`` on ``copy``; ``bare`` is its skeleton, where there is one already.
+
+    Raises MpuError if transformers does not know the model.
+    """
+    dtype = PRECISIONS[options.training.precision]
+    bare = bare or skeleton(copy)
+    trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trainable_names(bare))
+    weights = float(sum(p.numel() for p in bare.parameters()) * dtype.itemsize)
+    if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(bare).values()]):
+        weights -= sum(matrices) * (dtype.itemsize - BYTES)
+        weights += max(matrices) * dtype.itemsize  # one at a time, as what it stands for
+    trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
+    width = dtype.itemsize
+    if options.lora.lora_rank is not None:
+        trained, width = _factors(bare, options.lora, trained_names), FACTORS
+        weights += trained * width
+    activation_bytes = held_for_backward(bare, dtype, options, work, trained_names)
+    vocabulary = bare.get_output_embeddings().weight
+    at_once = min(work.answers * vocabulary.shape[0], CHUNK)
+    logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
+    if "logits" in (objective.algorithm.reference_outputs, objective.retain_outputs):  # a frozen head, and its logits
+        logits += vocabulary.numel() * dtype.itemsize + 4 * at_once
+    terms = 2 if objective.algorithm.alternate else 1  # a record and its alternative go through together
+    return Memory(
+        weights=weights,
+        gradients=trained * width,
+        state=trained * OPTIMIZERS[options.training.optim].state_bytes,
+        activations=terms * activation_bytes,
+        logits=logits,
+    )
+
+
+def _factors(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> int:
+    """How many numbers LoRA's factors have."""
+    shapes = [weight.shape for weight in lora.adapted_parameters(model, options, trained).values()]
+    return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
+
+
+def held_for_backward(
+    bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
+) -> int:
+    """Bytes that the backward pass keeps of one pass, beside the model's own tensors."""
+    config, checkpointing = bare.config.get_text_config(), options.training.gradient_checkpointing
+    layers = max(1, config.num_hidden_layers)
+    try:
+        model = _without_data(bare, dtype, options, trained)
+        saved_bytes = _saved_tensor_bytes(model, work)
+        if not checkpointing:
+            return saved_bytes
+        model.enable_input_require_grads()  # as peft does: checkpoints of frozen inputs would have no gradient
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return _saved_tensor_bytes(model, work) + saved_bytes // layers  # one layer at a time is computed again
+    except (RuntimeError, ValueError):  # what this model computes depends on its data, such as a router's choices
+        saved_bytes = by_formula(config, work, dtype)
+        return saved_bytes // layers + saved_bytes // KEPT_BY_LAYER if checkpointing else saved_bytes
+
+
+def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]) -> PreTrainedModel:
+    """A model as it is trained, on fake tensors."""
+    with FakeTensorMode():
+        model = build(bare.config, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        if options.lora.quantize and options.training.precision == "mixed":  # products of what 4 bits stand for
+            for layer in linear_layers(model).values():
+                layer.to(torch.bfloat16)
+        if options.lora.lora_rank is not None:
+            _adapt(model, options.lora, trained)
+    return in_precision(model, options.training.precision).train()
+
+
+class _LowRank(torch.nn.Module):
+    """A frozen linear layer and factors beside it, which keep for the backward pass what peft's do."""
+
+    def __init__(self, base: torch.nn.Module, weight: torch.Tensor, rank: int):
+        super().__init__()
+        self.base = base
+        rows, columns = weight.shape if isinstance(base, torch.nn.Linear) else weight.shape[::-1]
+        self.lora_A = torch.nn.Parameter(torch.empty(rank, columns))
+        self.lora_B = torch.nn.Parameter(torch.empty(rows, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.base(x)
+        return frozen + linear(linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype)).to(frozen.dtype)
+
+
+def _adapt(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> None:
+    """LoRA on ``model``, in place; stacks of experts' matrices, which add little to what is kept, are left out."""
+    targets = lora.adapted_parameters(model, options, trained)
+    model.requires_grad_(False)
+    for name, weight in targets.items():
+        if weight.ndim == 2:
+            module_name = name.removesuffix(".weight")
+            model.set_submodule(module_name, _LowRank(model.get_submodule(module_name), weight, options.rank))
+
+
+def by_formula(config: PretrainedConfig, work: Work, dtype: torch.dtype) -> int:
+    """Bytes that the backward pass keeps, from a config: of each token and layer, two norms' input, normalised and
+    scaled states (6 · width), queries and the attention's output, keys and values, and gate, its activation, up and
+    their product (4 · feed-forward, for each expert that a token goes to)."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    of_head = getattr(config, "head_dim", None) or width // heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * width
+    elements_per_token = 6 * width + 2 * (heads + shared) * of_head + 4 * experts * inner
+    return work.rows * work.length * config.num_hidden_layers * elements_per_token * dtype.itemsize
+
+
+def _saved_tensor_bytes(model: PreTrainedModel, work: Work) -> int:
+    model_storages = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved_tensors: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in model_storages:
+            saved_tensors.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    fakes = next(tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor))
+    unpack: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
+    with fakes, torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
+        ids = torch.zeros(work.rows, work.length, dtype=torch.long)
+        mask = torch.ones_like(ids) if work.rows > 1 else None  # one record is not padded
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+    del output  # until here, what it keeps is kept
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def way_to_fit(
+    copy: Model, options: Unlearning, objective: Objective, work: Work, memory: float
+) -> tuple[str, Memory] | None:
+    """The cheapest change with which ``options`` fit into ``memory`` bytes: what to add to the command, and the peak
+    with it. None if none of those that are known does."""
+    training = options.training
+    tries: list[tuple[str, Unlearning, Work]] = []
+
+    def add(words: str, changed: Unlearning, rows: int) -> None:
+        share = -(-work.answers * rows // work.rows)
+        tries.append((words, changed, replace(work, rows=rows, answers=share)))
+
+    def with_training(base_options: Unlearning, **named: Any) -> Unlearning:
+        return replace(base_options, training=replace(base_options.training, **named))
+
+    smaller = [rows for rows in (16, 8, 4, 2, 1) if rows < work.rows]
+    for rows in smaller:
+        add(f"--micro-batch-size {rows}", with_training(options, micro_batch_size=rows), rows)
+    checkpointing = with_training(options, gradient_checkpointing=True)
+    if not training.gradient_checkpointing and options.privacy.dp_epsilon is None:
+        for rows in (work.rows, *smaller):
+            words = "--gradient-checkpointing" + f" --micro-batch-size {rows}" * (rows < work.rows)
+            add(words, with_training(checkpointing, micro_batch_size=rows), rows)
+    if options.lora.lora_rank is None:
+        low_rank = replace(checkpointing, lora=Lora(lora_rank=16))
+        for rows in (work.rows, 1):
+            words = "--lora-rank 16 --gradient-checkpointing" + (
+                f" --micro-batch-size {rows}" if rows < work.rows else ""
+            )
+            add(words, with_training(low_rank, micro_batch_size=rows), rows)
+            add(
+                f"{words} --precision bfloat16",
+                with_training(low_rank, micro_batch_size=rows, precision="bfloat16"),
+                rows,
+            )
+    elif training.precision != "bfloat16":
+        half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
+        add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
+    if not options.lora.quantize and training.precision != "float64" and options.privacy.dp_epsilon is None:
+        quantized_lora = replace(options.lora if options.lora.lora_rank else Lora(lora_rank=16), quantize="nf4")
+        rank = "" if options.lora.lora_rank else "--lora-rank 16 "
+        words = f"{rank}--quantize nf4 --gradient-checkpointing --micro-batch-size 1 --precision bfloat16"
+        add(
+            words,
+            with_training(replace(checkpointing, lora=quantized_lora), precision="bfloat16", micro_batch_size=1),
+            1,
+        )
+    bare = skeleton(copy)
+    for words, changed, smaller_work in tries:
+        needed = peak_memory(copy, changed, objective, smaller_work, bare)
+        if needed.total <= memory:
+            return words, needed
+    return None

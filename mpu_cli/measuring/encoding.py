@@ -1,0 +1,253 @@
+"""Records as items to score: the way they are trained, or as OpenUnlearning's evaluator does, for its numbers.
+
+The two differ. What is trained is a record's answer and its end of turn (``records.encode``). OpenUnlearning scores
+everything after the tokens of the prompt for generation, and adds an end-of-sequence token if the template has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.sandbox import LimitError
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
+from mpu_cli.records import forms, tokens
+from mpu_cli.records.encode import NO_LIMITS, Encoding, Example, Limits, encoding_of, truncation
+from mpu_cli.records.forms import Record, template_date
+from mpu_cli.records.tokens import decode, special_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+LONGEST_TEXT = 2048  # labelled tokens of a MUSE text
+
+Scored = Literal["as trained", "as OpenUnlearning does"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """The tokens that a model reads, ``ids``; those from ``start`` on are scored.
+
+    ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
+    ``location`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself,
+    before its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens
+    tell; ``end_token``: the special token that ends it, None if there is none.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    prompt: tuple[int, ...]
+    location: str
+    content: int | None = None
+    answer: str | None = None
+    end_token: int | None = None
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        return self.ids[self.start :]
+
+    @property
+    def content_tokens(self) -> int:
+        """The number of scored tokens without the answer's end."""
+        return len(self.labels) - 1 if self.content is None else self.content
+
+
+@dataclass(frozen=True)
+class TrainedEncoder:
+    """Makes items of what ``encoding`` labels: what the client trains is what is scored, and generation begins with the
+    tokens that training saw."""
+
+    encoding: Encoding
+
+    @property
+    def max_length(self) -> int | None:
+        return self.encoding.limits.longest
+
+    def remarks(self, total: int) -> list[str]:
+        """As ``Encoding.remarks``."""
+        return self.encoding.remarks(total)
+
+    def questions(self, records: Sequence[Record]) -> list[Item]:
+        """Items of records, tokenized together: the answer to a question is scored, and a text but for its first token.
+
+        Raises MpuError if the template or the tokenizer rejects one or takes too much, and for a text that training
+        reads in several pieces.
+        """
+        special = sorted(special_ids(self.encoding.tokenizer))
+        texts = decode(self.encoding.tokenizer, [[token] for token in special], skip_special=False)
+        ends = {token for token, text in zip(special, texts, strict=True) if text.strip()}
+        items = []
+        for record, outcome in zip(records, self.encoding.encode_each(records), strict=True):
+            if isinstance(outcome, MpuError):
+                raise outcome
+            if len(outcome) != 1:
+                raise MpuError(
+                    f"{record.location}: a text of {len(outcome) or 'no'} pieces, and one is scored",
+                    "cut it up with --split paragraphs" if outcome else "leave it out",
+                )
+            items.append(_trained_item(outcome[0], record, ends))
+        return items
+
+
+def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
+    labelled = [i for i, label in enumerate(example.labels) if label >= 0]
+    start, end = max(1, labelled[0]), labelled[-1] + 1  # a text's first token is predicted from nothing
+    ids = tuple(example.ids[:end])
+    content = min(example.content_end, end) - start
+    end_token = next((token for token in ids[start + content :] if token in ends), None)
+    return Item(ids, start, ids[:start], record.location, content, record.answer, end_token)
+
+
+@dataclass(frozen=True)
+class OpenUnlearningEncoder:
+    """Makes items as OpenUnlearning does. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer:
+    …).
+
+    ``limits`` are the model's; ``date`` is for templates that print one. Records longer than ``truncate_to`` tokens are
+    cut. The places of those, and of what is ``long`` for the model, are noted.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str
+    system_prompt: str = SYSTEM_PROMPT
+    limits: Limits = NO_LIMITS
+    date: str = DATE
+    variables: Mapping[str, object] = field(default_factory=dict)
+    truncate_to: int | None = None
+    truncated: list[str] = field(default_factory=list)
+    long: list[str] = field(default_factory=list)
+    _prompts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def max_length(self) -> int | None:
+        return self.limits.longest
+
+    def remarks(self, total: int) -> list[str]:
+        """As ``Encoding.remarks``."""
+        return [
+            *([self.limits.remark(self.long, total)] if self.long else []),
+            *([truncation(self.truncated, total, self.truncate_to)] if self.truncate_to and self.truncated else []),
+        ]
+
+    def questions(self, records: Sequence[Record]) -> list[Item]:
+        """Items of records that have a question, tokenized together; answers to the same question share the tokens of
+        their prompt.
+
+        Raises MpuError if the template or the tokenizer rejects one or takes too much.
+        """
+        encode = self._chat if self.template == "chat" else self._plain
+        prompt_keys = [replace(record, answer="", answer_fields=()).identity for record in records]
+        fresh = {key: record for key, record in zip(prompt_keys, records, strict=True) if key not in self._prompts}
+        self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))
+        end = self.tokenizer.eos_token_id
+        items = []
+        for record, key, ids in zip(records, prompt_keys, encode(records, answered=True), strict=True):
+            prompt = self._prompts[key]
+            more = [] if end is None or ids[-1:] == [end] else [end]
+            items.append(self._item([*ids, *more], len(prompt), prompt, record.location))
+        return items
+
+    def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
+        """Items of (prompt, continuation, place); of a continuation, LONGEST_TEXT tokens at most are kept and scored.
+
+        Raises MpuError as ``questions`` does.
+        """
+        places = [location for _, _, location in rows]
+        full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
+        prompts = self._tokens([prompt for prompt, _, _ in rows], places)
+        return [self._text(*each) for each in zip(full_ids, prompts, places, strict=True)]
+
+    def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
+        """Items of (text, place), scored from the second token on. Raises MpuError as ``questions`` does."""
+        places = [location for _, location in rows]
+        [before] = self._tokens([""], places[:1] or [""])
+        return [
+            self._text(ids, before, location)
+            for ids, location in zip(self._tokens([text for text, _ in rows], places), places, strict=True)
+        ]
+
+    def _tokens(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        try:
+            outcomes = tokens.of_texts(self.tokenizer, texts)
+        except LimitError as error:
+            raise tokens.rejection(error) from error
+        return _all(outcomes, places)
+
+    def _text(self, ids: list[int], prompt: list[int], location: str) -> Item:
+        return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, location)
+
+    def _item(self, ids: list[int], start: int, prompt: list[int], location: str) -> Item:
+        if self.truncate_to is not None and len(ids) > self.truncate_to:
+            self.truncated.append(location)
+            ids = ids[: self.truncate_to]
+            if len(ids) <= start:
+                raise MpuError(f"{location}: the prompt alone is longer than --max-length {self.truncate_to}")
+        if len(ids) <= start:
+            raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
+        if self.limits.usual is not None and len(ids) > self.limits.usual:
+            self.long.append(location)
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise MpuError(
+                f"{location}: {len(ids)} tokens, but the model reads at most {self.max_length}",
+                f"shorten it, or truncate records with --max-length {self.max_length}",
+            )
+        return Item(tuple(ids), start, tuple(prompt), location)
+
+    def _chat(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
+        if not records:
+            return []
+        dialogues = [self._messages(record, answered) for record in records]
+        try:
+            variables = {**template_date(self.tokenizer, self.date), **self.variables}
+            outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **variables)
+        except (forms.TemplateError, LimitError) as error:
+            raise tokens.rejection(error) from error
+        return _all(outcomes, [record.location for record in records])
+
+    def _messages(self, record: Record, answered: bool) -> list[dict[str, object]]:
+        messages = [turn.message for turn in record.turns]
+        if answered:
+            messages.append(record.answer_turn.message)
+        return [{"role": "system", "content": self.system_prompt}, *messages] if self.system_prompt else messages
+
+    def _plain(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
+        if not records:
+            return []
+        texts = []
+        for record in records:
+            *earlier, last = record.turns
+            turns = "".join(
+                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+                for turn in earlier
+            )
+            texts.append(f"{turns}Question: {last.content}\nAnswer: {record.answer if answered else ''}")
+        return self._tokens(texts, [record.location for record in records])
+
+
+Encoder = TrainedEncoder | OpenUnlearningEncoder
+
+
+def encoder_of(
+    tokenizer: PreTrainedTokenizerBase, prompts: ChatTemplate, template: str | None, limits: Limits, scored: str
+) -> Encoder:
+    """The encoder that scores records ``scored``, with the options of a command."""
+    encoding = encoding_of(tokenizer, prompts, template, limits)
+    if scored == "as trained":
+        return TrainedEncoder(encoding)
+    return OpenUnlearningEncoder(
+        tokenizer, template or "chat", encoding.system_prompt, limits, encoding.date, encoding.variables,
+        encoding.truncate_to,
+    )  # fmt: skip
+
+
+def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
+    """What every text became. Raises MpuError for the first that became nothing."""
+    encoded = []
+    for outcome, location in zip(outcomes, places, strict=True):
+        if isinstance(outcome, ValueError):
+            raise tokens.rejection(outcome, location)
+        encoded.append(outcome)
+    return encoded

@@ -1,0 +1,306 @@
+"""A model that is only served: an OpenAI-compatible completions endpoint in place of weights.
+
+With ``echo`` and ``logprobs`` (vLLM), the log-probability of each token of a prompt comes back, and with it every
+metric that needs no more. Servers without ``echo`` (llama.cpp) can only be asked for answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import regex
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.generation import Answer, texts_of
+from mpu_cli.measuring.scoring import TokenScores
+
+# Metrics that need whole distributions, gradients or a second model.
+BEYOND = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
+SECONDS = 600.0  # for one request
+KEY = "MPU_ENDPOINT_KEY"  # the environment variable with the endpoint's key
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LONGEST_TOKEN = 64  # characters of an answer for each of its tokens
+REPLY_EACH = 1 << 20  # bytes that a reply may have for each prompt, and as much again for the rest
+NO_TOKEN = -1  # in place of the likeliest token, which comes as text only, where it is not the right one
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The model ``name`` at ``url``, such as http://127.0.0.1:8000/v1; ``key`` is sent as a bearer token, over https or
+    to this machine only."""
+
+    url: str
+    name: str
+    key: str | None = None
+
+    def prepare(self, items: Sequence[Item]) -> None:
+        """Nothing: the server decides how it reads."""
+
+    def score(
+        self,
+        items: Sequence[Item],
+        *,
+        batch_size: int,
+        loss_items: Sequence[Item] = (),
+        moments: bool = False,  # noqa: ARG002 (as of a ``Reader``; the server tells no distributions)
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[TokenScores]:
+        """The scores of each item's tokens, and of those of ``loss_items``, without moments; see ``Scorer.score``.
+
+        Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
+        """
+        scores: dict[tuple[tuple[int, ...], int], TokenScores] = {}
+        all_items = [*items, *loss_items]
+        unique = list({(item.ids, item.start): item for item in all_items}.values())
+        for batch in _batches(unique, batch_size):
+            # One token is generated because some servers refuse to generate none.
+            settings = {"echo": True, "logprobs": 1, "max_tokens": 1}
+            for item, choice in zip(batch, self._complete([list(item.ids) for item in batch], settings), strict=True):
+                scores[item.ids, item.start] = self.scores_of(item, choice)
+            advance(len(batch))
+        return [scores[item.ids, item.start] for item in all_items]
+
+    def answer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        items: Sequence[Item],
+        drafts: Sequence[list[int]] = (),  # noqa: ARG002 (as of a ``Reader``)
+        *,
+        limit: int,
+        stops: Sequence[str] = (),
+        batch_size: int,
+        longest: int | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[Answer]:
+        """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""
+        answers = []
+        for batch in _batches(items, batch_size):
+            longest = LONGEST_TOKEN * limit
+            settings: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
+            choices = self._complete([list(item.prompt) for item in batch], settings)
+            answers += [
+                texts_of(tokenizer, item, str(choice.get("text", ""))[:longest], stops)
+                for item, choice in zip(batch, choices, strict=True)
+            ]
+            advance(len(batch))
+        return answers
+
+    def _complete(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"model": self.name, "prompt": prompts, "temperature": 0.0, "n": 1, **settings}
+        reply = _ask(self.url, "completions", self.key, body, REPLY_EACH * (1 + len(prompts)))
+        return choices_of(reply, len(prompts), self.url)
+
+    def scores_of(self, item: Item, choice: dict[str, Any]) -> TokenScores:
+        """The scores of an item's tokens in one choice of a reply. Raises MpuError if it does not hold them."""
+        logprob_fields = choice.get("logprobs")
+        values, tops = (
+            map(logprob_fields.get, ("token_logprobs", "top_logprobs"))
+            if isinstance(logprob_fields, dict)
+            else (None, None)
+        )
+        if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
+            raise MpuError(
+                f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",
+                "use a server that does, such as vLLM, or choose --metrics that only need answers",
+            )
+        labelled = range(item.start, len(item.ids))
+        try:
+            log_probs = torch.tensor([float(values[i]) for i in labelled], dtype=torch.float64)
+            best = torch.tensor([max(map(float, tops[i].values())) for i in labelled], dtype=torch.float64)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise MpuError(f"{item.location}: the server's log-probabilities cannot be read") from error
+        if not all(map(math.isfinite, log_probs.tolist())):
+            raise MpuError(f"{item.location}: the server's log-probabilities are NaN or infinite")
+        likeliest = torch.where(log_probs >= best, torch.tensor(item.labels), NO_TOKEN)
+        return TokenScores(-log_probs, log_probs, likeliest)
+
+
+def choices_of(reply: Any, prompts: int, url: str) -> list[dict[str, Any]]:
+    """The choices of a completion, in the order of its prompts. Raises MpuError if it is not one for each."""
+    try:
+        choices = sorted(reply["choices"], key=lambda choice: int(choice.get("index", 0)))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise MpuError(f"{url}: the reply is not a completion", "check --endpoint") from error
+    if len(choices) != prompts:
+        raise MpuError(f"{url}: {len(choices)} replies to {prompts} prompts")
+    return choices
+
+
+def endpoint_at(url: str, name: str | None, key: str | None) -> Endpoint:
+    """The endpoint at ``url``, of the first model that it lists if there is no ``name``. MpuError if it lists none."""
+    if name is None:
+        try:
+            name = str(_ask(url, "models", key)["data"][0]["id"])
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise MpuError(f"{url}: lists no model", "check --endpoint, or give --endpoint-model") from error
+    return Endpoint(url, name, key)
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would carry the records, and the key, to an address that nobody named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def check_key(url: str, key: str | None) -> None:
+    """Raises MpuError if the address is none, or the key would cross a network in the clear."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        host = None
+    if not host or parts.scheme not in ("http", "https"):
+        raise MpuError(f"{url}: not the address of an endpoint", "it looks like http://HOST:8000/v1")
+    if key and parts.scheme == "http" and host not in LOOPBACK:
+        raise MpuError(f"{url}: {KEY} is not sent over http, where others could read it", "use https, or unset it")
+
+
+def _ask(url: str, what: str, key: str | None, body: object = None, most: int = REPLY_EACH) -> Any:
+    """The JSON document that the server returns, of at most ``most`` bytes; redirects are not followed.
+
+    Raises MpuError if it cannot be reached, refuses or returns none.
+    """
+    address = f"{url.rstrip('/')}/{what}"
+    check_key(url, key)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=SECONDS) as reply:
+            text = _read(reply, most)
+    except HTTPError as error:
+        if 300 <= error.code < 400:
+            raise MpuError(
+                f"{address}: redirects to {str(error.headers.get('Location'))[:200]!r}, which is not followed",
+                "name that address if you trust it",
+            ) from error
+        message = " ".join(error.read(1000).decode(errors="replace").split())[:200]
+        raise MpuError(f"{address}: the server refused ({error.code}: {message})") from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise MpuError(
+            f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"
+        ) from error
+    if len(text) > most:
+        raise MpuError(f"{address}: the reply is longer than {most:,} bytes")
+    return document_of(text, address)
+
+
+def document_of(text: bytes, address: str) -> Any:
+    """The JSON document in a reply. Raises MpuError if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{address}: the reply is not JSON", "check --endpoint") from error
+
+
+def _read(reply: Any, most: int) -> bytes:
+    """The body, up to a byte more than ``most``. OSError if it takes longer than SECONDS in all."""
+    ends = time.monotonic() + SECONDS
+    text = bytearray()
+    while len(text) <= most and (piece := reply.read1(min(1 << 16, most + 1 - len(text)))):
+        text += piece
+        if time.monotonic() > ends:
+            raise OSError(f"no complete reply within {SECONDS:.0f} s")
+    return bytes(text)
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+# General ability, measured by EleutherAI's evaluation harness on the model that is already loaded.
+
+
+def check_installed() -> None:
+    """Raises UsageError if the harness is not installed."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--lm-eval: EleutherAI's harness is not installed", "run pip install lm-eval") from error
+
+
+def run_tasks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
+) -> dict[str, dict[str, object]]:
+    """``lm_eval/TASK/METRIC`` → its form, for each of ``tasks``: harness task names or .yaml task files.
+
+    A form is {"agg_value": …, "higher_is_better": …}; a task that filters answers in several ways has
+    ``lm_eval/TASK/METRIC,FILTER``.
+
+    Raises MpuError if a task is unknown or its data cannot be loaded.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    # Tokenizers that have used all cores warn if the process is forked, and a task's code may do that.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("lm_eval", "lm-eval"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    named = [str(Path(task).resolve()) if task.endswith((".yaml", ".yml")) else task for task in tasks]
+    try:
+        with ExitStack() as quiet:
+            if not sys.stderr.isatty():  # the harness draws progress bars even without a terminal
+                quiet.enter_context(redirect_stderr(quiet.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            measured = simple_evaluate(wrapped, tasks=named, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
+    except Exception as error:  # tasks and their data can raise anything
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise MpuError(f"--lm-eval {','.join(tasks)}: {reason[0]}") from error
+    values = {}
+    for task, results in measured["results"].items():
+        higher = measured.get("higher_is_better", {}).get(task, {})
+        for metric, value in results.items():
+            name, _, part = metric.partition(",")
+            if isinstance(value, int | float) and not name.endswith("_stderr") and part:
+                key = f"lm_eval/{task}/{name if part == 'none' else metric}"
+                values[key] = {"agg_value": float(value), "higher_is_better": higher.get(name)}
+    return values
+
+
+# Words of texts in any script, for ROUGE.
+#
+# OpenUnlearning's ROUGE, of rouge-score, knows the letters of English and digits only: an answer without any has 0.
+
+ENGLISH = re.compile(r"[a-z0-9]", re.IGNORECASE)
+# A sign of its own in scripts that put no spaces between words, and any other visible sign that is no punctuation.
+_WORDS = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]\p{M}*"
+    r"|[\p{L}\p{N}][\p{L}\p{N}\p{M}]*"
+    r"|(?=[\p{S}])\X"
+)
+
+
+class AnyScript:
+    """A tokenizer for ``rouge_score``: words in lower case, of any script.
+
+    >>> AnyScript().tokenize("Она родилась в 北京.")
+    ['она', 'родилась', 'в', '北', '京']
+    """
+
+    def tokenize(self, text: str) -> list[str]:
+        return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+def has_english_words(text: str) -> bool:
+    """Whether rouge-score's own tokenizer finds a word in ``text``."""
+    return ENGLISH.search(text) is not None

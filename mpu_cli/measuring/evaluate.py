@@ -1,0 +1,485 @@
+"""Measures a model: the passes that a benchmark's metrics need, then the metrics, written as one result."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedModel
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import PRIVATE_FILE, private_umask
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.measuring import relearning as relearning_attacks
+from mpu_cli.measuring.benchmarks.base import SIDES, Benchmark, Split
+from mpu_cli.measuring.encoding import Item, encoder_of
+from mpu_cli.measuring.endpoint import BEYOND, Endpoint, check_installed, run_tasks
+from mpu_cli.measuring.generation import Shown, reading
+from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, Metric, MetricResult, attack_key, gradient_norms
+from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
+from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
+from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.model.device import device_of
+from mpu_cli.model.load import letting_go, limits_of, longest_input
+from mpu_cli.model.source import TOKENIZER_FILES, Model, open_model
+from mpu_cli.model.staging import open_delta, remark_on_ties
+from mpu_cli.model.tensors import check_bitsandbytes
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.records.tokens import decode
+
+# The passes over a model that a benchmark's metrics need: what each finds, on which records, and how.
+
+SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
+
+
+def before_key(count: int) -> str:
+    """Key of the first ``count`` answers of a model without its delta."""
+    return f"before:{count}"
+
+
+def harness_key(tasks: Sequence[str]) -> str:
+    """Key of what tasks of the harness gave."""
+    return f"lm_eval:{','.join(tasks)}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """``find`` gives what ``keys`` name, from the records of ``splits``, and reports ``records`` of progress in all.
+
+    ``parts``: of the records, encoded and checked before any pass. ``with_delta``: of the model with its delta;
+    ``alters``: leaves other weights behind.
+    """
+
+    keys: tuple[str, ...]
+    splits: tuple[Split, ...]
+    find: Callable[[Run, Advance], Mapping[str, object]]
+    what: str
+    records: int
+    parts: tuple[str, ...] = ("answer",)
+    with_delta: bool = True
+    alters: bool = False
+
+
+def passes_for(
+    needs: Collection[str], benchmark: Benchmark, tasks: Sequence[str], shown_split: Split | None, show: int
+) -> list[Pass]:
+    """The passes that find what ``needs`` names, in the order in which they are carried out.
+
+    ``tasks`` are the harness's; ``shown_split`` is the split of which ``show`` answers are shown.
+    """
+
+    def needed_passes() -> Iterator[Pass]:
+        if shown_split and before_key(show) in needs:
+            yield Pass(
+                (before_key(show),),
+                (shown_split,),
+                partial(_before, shown_split, show),
+                "answers before",
+                show,
+                with_delta=False,
+            )
+        for split in benchmark.splits.values():
+            rows = len(split.rows) if any(key.startswith(f"{split.name}.") for key in needs) else 0
+            if parts := tuple(part for part in SCORED if f"{split.name}.{part}" in needs):
+                keys = tuple(f"{split.name}.{part}" for part in parts)
+                moments = split in sides
+                find = partial(_score, split, parts, moments)
+                yield Pass(keys, (split,), find, split.source, rows * len(parts), parts)
+            if f"{split.name}.text" in needs:
+                yield Pass((f"{split.name}.text",), (split,), partial(_say, split), f"{split.source}, answers", rows)
+        if GRADIENTS in needs:
+            yield Pass((GRADIENTS,), sides, partial(_gradients, sides), "gradients", sum(len(s.rows) for s in sides))
+        if tasks:
+            yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
+        for name in benchmark.attacks:  # those that alter weights are the last of them
+            if (key := attack_key(name)) in needs:
+                attack = relearning_attacks.ATTACKS[name]
+                read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
+                find = partial(_run_attack, key, attack, read)
+                yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
+        if REFERENCE in needs:  # last, because it takes the model's place
+            count = sum(len(split.rows) for split in sides)
+            find = partial(_reference, sides)
+            yield Pass((REFERENCE,), sides, find, "reference model", count, with_delta=False, alters=True)
+
+    names = SIDES
+    sides = tuple(benchmark.splits[name] for name in names if name in benchmark.splits)
+    return list(needed_passes())
+
+
+def carry_out(
+    todo: Sequence[Pass], subject: Subject, options: Measuring, findings: Findings, observer: Observer
+) -> None:
+    """Carry out passes in their order; what they find is kept after each.
+
+    Raises MpuError, before the first, for records that the model cannot read.
+    """
+    run = _open_run(subject, options, findings)
+    if subject.adapter and (remark := remark_on_ties(run.model)):
+        observer.warn(remark)
+    observer.stage("evaluate", sum(each.records for each in todo), "records")
+    for each in todo:
+        for split in each.splits:
+            for part in each.parts:
+                check_ids(run.encoded_items(split, part), run.model, subject.model.source)
+    splits = {id(split): split for each in todo for split in each.splits}.values()
+    for remark in run.encoder.remarks(sum(len(split.rows) for split in splits)):
+        observer.warn(remark)
+    if run.follows_suite and is_masked_by_the_suite(run, todo):
+        observer.note(
+            f"OpenUnlearning's own numbers of this model differ: it hides {padding_of(run)[0]!r} from the model "
+            "wherever it stands, because it is also the padding (docs/evaluation.md)"
+        )
+    scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
+    items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)
+    run.reader.prepare([*chain(*map(_flat, items))])
+    for each in todo:
+        if each.with_delta:
+            run.add_delta()
+        findings.keep(each.find(run, partial(_advance, observer, each.what)))
+        if each.alters:
+            run.release()
+
+
+def padding_of(run: Run) -> tuple[str | None, int | None]:
+    """The token that OpenUnlearning pads with, and its number: the end of the text, if the tokenizer names none."""
+    tokenizer = run.tokenizer
+    if tokenizer.pad_token_id is None:
+        return tokenizer.eos_token, tokenizer.eos_token_id
+    return tokenizer.pad_token, tokenizer.pad_token_id
+
+
+def is_masked_by_the_suite(run: Run, todo: Sequence[Pass]) -> bool:
+    """Whether prompts hold the token that is padded with: OpenUnlearning's collator masks it everywhere, for instance
+    the ends of turns of ChatML if these are the padding."""
+    _, pad = padding_of(run)
+    parts = ((split, part) for each in todo for split in each.splits for part in each.parts)
+    items = (item for split, part in parts for item in _flat(run.encoded_items(split, part))[:1])
+    return pad is not None and any(pad in item.ids[: item.start] for item in items)
+
+
+def _advance(observer: Observer, what: str, count: float) -> None:
+    observer.advance(count, what)
+
+
+def _open_run(subject: Subject, options: Measuring, findings: Findings) -> Run:
+    model = subject.model
+    loaded, tokenizer = load_subject(subject, findings.facts)
+    template = str(findings.facts["options"]["template"])
+    if template == "chat" and not tokenizer.chat_template:
+        raise MpuError("the model's tokenizer has no chat template", "use --template plain")
+    if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
+        raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
+    encoder = encoder_of(tokenizer, options.prompts, template, limits_of(loaded), findings.facts["options"]["scored"])
+    return Run(subject, options, tokenizer, encoder, findings, loaded)
+
+
+def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
+    """Raises MpuError, with the place, if ``model`` has no embedding for a token or an item is too long for it."""
+    rows, longest = model.get_input_embeddings().weight.shape[0], longest_input(model)
+    for item in _flat(items):
+        if max(item.ids) >= rows:
+            raise MpuError(
+                f"{item.location}: {source} has {rows} tokens, but its tokenizer returned token id {max(item.ids)}"
+            )
+        if longest is not None and len(item.ids) > longest:
+            raise MpuError(f"{item.location}: {len(item.ids)} tokens, but {source} reads at most {longest}")
+
+
+def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
+    return [*chain(*_item_groups(encoded))]
+
+
+def _item_groups(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
+    return [each if isinstance(each, list) else [each] for each in encoded]
+
+
+def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance: Advance) -> dict[str, object]:
+    """One pass over all ``parts`` of a split's records."""
+    groups = {part: _item_groups(run.encoded_items(split, part)) for part in parts}
+    flat = {part: _flat(groups[part]) for part in parts}
+    answers = flat.get("answer", [])
+    loss_items = [item for part in parts if part != "answer" for item in flat[part]]
+    share = len(parts) * len(split.rows) / (len(answers) + len(loss_items))
+    scored = iter(
+        run.reader.score(
+            answers,
+            loss_items=loss_items,
+            batch_size=run.batch_size,
+            moments=moments,
+            advance=lambda n: advance(n * share),
+        )
+    )
+    entries: dict[str, object] = {}
+    for part in parts:
+        scores = [[next(scored) for _ in group] for group in groups[part]]
+        if part == "answer":
+            texts = decode(run.tokenizer, [list(item.labels) for [item] in groups[part]])
+            entries[f"{split.name}.answer"] = [
+                reading(item, each, text) for [item], [each], text in zip(groups[part], scores, texts, strict=True)
+            ]
+        elif part == "paraphrased":
+            entries[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
+        else:
+            entries[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
+    return entries
+
+
+def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
+    """The model's answers, started from what its scores on the true answers already show, if there are any."""
+    items = run.encoded_items(split)
+    readings = run.findings.entries.get(f"{split.name}.answer", [{}] * len(items))
+    drafts = [
+        read.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
+        for item, read in zip(items, readings, strict=True)
+    ]
+    return {f"{split.name}.text": _answers(split, items, drafts, run, advance)}
+
+
+def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, object]:
+    items = run.encoded_items(split)[:count]
+    return {before_key(count): _answers(split, items, [[]] * len(items), run, advance)}
+
+
+def _answers(
+    split: Split, items: list[Item], drafts: list[list[int]], run: Run, advance: Advance
+) -> list[dict[str, str]]:
+    answers = run.reader.answer(
+        run.tokenizer, items, drafts, limit=run.answer_limit(split, items), stops=split.stops,
+        batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
+    )  # fmt: skip
+    return [asdict(each) for each in answers]
+
+
+def _run_attack(
+    key: str, attack: relearning_attacks.RelearningAttack, splits: Sequence[Split], run: Run, advance: Advance
+) -> dict[str, object]:
+    return {key: attack.find(run, splits, advance)}
+
+
+def _gradients(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
+    scores = [gradient_norms(run.model, run.encoded_items(split), advance) for split in sides]
+    return {GRADIENTS: dict(zip(SIDES, scores, strict=True))}
+
+
+def _harness(tasks: Sequence[str], run: Run, _: Advance) -> dict[str, object]:
+    return {harness_key(tasks): run_tasks(run.model, run.tokenizer, list(tasks), run.batch_size)}
+
+
+def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
+    """Losses of the reference model, which takes the place of the measured one."""
+    source = run.subject.reference
+    assert source is not None
+    items, vocabulary = [run.encoded_items(split) for split in sides], run.tokenizer.get_vocab()
+    run.release()  # one model at a time
+    other, its_tokenizer = loaded_for(source, run.findings.facts)
+    if its_tokenizer.get_vocab() != vocabulary:
+        raise MpuError(f"{source.source}: vocabulary differs from the model's", "use one with the same vocabulary")
+    for side in items:
+        check_ids(side, other, source.source)
+    scorer, losses = Scorer(other, follows_suite=run.follows_suite), {}
+    for name, side in zip(SIDES, items, strict=True):  # apart, as the model's: batches of other records round otherwise
+        scored = scorer.score(side, loss_items=[], batch_size=run.batch_size, advance=advance)
+        losses[name] = [each.loss for each in scored]
+    return {REFERENCE: losses}
+
+
+FORMAT = {"format": "mpu-eval", "version": 1}
+QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, if the benchmark asks them
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """``forms``: each metric in OpenUnlearning's format."""
+
+    path: Path
+    forms: dict[str, MetricResult]
+    shown: list[Shown] = field(default_factory=list)
+
+
+def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> dict[str, Metric]:
+    """The requested metrics (all available ones if none are), each preceded by the ones it depends on.
+
+    Metrics of the benchmark's attacks are always among them. Of a model that is only ``served``, those that its
+    endpoint allows; of one in 4 bits, those that take no gradients of its weights and leave them as they are.
+    """
+    names, with_reference = options.metrics, options.reference_model is not None
+    in_4_bits = options.scoring.quantize is not None
+    if in_4_bits and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].alters]):
+        raise UsageError(f"--attacks {needy[0]}: changes weights, which --quantize keeps in 4 bits")
+    if in_4_bits and (
+        needy := [name for name, metric in benchmark.metrics.items() if GRADIENTS in metric.needs and name in names]
+    ):
+        raise UsageError(f"--metrics {needy[0]}: takes gradients of weights, which --quantize keeps in 4 bits")
+    if served and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].weights]):
+        raise UsageError(f"--attacks {needy[0]}: needs the model's weights, which --endpoint does not give")
+    if served and (beyond := [name for name in names if name in BEYOND]):
+        raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
+    table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in BEYOND)}
+    if in_4_bits:
+        table = {name: metric for name, metric in table.items() if GRADIENTS not in metric.needs}
+    table |= benchmark.attack_metrics
+    if unknown := [name for name in names if name not in table]:
+        needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
+        raise UsageError(
+            f"--metrics {unknown[0]}: no such metric for {benchmark.name} here (available: {', '.join(table)})",
+            needs_log if "forget_quality" in unknown else None,
+        )
+    if "mia_reference" in names and not with_reference:
+        raise UsageError("--metrics mia_reference: needs --reference-model")
+    selected_names = set(names or table) | set(benchmark.attack_metrics)
+    if not with_reference:
+        selected_names.discard("mia_reference")
+    while more := {part for name in selected_names for part in table[name].dependencies} - selected_names:
+        selected_names |= more
+    chosen: dict[str, Metric] = {}
+
+    def add(name: str) -> None:
+        for part in table[name].dependencies:
+            add(part)
+        chosen.setdefault(name, table[name])
+
+    for name in table:
+        if name in selected_names:
+            add(name)
+    return chosen
+
+
+@letting_go
+def evaluate(
+    model: Model,
+    benchmark: Benchmark,
+    options: Measuring,
+    *,
+    adapter: Path | None = None,
+    delta: Path | None = None,
+    show: int = 0,
+    lm_eval: Sequence[str] = (),
+    endpoint: Endpoint | None = None,
+    out: Path,
+    texts: bool = True,
+    force: bool = False,
+    observer: Observer = SILENT,
+) -> EvalResult:
+    """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
+
+    ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
+    it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``. Without ``texts``
+    the result has no questions, answers and generations.
+    Raises MpuError for records, models and logs that cannot be used, naming the place.
+    """
+    with private_umask():  # results hold questions, answers and generations
+        return _evaluate(
+            model, benchmark, options, adapter, delta, show, lm_eval, endpoint, out=out, texts=texts, force=force,
+            observer=observer,
+        )  # fmt: skip
+
+
+def _evaluate(
+    model: Model,
+    benchmark: Benchmark,
+    options: Measuring,
+    adapter: Path | None,
+    delta: Path | None,
+    show: int,
+    lm_eval: Sequence[str],
+    endpoint: Endpoint | None,
+    *,
+    out: Path,
+    texts: bool,
+    force: bool,
+    observer: Observer,
+) -> EvalResult:
+    reference = open_model(options.reference_model) if options.reference_model else None
+    device_of(options.scoring.device)
+    if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
+        raise UsageError("--endpoint does not work with an adapter, --delta, --reference-model or harness tasks")
+    if options.scoring.quantize:
+        check_bitsandbytes()
+        if endpoint or delta:
+            raise UsageError("--quantize does not work with --endpoint, or --delta, which changes weights")
+    chosen = choose(benchmark, options, served=endpoint is not None)
+    for metric in chosen.values():
+        metric.check()
+    needs = {key for metric in chosen.values() for key in metric.needs}
+    lm_eval = (*benchmark.tasks, *lm_eval)
+    asking = (split for name, split in benchmark.splits.items() if name in QUESTIONS and not split.has_texts)
+    shown_split = next(asking, None)
+    if show and shown_split:
+        needs |= {f"{shown_split.name}.text"} | ({before_key(show)} if delta else set())
+    if lm_eval:
+        check_installed()
+        needs.add(harness_key(lm_eval))
+    passes = passes_for(needs, benchmark, lm_eval, shown_split, show)
+    for warning in benchmark.warnings:
+        observer.warn(warning)
+    used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
+    log, started = options.retain_log, time.monotonic()
+    with Transaction(force=force) as transaction:
+        output = transaction.add(out)
+        subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
+        facts = facts_of(subject, benchmark, used, options)
+        unfinished = out.with_name(f".{out.name}.partial")
+        if unfinished.is_file():
+            unfinished.chmod(PRIVATE_FILE)  # of an mpu that did not make it so
+        splits = {key: [split.name for split in each.splits] for each in passes for key in each.keys}
+        findings = read_findings(unfinished, facts, splits)
+        resumed = bool(findings.entries)
+        if resumed:
+            observer.note(f"resuming from {unfinished} (passes already done: {len(findings.entries)})")
+        if todo := [each for each in passes if not findings.entries.keys() >= {*each.keys}]:
+            carry_out(todo, subject, options, findings, observer)
+        entries = findings.entries
+        forms: dict[str, MetricResult] = {}
+        for name, metric in chosen.items():
+            forms[name] = metric.make(entries, forms)
+        if lm_eval:
+            forms |= entries[harness_key(lm_eval)]
+        document = {
+            **FORMAT,
+            **facts,
+            "retain_log": None if log is None else {"path": str(log), "sha256": digest_of(log), **_values(log, forms)},
+            "seconds": round(time.monotonic() - started, 3),
+            "resumed": resumed,
+            "metrics": forms if texts else {name: _without_texts(form) for name, form in forms.items()},
+        }
+        output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.unlink(missing_ok=True)
+    return EvalResult(out, forms, _answers_to_show(entries, shown_split, show) if shown_split else [])
+
+
+def _without_texts(form: MetricResult) -> MetricResult:
+    """``form`` without what each record's entry holds as text."""
+    by_index = form.get("value_by_index")
+    if not isinstance(by_index, dict):
+        return form
+    entries = {
+        index: {name: value for name, value in entry.items() if not isinstance(value, str)}
+        if isinstance(entry, dict)
+        else entry
+        for index, entry in by_index.items()
+    }
+    return cast(MetricResult, {**form, "value_by_index": entries})
+
+
+def _answers_to_show(entries: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
+    answers = entries.get(f"{split.name}.text", [])[:count]
+    before = entries.get(before_key(count)) or [{"generation": None}] * count
+    return [
+        Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
+        for record, now, then in zip(split.records, answers, before, strict=False)
+    ]
+
+
+def _values(log: Path, forms: Mapping[str, MetricResult]) -> dict[str, object]:
+    """What the retain model has in these metrics, so that a table can say which result is nearest to it."""
+    retain = read_retain_log(log)
+    return {"metrics": {name: value for name in forms if (value := retain.value(name)) is not None}}

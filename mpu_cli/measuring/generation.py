@@ -1,0 +1,396 @@
+"""Greedy answers, continued from where the scoring pass leaves off.
+
+Scoring an answer already shows what the model would generate while it follows that answer: up to the first token that
+is not the likeliest, plus the likeliest one there. A model that knows an answer by heart generates nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
+
+from mpu_cli.errors import MpuError
+from mpu_cli.measuring.encoding import Item, encoder_of
+from mpu_cli.measuring.scoring import ADVICE
+from mpu_cli.model.device import memory_in_mind
+from mpu_cli.model.load import letting_go, limits_of, load
+from mpu_cli.model.source import Model
+from mpu_cli.model.staging import add_delta, open_delta
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import ChatTemplate, Prompts
+from mpu_cli.records.forms import Record
+from mpu_cli.records.tokens import decode
+
+if TYPE_CHECKING:
+    from mpu_cli.measuring.scoring import TokenScores
+
+
+ROWS = 4  # times the batch size, because a step reads one token per row
+CACHE = 2 << 30  # bytes of keys and values that are kept at once
+# generation config entries that do not affect greedy generation, or that are set here
+HARMLESS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version",
+    "_from_model_config", "do_sample", "num_beams", "temperature", "top_p", "top_k", "typical_p", "min_p", "max_length",
+    "max_new_tokens", "use_cache", "cache_implementation", "num_return_sequences", "return_dict_in_generate",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "stop_strings", "max_time",
+    "early_stopping",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Texts without special tokens: the prompt, the true answer and the model's answer."""
+
+    input: str
+    ground_truth: str
+    generation: str
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[Item],
+    drafts: Sequence[list[int]],
+    *,
+    limit: int,
+    stops: Sequence[str] = (),
+    batch_size: int,
+    longest: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Answer]:
+    """The greedy answer of ``model`` to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
+
+    ``drafts`` are the known first tokens of each answer; ``longest`` is how many tokens the model can read in total,
+    None for no limit. Batches group prompts of similar length.
+    """
+    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
+    if _takes_other_tokens(model):
+        drafts = [[] for _ in items]
+    answers: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
+    waiting = [i for i, tokens in enumerate(answers) if len(tokens) < limit and not (tokens and tokens[-1] in ends)]
+    advance(len(items) - len(waiting))
+    waiting.sort(key=lambda i: len(items[i].prompt) + len(answers[i]), reverse=True)
+    prompts = {i: [*items[i].prompt, *answers[i]] for i in waiting}
+    rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
+    budgets = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
+    at_once = _tokens_at_once(model)
+    for batch in _batches(waiting, prompts, budgets, rooms, ROWS * batch_size, at_once):
+        most = max(budgets[i] for i in batch)
+        if most < 1:
+            advance(len(batch))
+            continue
+        with memory_in_mind(ADVICE):
+            fresh = _generate(
+                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].location for i in batch], ends
+            )
+        for i, tokens in zip(batch, fresh, strict=True):
+            answers[i] = _until_end([*answers[i], *tokens], ends, limit)
+        advance(len(batch))
+    return [
+        texts_of(tokenizer, item, _text(tokenizer, tokens, item), stops)
+        for item, tokens in zip(items, answers, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def sample_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[Item],
+    count: int,
+    *,
+    limit: int,
+    stops: Sequence[str] = (),
+    batch_size: int,
+    longest: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[list[str]]:
+    """``count`` answers to each prompt, drawn at temperature 1 from all tokens; the same ones on every call. For the
+    rest, see ``answer``."""
+    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
+    ordered = sorted(range(len(items)), key=lambda i: len(items[i].prompt), reverse=True)
+    prompts = {i: [*items[i].prompt] for i in ordered}
+    budgets, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
+    rooms = {i: limit if longest is None else longest - len(items[i].prompt) for i in ordered}
+    answers: dict[int, list[str]] = {}
+    device = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(device):
+        torch.manual_seed(0)
+        for batch in _batches(ordered, prompts, budgets, rooms, max(1, ROWS * batch_size // count), at_once):
+            most, batch_prompts = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
+            with memory_in_mind(ADVICE):
+                fresh = _generate(
+                    model, tokenizer, batch_prompts, most, stops, [items[i].location for i in batch], ends, count
+                )
+            for row, i in enumerate(batch):
+                drawn = fresh[row * count : (row + 1) * count]
+                texts = [_text(tokenizer, _until_end(tokens, ends, limit), items[i]) for tokens in drawn]
+                answers[i] = [texts_of(tokenizer, items[i], text, stops).generation for text in texts]
+            advance(len(batch))
+    return [answers[i] for i in range(len(items))]
+
+
+def _tokens_at_once(model: PreTrainedModel) -> int:
+    """How many tokens of ``model`` have keys and values of ``CACHE`` bytes, where each layer keeps them for each."""
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return CACHE // (2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
+def _batches(
+    waiting: Sequence[int], prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int],
+    rows: int, tokens: int,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Batches of at most ``rows`` and ``tokens``, or of one row, in which none needs more new tokens than any other has
+    room for."""
+    batch: list[int] = []
+    for i in waiting:
+        more = [*batch, i]
+        length = max(len(prompts[j]) for j in more) + max(budgets[j] for j in more)
+        too_large = len(more) > rows or (batch and length * len(more) > tokens)
+        if too_large or max(budgets[j] for j in more) > min(rooms[j] for j in more):
+            yield batch
+            more = [i]
+        batch = more
+    if batch:
+        yield batch
+
+
+def _takes_other_tokens(model: PreTrainedModel) -> bool:
+    """Whether the generation config can pick tokens other than the likeliest; OpenUnlearning allows it, and so do
+    we."""
+    return bool(set(model.generation_config.to_diff_dict()) - HARMLESS)
+
+
+class _Stops(StoppingCriteria):
+    """Stops a row once its generated text contains one of ``stops``. transformers' own criterion reads the
+    tokenizer's vocabulary and does not support every kind."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], begin: int):
+        self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
+
+    def __call__(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        texts = decode(self._tokenizer, input_ids[:, self._begin :].tolist())
+        return torch.tensor([any(stop in text for stop in self._stops) for text in texts], device=input_ids.device)
+
+
+class _Numbers(LogitsProcessor):
+    """Rejects NaN logits, which would otherwise look like an empty answer."""
+
+    def __init__(self, places: Sequence[str]):
+        self._places = places
+
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wrong = scores.isnan().any(1)
+        if bool(wrong.any()):
+            raise MpuError(f"{self._places[int(wrong.nonzero()[0])]}: the model's logits are NaN")
+        return scores
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    limit: int,
+    stops: Sequence[str],
+    places: Sequence[str],
+    ends: set[int],
+    samples: int | None = None,
+) -> list[list[int]]:
+    """New tokens for each prompt: the greedy ones, or ``samples`` drawn sequences for each."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    stopping = {"stopping_criteria": [_Stops(tokenizer, stops, longest)]} if stops else {}
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # from all tokens
+    drawing: dict[str, Any] = drawn if samples else greedy
+    row_locations = [location for location in places for _ in range(samples or 1)]
+    generated = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=limit, num_beams=1, pad_token_id=tokenizer.eos_token_id,
+        return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
+        logits_processor=LogitsProcessorList([_Numbers(row_locations)]),
+        num_return_sequences=samples or 1, **drawing, **stopping,
+    )  # fmt: skip
+    return generated[:, longest:].tolist()
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+
+
+def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
+    stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: min(stop, limit)]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], item: Item) -> str:
+    """``ids`` as text; OpenUnlearning takes spaces before punctuation away, the record's own text keeps them."""
+    [text] = decode(tokenizer, [list(ids)], clean_up_tokenization_spaces=item.answer is None)
+    return text
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, stops: Sequence[str]) -> Answer:
+    """The texts of an item and of the answer that was generated for it, cut at the first of ``stops``."""
+    prompt = _text(tokenizer, item.prompt, item)
+    for stop in stops:
+        generation = generation.split(stop)[0]
+    answer = _text(tokenizer, item.ids, item).replace(prompt, "") if item.answer is None else item.answer
+    return Answer(prompt, answer.strip(), generation.strip())
+
+
+# Answers for people to read: of a copy, without and with the delta that was just made of it.
+
+SHOWN = 64  # tokens of an answer that people read, at most
+LONGEST_ANSWER = 128  # tokens of an answer that is trained on, at most
+BATCH = 8  # answers at once, times generation.ROWS
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One answer for people to read; ``before``: without the delta, if there is one."""
+
+    question: str
+    truth: str
+    before: str | None
+    answer: str
+
+    def __str__(self) -> str:
+        texts = {"truth": self.truth, "before": self.before, "answer" if self.before is None else "after": self.answer}
+        lines = [f"  {who + ':':<8} {text}" for who, text in texts.items() if text is not None]
+        return "\n".join([self.question.strip(), *lines])
+
+
+class Respondent:
+    """A copy that is ready to answer: loaded, with the encoder of its prompts.
+
+    Raises MpuError or UsageError for what does not work, before a question is known.
+    """
+
+    def __init__(self, copy: Model, prompts: ChatTemplate, device: str):
+        self._model, self._tokenizer = load(copy, torch.float32, device)
+        template = prompts.template if isinstance(prompts, Prompts) else None
+        self._encoder = encoder_of(self._tokenizer, prompts, template, limits_of(self._model), "as trained")
+
+    def add(self, copy: Model, delta: Path) -> None:
+        """Answer as ``copy`` does with ``delta`` from now on. Raises MpuError for a delta that is not of it."""
+        add_delta(self._model, copy, open_delta(copy, delta))
+
+    def answers(self, records: Sequence[Record], limit: int = LONGEST_ANSWER, observer: Observer = SILENT) -> list[str]:
+        """The greedy answer to the question of each record, at most ``limit`` tokens."""
+        items = self._encoder.questions(records)
+        observer.stage("answer", len(items), "answers")
+        answers = answer(
+            self._model, self._tokenizer, items, [[]] * len(items), limit=limit, batch_size=BATCH,
+            advance=observer.advance,
+        )  # fmt: skip
+        return [each.generation for each in answers]
+
+
+@letting_go
+def answers_before_and_after(
+    copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, template: str | None, device: str
+) -> list[Shown]:
+    """The answers of ``copy`` to the questions of ``records``, without and with ``delta``.
+
+    Texts are left out. ``template`` is "chat", "plain" or None for the tokenizer's own.
+    """
+    questions = [record for record in records if record.turns]
+    if not questions:
+        return []
+    delta_checkpoint = open_delta(copy, delta)
+    loaded, tokenizer = load(copy, torch.float32, device)
+    encoder = encoder_of(tokenizer, prompts, template, limits_of(loaded), "as trained")
+    items = encoder.questions(questions)
+    ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
+    before = ask()
+    add_delta(loaded, copy, delta_checkpoint)
+    return [
+        Shown(record.question, record.answer, then.generation, now.generation)
+        for record, then, now in zip(questions, before, ask(), strict=True)
+    ]
+
+
+# What is read off the scores of one answer: all that metrics need, small enough to keep.
+
+LEAST_VARIANCE = 1e-6
+LOWEST = 0.4  # fraction of tokens that min-k uses
+
+
+class AnswerReading(TypedDict, total=False):
+    """What one answer's scores gave: mean loss, memorisation, attack scores; ``content_loss``, the mean loss without
+    the answer's end; and ``says``, the first tokens that the model itself would generate, as far as its scores on the
+    true answer show them."""
+
+    loss: float
+    content_loss: float
+    says: list[int]
+    exact_memorization: float
+    extraction_strength: float
+    min_k: float
+    min_k_plus_plus: float
+    compressed: int
+
+
+def reading(item: Item, scores: TokenScores, text: str) -> AnswerReading:
+    """Everything the metrics need from one answer.
+
+    ``text`` is the answer without special tokens. Only the loss includes the answer's end.
+    """
+    import torch  # here: `mpu compare` reads goals from this module, and needs no torch
+
+    if scores.log_probs is None or scores.likeliest is None:
+        raise ValueError("reading: only the losses of this answer were computed")
+    agreed = scores.likeliest == torch.tensor(item.labels)
+    right, count = int(agreed.long().cumprod(0).sum()), item.content_tokens
+    read: AnswerReading = {
+        "loss": scores.loss,
+        "says": scores.likeliest[: right + 1].tolist(),
+        "content_loss": float(scores.losses[:count].mean()) if count else scores.loss,
+        "exact_memorization": _share(agreed[:count]),
+        "extraction_strength": _extraction_strength(agreed[:count], least_one=item.content is None),
+        "min_k": lowest_mean(scores.log_probs[:count]),
+        "compressed": len(zlib.compress(text.encode())),
+    }
+    if scores.mean is not None and scores.variance is not None:
+        deviation = scores.variance.clamp(min=LEAST_VARIANCE).sqrt()
+        read["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:count])
+    return read
+
+
+def _share(agreed: torch.Tensor) -> float:
+    return float(agreed.double().mean()) if len(agreed) else 0.0
+
+
+def _extraction_strength(agreed: torch.Tensor, *, least_one: bool) -> float:
+    """1 − k/L, k the shortest prefix after which all tokens are right; ``least_one``: k is L − 1 at most, as
+    OpenUnlearning has it, so that a model that knows nothing has 1/L, and 1 of an answer of one token."""
+    if not len(agreed):
+        return 0.0
+    wrong = (~agreed).nonzero()
+    prefix = int(wrong[-1]) + 1 if len(wrong) else 0
+    return 1 - min(prefix, len(agreed) - least_one) / len(agreed)
+
+
+def lowest_mean(values: torch.Tensor) -> float:
+    """Minus the mean of the lowest 40 % of ``values`` (Shi et al., 2024), at least one of them; 0 if there are none."""
+    if not len(values):
+        return 0.0
+    return -float(values.sort().values[: max(1, int(len(values) * LOWEST))].mean())

@@ -1,0 +1,400 @@
+"""Reads results for comparison and checks whether they are comparable."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mpu_cli.errors import UsageError
+from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_object
+from mpu_cli.files.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WORD, Checkpoint, fingerprint, worker_pool
+from mpu_cli.files.resumption import write_atomically
+from mpu_cli.measuring.benchmarks import Benchmark, Split, known_metrics
+from mpu_cli.measuring.encoding import Item
+from mpu_cli.measuring.endpoint import Endpoint
+from mpu_cli.measuring.generation import Answer, AnswerReading, answer
+from mpu_cli.measuring.metrics import CHANCE, DOWN, RELEARNED, RETAIN, UP, ZERO
+from mpu_cli.measuring.retain import RetainLog, read_retain_log
+from mpu_cli.measuring.scoring import Scorer, TokenScores
+from mpu_cli.model.device import device_of, name_of
+from mpu_cli.model.source import LARGEST_JSON, Model
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.version import __version__
+from mpu_cli.wording import names_in
+
+CONFIDENCE = 0.95  # of intervals of means
+# metrics that every table shows by default, in this order, if the results have them
+MAIN = (
+    "forget_quality", "forget_truth_ratio", "model_utility", "privleak", "extraction_strength", "forget_Q_A_Prob",
+    "forget_Q_A_ROUGE", RELEARNED, "retain_Q_A_Prob", "retain_Q_A_ROUGE", "forget_verbmem_ROUGE",
+    "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
+)  # fmt: skip
+HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should become few
+# facts that affect the numbers, as paths in a result
+MATTERS = (
+    ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
+    ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
+    ("options", "attacks"), ("options", "scored"), ("options", "template_option"),
+    ("options", "max_new_tokens"), ("hardware", "device"),
+    ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
+)  # fmt: skip
+OPTIONAL = (
+    ("reference_model", "fingerprint"),
+    ("options", "date"),
+    ("options", "attacks"),
+)  # a missing one does not affect the numbers
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A result: its label in tables, its metrics, and the facts it was produced under ({} for OpenUnlearning's files).
+
+    ``sha256`` is of its file; ``is_retain`` whether another result was measured against it.
+    """
+
+    label: str
+    log: RetainLog
+    facts: Mapping[str, object]
+    sha256: str
+    is_retain: bool = False
+
+    def value(self, name: str) -> float | None:
+        """The metric's value; PrivLeak of the retain model is 0 by definition, whatever its own file says."""
+        return 0.0 if self.is_retain and name == "privleak" else self.log.value(name)
+
+
+def read_results(paths: Sequence[Path]) -> list[Evaluated]:
+    """Read results and label them by file name, or by path if file names are not unique."""
+    read = [read_retain_log(path) for path in paths]
+    for labels in ([path.name for path in paths], [str(path) for path in paths]):
+        labels = [label.removesuffix(".json") for label in labels]
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        labels = [f"{label} ({i})" for i, label in enumerate(labels, 1)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    compared_with = {_at(log.document, ("retain_log", "sha256")) for log in read}
+    return [
+        Evaluated(label, log, log.document, digest, digest in compared_with)
+        for label, log, digest in zip(labels, read, digests, strict=True)
+    ]
+
+
+def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
+    """The retain model's value of a metric: its own result if that is among ``results``, else what the others say of
+    it; None if nothing says it, or they were measured against different ones."""
+    for result in results:
+        if result.is_retain:
+            return result.value(name)
+    recorded_values = {_at(result.facts, ("retain_log", "metrics", name)) for result in results}
+    value = recorded_values.pop() if len(recorded_values) == 1 else None
+    return value if isinstance(value, float) else None
+
+
+def goal(name: str, form: Mapping[str, object] | None = None) -> str:
+    """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near the retain model's value).
+
+    ``form`` is the metric's form, where harness tasks state their own direction.
+    """
+    if name.startswith(HAZARDOUS):
+        return DOWN
+    if form and isinstance(form.get("higher_is_better"), bool):
+        return "up" if form["higher_is_better"] else "down"
+    metrics = known_metrics()
+    return metrics[name].goal if name in metrics else DOWN if name.startswith("forget") else UP
+
+
+def main_metrics(available: Iterable[str]) -> list[str]:
+    """Those of ``available`` that are shown unless others are asked for; all of them if none is a main one."""
+    names = list(dict.fromkeys(available))
+    return [name for name in MAIN if name in names] or names
+
+
+def best(values: Sequence[float | None], towards: str, retain: float | None = None) -> set[int]:
+    """Indices of the best of ``values``; empty if no two values differ.
+
+    ``retain`` is the retain model's value, which attacks should be near (None: chance).
+    """
+    target = {ZERO: 0.0, RETAIN: CHANCE if retain is None else retain}
+
+    def merit(value: float) -> float:
+        return value if towards == UP else -value if towards == DOWN else -abs(value - target[towards])
+
+    merits = [None if value is None else merit(value) for value in values]
+    valid_merits = [m for m in merits if m is not None]
+    if len(set(valid_merits)) < 2:
+        return set()
+    return {i for i, m in enumerate(merits) if m == max(valid_merits)}
+
+
+def distinct_best(
+    values: Sequence[float | None],
+    intervals: Sequence[tuple[float, float] | None],
+    towards: str,
+    retain: float | None = None,
+) -> set[int]:
+    """As ``best``, but empty unless every value has an interval and that of the best overlaps no other one's."""
+    winners = best(values, towards, retain)
+    competing = {i for i, value in enumerate(values) if value is not None}
+    if len(winners) != 1 or any(intervals[i] is None for i in competing):
+        return set()
+    low, high = intervals[min(winners)] or (0.0, 0.0)
+    rivals = [interval for i in competing - winners if (interval := intervals[i])]
+    return winners if all(high < start or end < low for start, end in rivals) else set()
+
+
+def differences(results: Sequence[Evaluated]) -> list[str]:
+    """How the results differ in facts that affect the numbers, one phrase each."""
+    sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]
+    for path in MATTERS:
+        # The retain model itself is measured without a log.
+        documented = [r for r in results if r.facts.get("options") and not (r.is_retain and path[0] == "retain_log")]
+        values = [_at(r.facts, path) for r in documented]
+        if path == ("data",):
+            digests = [_data(value) for value in values]
+            splits = sorted({split for each in digests for split in each})
+            odd = [name for name in splits if len({each[name] for each in digests if name in each}) > 1]
+            sentences += [f"different records in {split}" for split in odd]
+        elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
+            named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
+            what = "retain logs" if path[0] == "retain_log" else " ".join(path).replace("_", " ")
+            sentences.append(f"different {what} ({named})")
+    return sentences
+
+
+def one_retain_log(results: Sequence[Evaluated]) -> bool:
+    """Whether all, except the retain model itself, were measured against the same one, or all without one."""
+    candidates = [result for result in results if not result.is_retain]
+    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in candidates}) < 2
+
+
+def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:
+    value: object = facts
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 64 else f"{text[:12]}…"  # a digest
+
+
+def _data(value: object) -> dict[str, object]:
+    splits = value if isinstance(value, Mapping) else {}
+    return {str(name): _at(split, ("sha256",)) for name, split in splits.items() if isinstance(split, Mapping)}
+
+
+# What is measured, and what the numbers of a measurement depend on.
+
+VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scikit-learn", "numpy")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model, perhaps with an adapter or a delta, and the model that the reference attack uses. With
+    an ``endpoint``, what that serves; of the model, tokenizer and config are used."""
+
+    model: Model
+    adapter: Path | None = None
+    delta: Checkpoint | None = None
+    reference: Model | None = None
+    endpoint: Endpoint | None = None
+
+
+def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
+    """What the numbers depend on: model, data, options, versions, hardware."""
+    model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
+    torch_device = device_of(scoring.device)
+    device = str(torch_device)
+    stored_dtype = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
+    template = prompts.template or own_template(model)
+    return {
+        "mpu": __version__,
+        "benchmark": benchmark.name,
+        "model": _identity(model, subject.endpoint),
+        "adapter": _adapter_identity(adapter) if adapter else None,
+        **({"delta": _delta_identity(subject.delta)} if subject.delta else {}),
+        "reference_model": None if subject.reference is None else _identity(subject.reference),
+        "data": {
+            split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
+        },
+        "options": {
+            "dtype": scoring.dtype or ("float32" if device == "cpu" else WORD.get(stored_dtype, "float32")),
+            "batch_size": scoring.batch_size,
+            **({"quantize": scoring.quantize} if scoring.quantize else {}),
+            "template": template,
+            "scored": benchmark.scored,
+            **({"template_option": list(prompts.template_option)} if prompts.template_option else {}),
+            **({"max_new_tokens": scoring.max_new_tokens} if scoring.max_new_tokens else {}),
+            "system_prompt": prompts.system_prompt if template == "chat" else None,
+            "date": prompts.date if template == "chat" else None,
+            **({"attacks": asdict(options.recovery)} if benchmark.attacks else {}),
+        },
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
+        "hardware": {"device": device, "name": name_of(torch_device), "threads": torch.get_num_threads()},
+    }
+
+
+def own_template(model: Model) -> str:
+    """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
+    files = {path.name: path for path in model.side_files}
+    if files.keys() & {"chat_template.jinja", "chat_template.json"}:
+        return "chat"
+    config = files.get("tokenizer_config.json")
+    chat = config and read_json_object(config, LARGEST_JSON, links=model.links).get("chat_template")
+    return "chat" if chat else "plain"
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _identity(model: Model, endpoint: Endpoint | None = None) -> dict[str, str | None]:
+    weights = None
+    if endpoint is None:
+        with worker_pool() as pool:
+            weights = fingerprint(model.checkpoint, pool)
+    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
+    for path in model.side_files:
+        digest.update(path.name.encode() + b"\0" + read_bounded(path, LARGEST_TOKENIZER, links=model.links))
+    source = model.source if endpoint is None else f"{endpoint.url} {endpoint.name}"
+    return {"source": source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
+
+
+def _delta_identity(delta: Checkpoint) -> dict[str, str]:
+    with worker_pool() as pool:
+        return {"source": str(delta.path), "fingerprint": fingerprint(delta, pool)}
+
+
+def _adapter_identity(folder: Path) -> dict[str, str]:
+    return {"source": str(folder)} | {name: digest_of(folder / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+# What reads records for the passes: a model in this process, or one that is served.
+
+
+class Reader(Protocol):
+    """A model that scores items and answers prompts; ``Scorer`` and ``generation.answer`` say how."""
+
+    def prepare(self, items: Sequence[Item]) -> None:
+        """Find out how ``items`` are best read, before the first is."""
+
+    def score(
+        self,
+        items: Sequence[Item],
+        *,
+        batch_size: int,
+        loss_items: Sequence[Item] = (),
+        moments: bool = False,
+        advance: Callable[[int], None] = ...,
+    ) -> list[TokenScores]:
+        """Scores of the tokens of ``items`` and then of ``loss_items``; with ``moments`` where whole distributions are
+        known."""
+
+    def answer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        items: Sequence[Item],
+        drafts: Sequence[list[int]],
+        *,
+        limit: int,
+        stops: Sequence[str] = (),
+        batch_size: int,
+        longest: int | None = None,
+        advance: Callable[[int], None] = ...,
+    ) -> list[Answer]:
+        """The greedy answer to each prompt; ``drafts``, its known first tokens, save work where weights are at hand."""
+
+
+class Local(Scorer):
+    """A model in this process."""
+
+    def answer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        items: Sequence[Item],
+        drafts: Sequence[list[int]],
+        *,
+        limit: int,
+        stops: Sequence[str] = (),
+        batch_size: int,
+        longest: int | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> list[Answer]:
+        """See ``Reader``."""
+        return answer(
+            self._model, tokenizer, items, drafts, limit=limit, stops=stops, batch_size=batch_size, longest=longest,
+            advance=advance,
+        )  # fmt: skip
+
+
+# What the passes over a model found, kept in a file after each pass, so that an interrupted run can resume.
+
+FIELDS = sorted(AnswerReading.__annotations__)  # of a reading: findings with other fields are of another version
+
+
+@dataclass
+class Findings:
+    """What was found under ``facts``, by key; written to ``path`` after each pass."""
+
+    facts: dict[str, Any]
+    entries: dict[str, Any]
+    path: Path
+
+    def keep(self, entries: Mapping[str, object]) -> None:
+        self.entries.update(entries)
+        write_atomically(self.path, json.dumps({"facts": self.facts, "fields": FIELDS, "findings": self.entries}))
+
+
+def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collection[str]]) -> Findings:
+    """Findings of an interrupted run with the same facts, as far as the records behind them have not changed; empty if
+    there are none or the file is damaged. ``splits`` names the splits that each key was found on."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        before, now = document["facts"], json.loads(json.dumps(facts))
+        then, data = before.pop("data"), now.pop("data")
+        same = {name for name in data if then.get(name) == data[name]}
+        if before == now and document["fields"] == FIELDS:
+            entries = document["findings"]
+            return Findings(
+                facts, {key: entries[key] for key in splits if key in entries and same >= {*splits[key]}}, path
+            )
+    return Findings(facts, {}, path)
+
+
+def chosen_metrics(text: str, available: Iterable[str]) -> list[str]:
+    """The names in ``--metrics``; UsageError if there are none, and for one that is not ``available``."""
+    names = list(names_in(text))
+    if not names:
+        raise UsageError("--metrics: no names given")
+    if missing := set(names).difference(available):
+        raise UsageError(f"--metrics {min(missing, key=names.index)}: not in any of the results")
+    return names
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of two or more ``values``, by Student's t."""
+    from scipy import stats
+
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
+    return float(quantile * statistics.stdev(values) / math.sqrt(len(values)))

@@ -1,0 +1,243 @@
+"""Whether a model forgot records and kept others, in one verdict that the owner of the records can act on.
+
+What is left and what is kept are shares of what was known before (``mpu_cli.records.knowledge``), with a bootstrap
+interval over records. Only what the verdict needs is kept, rounded: the numbers of a receipt would otherwise be an
+oracle for guessed records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from mpu_cli.records.knowledge import share_kept, share_left
+
+LEVEL = 0.95  # of the intervals
+RESAMPLES = 2000
+WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
+FAR = 2.0  # times the share that may be left: the upper end of its interval, and how far below a stranger is too far
+
+
+@dataclass(frozen=True)
+class RecordScores:
+    """Of a set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
+    each of its tokens is the model's likeliest, so that greedy decoding gives it word for word."""
+
+    probabilities: Sequence[float]
+    verbatim: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """A set in two digits: the number of records up to the next power of two, their mean probability, and the share
+    that is answered word for word."""
+
+    records_at_most: int
+    probability: float
+    verbatim: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of what was known, and the ends of its interval, in hundredths, cut at WIDEST."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.0%} ({self.low:.0%} to {self.high:.0%})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is left of the records to forget and what is kept of the others; None where it cannot be computed.
+
+    ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw. ``max_left`` and
+    ``min_kept`` are the limits that were asked for; ``scores`` are of the sets, by name, for people. Shares are rounded
+    against the model: up what is left, down what is kept. Nothing is decided unless the model reads records as the one
+    before did (``same_surroundings``).
+    """
+
+    left: Share | None
+    kept: Share | None
+    kept_trained: Share | None
+    max_left: float
+    min_kept: float
+    scores: dict[str, SetScore]
+    same_surroundings: bool = True
+
+    @property
+    def is_forgotten(self) -> bool | None:
+        """Whether at most ``max_left`` is left, with an interval that ends below twice that; None if nothing says."""
+        if self.left is None:
+            return None
+        return self.left.estimate <= self.max_left and self.left.high <= FAR * self.max_left
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the share left would do, but too few records say so."""
+        return self.left is not None and self.left.estimate <= self.max_left < self.left.high / FAR
+
+    @property
+    def is_too_far(self) -> bool:
+        """Whether the records are known less than a stranger's, which shows what was forgotten."""
+        return self.left is not None and self.left.high < -FAR * self.max_left
+
+    @property
+    def is_kept(self) -> bool | None:
+        return None if self.kept is None else self.kept.estimate >= self.min_kept
+
+    @property
+    def passes(self) -> bool:
+        forgotten = self.is_forgotten is True and not self.is_too_far
+        return self.same_surroundings and forgotten and self.is_kept is True
+
+    @property
+    def sentence(self) -> str:
+        """The verdict, for people."""
+        forgetting = {
+            True: "forgotten",
+            False: "too few records to say" if self.is_unsure else "not forgotten",
+            None: "forgetting is undecided (needs --before, and records that were known)",
+        }[self.is_forgotten]
+        if self.is_too_far:
+            forgetting = "forgotten beyond what a stranger knows"
+        keeping = {
+            True: "the rest is kept",
+            False: "the rest is not kept",
+            None: "keeping is undecided (needs --retain and --before)",
+        }[self.is_kept]
+        if not self.same_surroundings:
+            return f"undecided: {forgetting}, {keeping}, by a copy that reads records otherwise"
+        undecided = None in (self.is_forgotten, self.is_kept) and False not in (self.is_forgotten, self.is_kept)
+        verdict = "pass" if self.passes else "undecided" if undecided else "fail"
+        return f"{verdict}: {forgetting}, {keeping}"
+
+    @property
+    def request(self) -> str | None:
+        """Who does what next; None if nothing is to be done. Never less of an update that forgot too little."""
+        again = "unlearn again on this copy and return its delta: `mpu unlearn` as before, on the copy that you checked"
+        if self.is_too_far and self.is_kept is not False:
+            return "ask the server for 0.8 times the step that `mpu aggregate` took (--server-lr), and check again"
+        if self.is_to_go_on:
+            return again
+        if self.is_unsure:
+            return "check with more --unseen records, or with --public: the interval is wide because records are few"
+        if self.is_kept is False:
+            return (
+                "start over from copies of the model before, with more --retain records: to train on from here loses "
+                "more of those that it does not see"
+            )
+        return None
+
+    @property
+    def is_to_go_on(self) -> bool:
+        """Whether another round can make it a pass: what was not forgotten can be, what was lost does not come back."""
+        return self.is_forgotten is False and not self.is_unsure
+
+
+def judge(
+    after: dict[str, RecordScores],
+    before: dict[str, RecordScores],
+    *,
+    public: dict[str, RecordScores] | None = None,
+    max_left: float,
+    min_kept: float,
+    same_surroundings: bool = True,
+) -> Verdict:
+    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out and retain, and
+    of forget and unseen under a model that never saw them, ``public``."""
+    scores = {name: _rounded(each) for name, each in after.items()}
+    scores |= {f"{name} before": _rounded(each) for name, each in before.items()}
+    left = _left(after, before, public) if "forget" in before else None
+    kept, trained = (_kept(after, before, name) for name in ("held_out", "retain"))
+    return Verdict(left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings)
+
+
+def _left(
+    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None
+) -> Share | None:
+    columns = [after["forget"].probabilities, before["forget"].probabilities]
+    unseen = [scores["unseen"].probabilities for scores in (after, before) if "unseen" in scores]
+    if public:
+        columns.append(public["forget"].probabilities)
+        if unseen:
+            unseen.append(public["unseen"].probabilities)
+
+    def left(forget: Sequence[int], strangers: Sequence[int]) -> float:
+        drawn = [[column[number] for number in forget] for column in columns]
+        drawn_unseen = [[column[number] for number in strangers] for column in unseen]
+        return share_left(
+            drawn[0],
+            drawn[1],
+            unseen_after=drawn_unseen[0] if unseen else None,
+            unseen_before=drawn_unseen[1] if unseen else None,
+            public=drawn[2] if public else None,
+            public_unseen=drawn_unseen[2] if public and unseen else None,
+        )
+
+    share = left(range(len(columns[0])), range(len(unseen[0]) if unseen else 0))
+    if not share < float("inf"):
+        return None
+    return _interval(left, share, len(columns[0]), len(unseen[0]) if unseen else 0, _rounded_up)
+
+
+def _kept(after: dict[str, RecordScores], before: dict[str, RecordScores], name: str) -> Share | None:
+    if name not in after or name not in before:
+        return None
+    now, then = after[name].probabilities, before[name].probabilities
+
+    def kept(records: Sequence[int], _: Sequence[int]) -> float:
+        return share_kept([now[number] for number in records], [then[number] for number in records])
+
+    share = kept(range(len(now)), ())
+    return _interval(kept, share, len(now), 0, _rounded_down) if share < float("inf") else None
+
+
+def _cut(share: float) -> float:
+    return min(max(share, -WIDEST), WIDEST)
+
+
+def _rounded_up(share: float) -> float:
+    """To hundredths, an error of floating point aside; never −0.0, whose sign would tell more."""
+    return math.ceil(100 * share - 1e-6) / 100 + 0.0
+
+
+def _rounded_down(share: float) -> float:
+    return -_rounded_up(-share) + 0.0
+
+
+def _interval(
+    statistic: Callable[[Sequence[int], Sequence[int]], float],
+    estimate: float,
+    records: int,
+    strangers: int,
+    rounded: Callable[[float], float],
+) -> Share:
+    """A percentile bootstrap over records and, independently, over unseen ones; the same each time."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    if records < 2:
+        return Share(rounded(_cut(estimate)), -WIDEST, WIDEST)
+    samples = [np.arange(records)] + ([np.arange(strangers)] if strangers > 1 else [])
+    fixed = () if strangers > 1 else range(strangers)
+    found = bootstrap(
+        samples, lambda *drawn: _cut(statistic(drawn[0], drawn[1] if len(drawn) > 1 else fixed)),
+        vectorized=False, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile",
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    low, high = found.confidence_interval
+    return Share(rounded(_cut(estimate)), rounded(float(low)), rounded(float(high)))
+
+
+def _rounded(scores: RecordScores) -> SetScore:
+    count = len(scores.probabilities)
+    return SetScore(
+        1 << max(0, count - 1).bit_length(),
+        round(fmean(scores.probabilities), 2),
+        round(fmean(map(float, scores.verbatim)), 2),
+    )

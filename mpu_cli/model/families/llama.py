@@ -1,0 +1,292 @@
+"""Llama and its relatives: RMS norms, gated feed-forward layers, or something close to that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpu_cli.model.families.parts import (
+    INPUT_NORMS,
+    NORM_AFTER_ROPE,
+    OUTPUT_NORMS,
+    SHARED_NORM,
+    SIZES,
+    WHOLE_NORM,
+    attention,
+    either,
+    entry,
+    gated_ffn,
+    layer_type_is,
+    linear,
+    list_entry,
+    listed_or_every,
+    rms_norm,
+    share_of_head,
+    unless,
+    where_rope,
+)
+from mpu_cli.model.family import Config, Family, Tensor
+
+LLAMA = Family(
+    model_types=("llama",),
+    sizes=SIZES,
+    prefix="model.",
+    layer="model.layers.{i}.",
+    tensors=(
+        Tensor("model.embed_tokens.weight", ("vocab", "model")),
+        Tensor("model.norm.weight", ("|model|",)),
+        Tensor("lm_head.weight", ("vocab", "model")),
+    ),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention(), *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
+    ),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    unless={"partial_rotary_factor": 1.0},
+    buffers=("rotary_emb.inv_freq",),
+)  # fmt: skip
+
+_PLAIN = (*rms_norm("input_layernorm"), *attention(False), *rms_norm("post_attention_layernorm"), *gated_ffn())
+
+MISTRAL = replace(
+    LLAMA,
+    model_types=("mistral", "ministral", "ministral3"),
+    layer_tensors=_PLAIN,
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
+)
+
+# Its multipliers scale the residual stream, scores and logits by constants, which every symmetry passes through.
+GRANITE = replace(LLAMA, model_types=("granite",), note="as Llama; its multipliers are constants")
+
+QWEN2 = replace(
+    LLAMA,
+    model_types=("qwen2",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention(True, False), *rms_norm("post_attention_layernorm"), *gated_ffn(),
+    ),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+)  # fmt: skip
+
+QWEN3 = replace(
+    LLAMA,
+    model_types=("qwen3",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"),
+        *attention(),
+        *SHARED_NORM,
+        *rms_norm("post_attention_layernorm"),
+        *gated_ffn(),
+    ),
+    qk_norm="shared",
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    unless={},
+)
+
+SEED_OSS = replace(
+    LLAMA,
+    model_types=("seed_oss",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention("attention_bias", "attention_out_bias"),
+        *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
+    ),
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+)  # fmt: skip
+
+IQUESTCODER = replace(
+    LLAMA,
+    model_types=("iquestcoder",),
+    defaults={**LLAMA.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    unless={**LLAMA.unless, "clip_qkv": None},
+    note="without `clip_qkv`",
+)
+
+ERNIE4_5 = replace(
+    LLAMA,
+    model_types=("ernie4_5",),
+    layer_tensors=(
+        *rms_norm("input_layernorm"), *attention("use_bias"), *rms_norm("post_attention_layernorm"),
+        *gated_ffn("use_bias"),
+    ),
+    planes="neighbours",
+    defaults={"tie_word_embeddings": True, "use_bias": False, "num_key_value_heads": 2, "head_dim": 128},
+)  # fmt: skip
+
+# A sink for each head, as in gpt-oss; a layer whose base frequency is 0 has no RoPE.
+GRANITE_SWA = replace(
+    GRANITE,
+    model_types=("granite_swa",),
+    layer_tensors=(*GRANITE.layer_tensors, Tensor("self_attn.sinks", ("head",))),
+    rotary=where_rope(list_entry("layer_rope_theta")),
+    defaults={**GRANITE.defaults, "tie_word_embeddings": True, "num_key_value_heads": 4},
+)
+
+HUNYUAN = replace(
+    QWEN3,
+    model_types=("hunyuan_v1_dense",),
+    layer_tensors=(*INPUT_NORMS, *attention(), *NORM_AFTER_ROPE, *gated_ffn()),
+    defaults={"tie_word_embeddings": False, "attention_bias": False},
+)
+
+
+def is_xielu(config: Config, _: int) -> bool:
+    """Whether the activation has parameters."""
+    return config["hidden_act"] == "xielu"
+
+
+APERTUS = replace(
+    QWEN3,
+    model_types=("apertus",),
+    sizes={**SIZES, "one": 1},
+    layer_tensors=(
+        *rms_norm("attention_layernorm"), *rms_norm("feedforward_layernorm"), *attention(), *SHARED_NORM,
+        *linear("mlp.up_proj", "ffn", "model"), *linear("mlp.down_proj", "model", "ffn"),
+        Tensor("mlp.act_fn.alpha_p", ("one",), is_xielu), Tensor("mlp.act_fn.alpha_n", ("one",), is_xielu),
+    ),
+    gated=False,
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "hidden_act": "xielu"},
+    buffers=("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"),
+)  # fmt: skip
+
+SMOLLM3 = replace(
+    LLAMA,
+    model_types=("smollm3",),
+    rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
+)
+
+OLMO2 = replace(
+    LLAMA,
+    model_types=("olmo2", "olmo3"),
+    layer_tensors=(*attention(), *WHOLE_NORM, *OUTPUT_NORMS, *gated_ffn()),
+    qk_norm="whole",
+    unless={},
+    defaults={"tie_word_embeddings": False},
+)
+
+EXAONE4 = replace(
+    LLAMA,
+    model_types=("exaone4",),
+    layer_tensors=(*attention(False), *SHARED_NORM, *OUTPUT_NORMS, *gated_ffn()),
+    qk_norm="shared",
+    rotary=where_rope(either(unless("sliding_window"), layer_type_is("sliding_attention"))),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+    unless={},
+)
+
+# LayerNorms without weight or bias: no norm tensors, and no signs of the residual stream.
+OLMO = replace(
+    LLAMA,
+    model_types=("olmo",),
+    tensors=tuple(t for t in LLAMA.tensors if "norm" not in t.name),
+    layer_tensors=(*attention(), *gated_ffn()),
+    rms_norm=False,
+    unless={"clip_qkv": None, "partial_rotary_factor": 1.0},
+    note="without `clip_qkv`",
+)
+
+PHI3 = replace(
+    LLAMA,
+    model_types=("phi3",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        Tensor("self_attn.qkv_proj.weight", (("query", "key", "value"), "model")),
+        Tensor("self_attn.o_proj.weight", ("model", "mixed")),
+        Tensor("mlp.gate_up_proj.weight", (("gate", "up"), "model")),
+        Tensor("mlp.down_proj.weight", ("model", "ffn")),
+    ),
+    rotary=share_of_head("partial_rotary_factor"),
+    unless={},
+    defaults={"tie_word_embeddings": False, "partial_rotary_factor": 1.0},
+    note="fused projections",
+)
+
+GLM = replace(
+    LLAMA,
+    model_types=("glm",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        *attention("attention_bias", False),
+        Tensor("mlp.gate_up_proj.weight", (("gate", "up"), "model")),
+        Tensor("mlp.down_proj.weight", ("model", "ffn")),
+    ),
+    planes="neighbours",
+    rotary=share_of_head("partial_rotary_factor"),
+    unless={},
+    defaults={
+        "tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128,
+        "num_key_value_heads": 2,
+    },
+)  # fmt: skip
+
+GLM4 = replace(
+    GLM,
+    model_types=("glm4",),
+    layer_tensors=(
+        *GLM.layer_tensors, *rms_norm("post_self_attn_layernorm"), *rms_norm("post_mlp_layernorm"),
+    ),
+)  # fmt: skip
+
+ARCEE = replace(
+    LLAMA,
+    model_types=("arcee",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(),
+        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
+        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
+    ),
+    gated=False,
+)  # fmt: skip
+
+CWM = replace(
+    LLAMA,
+    model_types=("cwm",),
+    layer_tensors=(*INPUT_NORMS, *attention(False), *gated_ffn("mlp_bias")),
+    defaults={"tie_word_embeddings": False, "mlp_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+)
+
+HELIUM = replace(
+    LLAMA,
+    model_types=("helium",),
+    layer_tensors=(*INPUT_NORMS, *attention("attention_bias", False), *gated_ffn("mlp_bias")),
+    planes="neighbours",
+    defaults={**LLAMA.defaults, "num_key_value_heads": 20, "head_dim": 128},
+)
+
+# No norm has a weight, and queries and keys are normed after RoPE, which every angle passes.
+NANOCHAT = replace(
+    LLAMA,
+    model_types=("nanochat",),
+    tensors=tuple(t for t in LLAMA.tensors if "norm" not in t.name),
+    layer_tensors=(*attention(), *linear("mlp.fc1", "ffn", "model"), *linear("mlp.fc2", "model", "ffn")),
+    gated=False,
+    defaults={"tie_word_embeddings": False, "attention_bias": False},
+)
+
+INTERNLM3 = replace(
+    LLAMA,
+    model_types=("internlm3",),
+    layer_tensors=(
+        *INPUT_NORMS,
+        *attention(entry("attention_bias", "qkv_bias")),
+        *gated_ffn(entry("mlp_bias", "bias")),
+    ),
+    defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128},
+)
+
+# Norms within attention and FFN: the first leaves values order and signs, the second has no signs, like "gate".
+BITNET = replace(
+    LLAMA,
+    model_types=("bitnet",),
+    layer_tensors=(
+        *INPUT_NORMS, *attention(), *gated_ffn(),
+        Tensor("self_attn.attn_sub_norm.weight", ("|mixed|",)), Tensor("mlp.ffn_sub_norm.weight", ("gate",)),
+    ),
+    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 5},
+    note="weights that are not quantised, also not while loading",
+)  # fmt: skip
+
+ALL = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE_SWA, SMOLLM3, PHI3, OLMO, OLMO2, GLM, GLM4, EXAONE4,
+    SEED_OSS, ERNIE4_5, HUNYUAN, APERTUS, IQUESTCODER, ARCEE, CWM, HELIUM, NANOCHAT, INTERNLM3, BITNET,
+)  # fmt: skip

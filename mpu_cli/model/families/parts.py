@@ -1,0 +1,274 @@
+"""Tensors that tables of families share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpu_cli.model.family import Axis, Config, Rule, Sizes, Stack, Tensor
+
+# Rules, from which tables of families are composed: what a config says of a layer.
+
+
+def entry(*names: str) -> Rule:
+    """The first of these config entries that is there."""
+    return lambda config, _: next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def unless(name: str) -> Rule:
+    """Whether a config entry is off."""
+    return lambda config, _: not config.get(name)
+
+
+def share_of_head(*names: str) -> Rule:
+    """RoPE turns this share of a head's coordinates: the first of these entries that is there."""
+    return lambda config, _: int(config["head_dim"] * float(next(config[name] for name in names if name in config)))
+
+
+def where_rope(rope: Rule) -> Rule:
+    """RoPE turns all of a head's coordinates in layers for which ``rope`` holds, and none in others."""
+    return lambda config, layer: config["head_dim"] if rope(config, layer) else 0
+
+
+OLDER = {"attention": "full_attention", "mamba": "linear_attention"}  # what older files call kinds of layers
+
+
+def kind_of(config: Config, layer: int, *names: str) -> str | None:
+    """The kind of a layer by ``layer_types``, or by the first of the lists ``names``; None without a list."""
+    kinds = entry("layer_types", *names)(config, layer)
+    return OLDER.get(kinds[layer], kinds[layer]) if kinds else None
+
+
+def layer_type_is(kind: str, pattern: str = "sliding_window_pattern", every: int = 4) -> Rule:
+    """Whether a layer is of a kind: by ``layer_types``, or all but every n-th are sliding."""
+
+    def rule(config: Config, layer: int) -> bool:
+        listed = kind_of(config, layer)
+        if listed:
+            return listed == kind
+        n = int(config.get(pattern) or every)
+        return ("full_attention" if (layer + 1) % n == 0 else "sliding_attention") == kind
+
+    return rule
+
+
+def listed_or_every(name: str, interval: str, every: int) -> Rule:
+    """The entry of a layer in the list ``name``; without one, 0 in every n-th layer."""
+
+    def rule(config: Config, layer: int) -> int:
+        table = config.get(name)
+        return int(table[layer]) if table else int((layer + 1) % int(config.get(interval) or every) != 0)
+
+    return rule
+
+
+def list_entry(name: str) -> Rule:
+    """The entry of a layer in the list ``name``; without one, 1."""
+    return lambda config, layer: config[name][layer] if config.get(name) else 1
+
+
+def sparse_by_type(otherwise: Rule) -> Rule:
+    """Whether a layer has experts by ``mlp_layer_types``; without the list, by ``otherwise``."""
+
+    def rule(config: Config, layer: int) -> bool:
+        kinds = config.get("mlp_layer_types")
+        return bool(kinds[layer] == "sparse" if kinds else otherwise(config, layer))
+
+    return rule
+
+
+def of_each_layer(name: str, otherwise: str) -> Rule:
+    """The entry of a layer in the list ``name``; without one, the same entry for all layers."""
+    return lambda config, layer: config[name][layer] if config.get(name) else config[otherwise]
+
+
+def times(factor: int, name: str) -> Rule:
+    """A size that is a multiple of another."""
+    return lambda config, _: factor * int(config[name])
+
+
+def either(*rules: Rule) -> Rule:
+    return lambda config, layer: any(rule(config, layer) for rule in rules)
+
+
+def both(*rules: str | Rule | None) -> Rule:
+    """Whether all of these hold: rules, or config entries; None always does."""
+    all_of = [entry(rule) if isinstance(rule, str) else rule for rule in rules if rule is not None]
+    return lambda config, layer: all(rule(config, layer) for rule in all_of)
+
+
+def negate(rule: Rule) -> Rule:
+    return lambda config, layer: not rule(config, layer)
+
+
+def is_sparse(config: Config, layer: int) -> bool:
+    """Whether a layer of Qwen's mixtures has experts."""
+    step = int(config.get("decoder_sparse_step") or 1)
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % step == 0
+
+
+def share_or_rotary_dim(config: Config, _: int) -> int:
+    """How many coordinates RoPE turns, as a share of a head in files that transformers saved, else as a number."""
+    share = config.get("partial_rotary_factor")
+    return int(config.get("rotary_dim", config["head_dim"]) if share is None else config["head_dim"] * share)
+
+
+def after_dense(config: Config, layer: int) -> bool:
+    return layer >= int(config.get("first_k_dense_replace") or 0)
+
+
+def after_num_dense(config: Config, layer: int) -> bool:
+    """The same, where the number of dense layers has another name."""
+    return layer >= int(config["num_dense_layers"])
+
+
+is_listed_or_after_dense = sparse_by_type(after_dense)
+is_listed_or_after_first = sparse_by_type(lambda _, layer: layer > 0)
+
+
+def every(period: str, offset: str) -> Rule:
+    """Whether a layer is the one at ``offset`` in its period."""
+    return lambda config, layer: layer % int(config[period]) == config[offset]
+
+
+def linear(
+    name: str, *axes: Axis, bias: str | Rule | bool = False, when: str | Rule | None = None
+) -> tuple[Tensor, ...]:
+    """A linear layer's weight, (outputs, inputs), and its bias if it has one. ``when`` is for both."""
+    weight = Tensor(f"{name}.weight", axes, when)
+    if bias is False:
+        return (weight,)
+    bias_when = when if bias is True else bias if when is None else both(when, bias)
+    return weight, Tensor(f"{name}.bias", axes[:1], bias_when)
+
+
+def layer_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
+    return Tensor(f"{name}.weight", ("|model|",), when), Tensor(f"{name}.bias", ("model",), when)
+
+
+def rms_norm(name: str, when: str | Rule | None = None) -> tuple[Tensor, ...]:
+    return (Tensor(f"{name}.weight", ("|model|",), when),)
+
+
+def attention(
+    bias: str | Rule | bool = "attention_bias",
+    out_bias: str | Rule | bool | None = None,
+    name: str = "self_attn",
+    when: Rule | None = None,
+) -> tuple[Tensor, ...]:
+    """Llama's attention."""
+    out = bias if out_bias is None else out_bias
+    return (
+        *linear(f"{name}.q_proj", "query", "model", bias=bias, when=when),
+        *linear(f"{name}.k_proj", "key", "model", bias=bias, when=when),
+        *linear(f"{name}.v_proj", "value", "model", bias=bias, when=when),
+        *linear(f"{name}.o_proj", "model", "mixed", bias=out, when=when),
+    )  # fmt: skip
+
+
+def gated_ffn(
+    bias: str | Rule | bool = False, name: str = "mlp", prefix: str = "", when: str | Rule | None = None
+) -> tuple[Tensor, ...]:
+    return (
+        *linear(f"{name}.gate_proj", f"{prefix}gate", "model", bias=bias, when=when),
+        *linear(f"{name}.up_proj", f"{prefix}up", "model", bias=bias, when=when),
+        *linear(f"{name}.down_proj", "model", f"{prefix}ffn", bias=bias, when=when),
+    )
+
+
+def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+            split: str = "mlp", fused: str = "mlp") -> tuple[Tensor, ...]:  # fmt: skip
+    """The experts of a mixture: a matrix each in files from the Hub, stacked in files that hold what memory does."""
+    gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
+    return (
+        Tensor(gate, ("e-gate", "model"), when, "split"),
+        Tensor(up, ("e-up", "model"), when, "split"),
+        Tensor(down, ("model", "e-ffn"), when, "split"),
+        Tensor(f"{fused}.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), when, "fused"),
+        Tensor(f"{fused}.experts.down_proj", ("expert", "model", "e-ffn"), when, "fused"),
+    )
+
+
+def stacks(
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), split: str = "mlp", fused: str = "mlp"
+) -> tuple[Stack, ...]:
+    gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
+    return Stack(f"{fused}.experts.gate_up_proj", (gate, up)), Stack(f"{fused}.experts.down_proj", (down,))
+
+
+SHARED_NORM = (Tensor("self_attn.q_norm.weight", ("|head|",)), Tensor("self_attn.k_norm.weight", ("|head|",)))
+
+WHOLE_NORM = (Tensor("self_attn.q_norm.weight", ("|query|",)), Tensor("self_attn.k_norm.weight", ("|key|",)))
+
+INPUT_NORMS = (*rms_norm("input_layernorm"), *rms_norm("post_attention_layernorm"))
+
+OUTPUT_NORMS = (*rms_norm("post_attention_layernorm"), *rms_norm("post_feedforward_layernorm"))
+
+SIZES: Sizes = {
+    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+}  # fmt: skip
+
+# Norms of queries and keys after RoPE: quarter turns pass through both.
+NORM_AFTER_ROPE = (
+    Tensor("self_attn.query_layernorm.weight", ("|head|",)), Tensor("self_attn.key_layernorm.weight", ("|head|",)),
+)  # fmt: skip
+
+SANDWICH = (
+    *INPUT_NORMS, *rms_norm("pre_feedforward_layernorm"), *rms_norm("post_feedforward_layernorm"), *attention(),
+)  # fmt: skip
+
+EXPERTS: Sizes = {"experts": ("num_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size"}
+
+ROUTER = Tensor("mlp.gate.weight", ("expert", "model"))
+
+CORRECTION = Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=False)
+
+
+def sparse_ffn(
+    when: Rule, correction: tuple[Tensor, ...] = (CORRECTION,), bias: str | bool = False
+) -> tuple[Tensor, ...]:
+    """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
+    return (
+        *gated_ffn(bias, when=negate(when)),
+        *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
+        *experts(when),
+        *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),
+    )
+
+
+def granite_experts(when: str | None = None) -> tuple[Tensor, ...]:
+    """Stacked in files from the Hub too, under other names than in memory."""
+    router, gate_up, down = ("expert", "model"), ("expert", ("e-gate", "e-up"), "model"), ("expert", "model", "e-ffn")
+    return (
+        Tensor("block_sparse_moe.router.layer.weight", router, when, "hub"),
+        Tensor("block_sparse_moe.input_linear.weight", gate_up, when, "hub"),
+        Tensor("block_sparse_moe.output_linear.weight", down, when, "hub"),
+        Tensor("block_sparse_moe.router.weight", router, when, "memory"),
+        Tensor("block_sparse_moe.experts.gate_up_proj", gate_up, when, "memory"),
+        Tensor("block_sparse_moe.experts.down_proj", down, when, "memory"),
+    )
+
+
+def numbered_ffn(when: Rule | None = None) -> tuple[Tensor, ...]:
+    return (
+        *linear("feed_forward.w1", "gate", "model", when=when), *linear("feed_forward.w3", "up", "model", when=when),
+        *linear("feed_forward.w2", "model", "ffn", when=when),
+    )  # fmt: skip
+
+
+def renamed_parts(when: Rule, names: dict[str, str], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` of a mixture under the names that they have in memory, and under those that the Hub's files have."""
+
+    def in_file(name: str) -> str:
+        return next((old + name.removeprefix(new) for old, new in names.items() if name.startswith(new)), name)
+
+    return tuple(
+        replace(tensor, name=name, when=when, layout=layout)
+        for tensor in tensors
+        for name, layout in ((in_file(tensor.name), "split"), (tensor.name, "fused"))
+    )
+
+
+def renamed_stacks(tensors: tuple[Tensor, ...]) -> tuple[Stack, ...]:
+    """What ``renamed_parts`` lists, for writing parameters under the names in files."""
+    return tuple(Stack(new.name, (old.name,)) for old, new in zip(tensors[::2], tensors[1::2], strict=True))

@@ -1,0 +1,458 @@
+"""A model family as a table: tensors, sizes, and what may invalidate the table.
+
+The names of axes (``axes``) alone determine what a symmetry does, so a new family is a new table, not new code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# The names of axes: what each of a tensor's axes counts.
+#
+# A tensor is a name plus what each of its axes counts. The axis names alone determine what a symmetry does, so a new
+# family is a new table, not new code.
+#
+# | axis | counts | |---|---| | model | the residual stream | | \|model\| | the residual stream where a norm's weight
+# scales it: permuted with it, but without sign changes | | ffn | neurons of the feed-forward layer | | gate, up | the
+# same neurons in a gated layer, before the product act(gate)·up | | s-ffn, s-gate, s-up | the same of a shared
+# expert, or of a second feed-forward layer | | e-ffn, e-gate, e-up | the same inside each expert of a mixture | |
+# expert | the experts of a mixture, in the router and in stacked tensors | | query | query heads × head size, the
+# coordinates of the query–key dot product | | key | KV heads × head size, the same coordinates | | value | KV heads ×
+# head size, the coordinates of values | | mixed | query heads × head size: values after attention, the input of the
+# output projection | | \|query\|, \|key\| | query and key where the weight of a norm over all heads scales them | |
+# \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them | | \|mixed\|
+# | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes | | head | query
+# heads, one number each | | q-latent, kv-latent | the latents of latent attention (MLA); \|q-latent\|, \|kv-latent\|
+# where norms scale them | | mla-query, mla-key-value | query heads × (coordinates without and with RoPE), × (keys
+# without RoPE, values) | | mla-key, mla-mixed | the coordinates of keys with RoPE, which all heads share; query heads
+# × values | | ssm-head, ssm, ssm-state | heads of Mamba2, heads × head size, and groups × states (of B and of C) | |
+# delta-head, delta-value, delta-key | value heads of a delta net, × head size, and key heads × head size | |
+# \|delta\| | the coordinates of one value head, the same for all | | m-inner, m-state, m-rank | channels and states
+# of Mamba, and what its time steps are computed from | | vocab, position | rows of the embeddings | | channel | the
+# channels of embeddings of its own that a layer reads, which all layers order alike | | \|channel\| | the same where
+# they are gated, or a norm's weight scales them |
+#
+# An axis of a tensor may hold several of these, fused: a tuple of names one after the other (GPT-2's ``c_attn``), or
+# ``Fused`` in chunks, each with its share of each name (GPT-NeoX: for each head its query, key and value), or one
+# name again and again, ``Repeated`` (Gemma 4's embeddings, with the channels of every layer).
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Axes fused in ``chunks`` chunks, the name of a size or a number: of each chunk its share of each of ``names``."""
+
+    names: tuple[str, ...]
+    chunks: str | int
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """An axis that holds ``name`` once for each of ``times``, the name of a size."""
+
+    name: str
+    times: str
+
+
+Axis = str | tuple[str, ...] | Fused | Repeated
+
+
+def names_of(axis: Axis) -> tuple[str, ...]:
+    """The names that an axis is made of."""
+    if isinstance(axis, tuple):
+        return axis
+    return (axis,) if isinstance(axis, str) else (axis.name,) if isinstance(axis, Repeated) else axis.names
+
+
+FFN_AXES = ("ffn", "gate", "up")
+ATTENTION = ("query", "key", "value", "mixed")
+OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED = "|query|", "|key|", "|head|", "|mixed|"
+MODEL_AXES, CHANNELS = ("model", "|model|"), ("channel", "|channel|")
+LAYER_AXES = (
+    *FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES), *(f"e-{axis}" for axis in FFN_AXES), "expert",
+    *ATTENTION, OF_QUERIES, OF_KEYS, OF_HEAD, OF_MIXED, "head",
+    "q-latent", "|q-latent|", "kv-latent", "|kv-latent|", "mla-query", "mla-key-value", "mla-key", "mla-mixed",
+    "ssm-head", "ssm", "ssm-state", "delta-head", "delta-value", "delta-key", "|delta|", "m-inner", "m-state", "m-rank",
+)  # fmt: skip
+
+
+# The symmetries that models can have, and those of a layer and of the residual stream.
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """One permutation of all ``axes``, which count the same things; those in ``signed`` also share sign changes.
+
+    ``per_expert``: each expert has its own.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    signed: tuple[str, ...] = ()
+    per_expert: bool = False
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One orthogonal matrix per KV head, applied to every head of ``axes`` that belongs to it.
+
+    It turns each plane of two of the first ``rotary`` coordinates, those that RoPE rotates, and is any matrix in O() on
+    the rest; with ``planes=None``, on all of them. "halves" pairs i with i + rotary/2, "neighbours" 2i with 2i + 1.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    planes: str | None
+    rotary: int | None = None  # None: all coordinates of a head
+
+
+@dataclass(frozen=True)
+class QuarterTurns:
+    """The rotations that are signed permutations: one per KV head, applied to every head of ``axes`` belonging to it.
+
+    In each plane a multiple of 90°; of the coordinates that RoPE leaves alone any order and signs. ``norm`` says how a
+    norm scales queries and keys before RoPE: "shared", with one weight for all heads, or "whole", with one for each
+    coordinate of every head. Then its weights are reordered along; what "shared" weights have in common, all heads do.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    planes: str | None
+    rotary: int | None = None
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
+class HeadPermutation:
+    """Permutes whole KV heads together with their query heads, and the query heads within each group."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ExpertPermutation:
+    """Permutes the experts of a mixture with the rows of its router, within and between ``groups`` of equal size."""
+
+    name: str
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """What latent attention allows in its heads (DeepSeek-V2, arXiv 2405.04434).
+
+    Each head has a map of the coordinates that RoPE leaves alone, for its queries and keys, and one of its values; all
+    heads share one turn of the planes that RoPE turns. Any rotations or, with ``turns``, signed permutations. With
+    ``order``, heads change places.
+    """
+
+    name: str
+    planes: str
+    turns: bool
+    order: bool
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Orders, without signs, of the heads of a state-space layer, which come in ``groups``, the name of a size.
+
+    Groups change places, heads do within their group, and so do the coordinates of each head (``inner``) and what a
+    group has besides heads (``of_group``). ``per_head`` has one number a head. Of ``common``, the coordinates of one
+    head, all heads have the same order.
+    """
+
+    name: str
+    groups: str
+    per_head: str
+    inner: str
+    of_group: str
+    common: str | None = None
+
+
+Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermutation | LatentHeads | GroupedHeads
+
+HEADS, EXPERTS = HeadPermutation("heads"), "experts"
+GROUPED = (
+    GroupedHeads("mamba", "ssm-groups", "ssm-head", "ssm", "ssm-state"),
+    GroupedHeads("delta-net", "delta-groups", "delta-head", "delta-value", "delta-key", "|delta|"),
+)
+ORDERED = ("m-inner", "m-state", "m-rank")  # axes with an order of their own, and nothing more
+LATENTS = ("q-latent", "kv-latent")
+QK, VO = ("query", "key"), ("value", "mixed")
+SETS = ("signed", "paper", "all", "none")
+EVERY = "every"  # the union of all sets, up to which two copies are compared; no publication can choose it
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """A feed-forward layer: the prefix of its axes, and whether signs of up cancel against those of the next layer.
+
+    They do if the layer is act(gate)·up, and nothing is added to up.
+    """
+
+    prefix: str = ""
+    gated: bool = True
+
+    def permutation(self, signed: bool) -> Permutation:
+        axes = tuple(self.prefix + axis for axis in FFN_AXES)
+        signs = (self.prefix + "up", self.prefix + "ffn") if signed and self.gated else ()
+        name = {"": "ffn", "s-": "shared-ffn", "e-": "expert-ffn"}[self.prefix]
+        return Permutation(name, axes, signs, per_expert=self.prefix == "e-")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What decides the symmetries of one layer.
+
+    ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys,
+    as in ``QuarterTurns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward
+    layers; ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether
+    something works on values coordinate by coordinate, so that they cannot be rotated; ``keys_are_values``: whether its
+    keys are its values, too, so that one turn is for both; ``reads``: the layer whose keys and values it reads (None:
+    its own), whose turns and order of heads it then shares; ``latent``: the planes of RoPE in latent attention (None:
+    it has none), and ``latents``: those of LATENTS that it has; ``grouped``: those of GROUPED that it has, and
+    ``ordered``: those of ORDERED.
+    """
+
+    planes: str | None
+    rotary: int
+    norm: str | None
+    movable: bool
+    ffns: tuple[Ffn, ...]
+    groups: int = 0
+    attention: bool = True
+    elementwise: bool = False
+    keys_are_values: bool = False
+    reads: int | None = None
+    latent: str | None = None
+    latents: tuple[str, ...] = ()
+    grouped: tuple[GroupedHeads, ...] = ()
+    ordered: tuple[str, ...] = ()
+
+    @property
+    def shared_symmetries(self) -> tuple[str, ...]:
+        """The symmetries that this layer has in common with the one whose keys and values it reads."""
+        return () if self.reads is None else ("attention", "qk", "vo", HEADS.name)
+
+
+@dataclass(frozen=True)
+class SymmetrySet:
+    """Which symmetries a publication may use.
+
+    ``signs``: permutations change signs, too, where the function allows it; ``beyond_paper``: heads, experts, latents
+    and state spaces, which the paper leaves in place; ``quarter_turns``: rotations are signed permutations, which
+    elementwise optimisers follow and which round nothing.
+    """
+
+    signs: bool
+    beyond_paper: bool
+    quarter_turns: bool
+
+
+SYMMETRY_SETS = {
+    "signed": SymmetrySet(signs=True, beyond_paper=True, quarter_turns=True),
+    "paper": SymmetrySet(signs=False, beyond_paper=False, quarter_turns=False),
+    "all": SymmetrySet(signs=False, beyond_paper=True, quarter_turns=False),
+    EVERY: SymmetrySet(signs=True, beyond_paper=True, quarter_turns=False),
+}
+
+
+def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
+    """The symmetries of set ``name`` (one of SETS, or EVERY) that a layer allows, in the order of their keys."""
+    if name == "none":
+        return ()
+    chosen = SYMMETRY_SETS[name]
+    if layer.latent:
+        attention = _latent_attention(chosen, layer, layer.latent)
+    elif not layer.attention:
+        attention = ()
+    else:
+        attention = _attention(chosen, layer)
+    ffns = tuple(ffn.permutation(chosen.signs) for ffn in layer.ffns)
+    return (*ffns, *attention, *_experts_and_states(chosen, layer))
+
+
+def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
+    """Of ordinary attention.
+
+    A norm of queries and keys leaves only turns by multiples of 90° between them, so that what is one rotation for
+    queries, keys and values without it is two.
+    """
+    planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
+    heads = (HEADS,) if chosen.beyond_paper and layer.movable else ()
+    if layer.keys_are_values:
+        turns_of_all = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
+        return (turns_of_all, *((HEADS,) if chosen.beyond_paper else ()))
+    if not chosen.beyond_paper and not norm and not layer.elementwise:
+        return (Rotation("attention", ATTENTION, planes, rotary),)
+    only_turns = bool(norm) or chosen.quarter_turns or not chosen.beyond_paper
+    qk: Symmetry = QuarterTurns("qk", QK, planes, rotary, norm) if only_turns else Rotation("qk", QK, planes, rotary)
+    values: Symmetry = Rotation("vo", VO, None)
+    if chosen.quarter_turns or layer.elementwise:
+        values = QuarterTurns("vo", VO, None)
+    return (qk, values, *heads)
+
+
+def _latent_attention(chosen: SymmetrySet, layer: Structure, planes: str) -> tuple[Symmetry, ...]:
+    """Of attention whose queries, keys and values are computed from latents."""
+    heads = LatentHeads("attention", planes, turns=chosen.quarter_turns, order=chosen.beyond_paper)
+    if not chosen.beyond_paper:
+        return (heads,)
+    latents = (Permutation(axis, (axis, f"|{axis}|"), (axis,) if chosen.signs else ()) for axis in layer.latents)
+    return (*latents, heads)
+
+
+def _experts_and_states(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
+    """Of the experts of a mixture, and of state spaces: orders only."""
+    if not chosen.beyond_paper:
+        return ()
+    experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
+    return (*experts, *layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered))
+
+
+def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
+    """The symmetries of set ``name`` of the residual stream: RMS norms preserve signs, a LayerNorm, which subtracts the
+    mean, does not. ``channels``: whether layers read embeddings of their own."""
+    if name in ("none", "paper"):
+        return ()
+    signs = name in ("signed", EVERY)
+    residual = Permutation("residual", MODEL_AXES, ("model",) if rms_norm and signs else ())
+    return (residual, Permutation("channels", CHANNELS, ("channel",) if signs else ())) if channels else (residual,)
+
+
+Config = Mapping[str, Any]
+Rule = Callable[[Config, int], Any]  # of a config, whose defaults are filled in, and the number of a layer
+
+
+SizeSource = str | int | Sequence[str] | Rule  # a config entry, a number, the first entry there, or a rule
+Sizes = Mapping[str, SizeSource]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter. ``when``: the config entry, or the rule, that says whether it exists (None: always).
+
+    A name with ``{e}`` stands for one tensor for each expert. ``layout`` is for tensors that some files hold in
+    another arrangement: those of one layout are there, or those of the other. What is not ``trained`` gets no noise
+    and is in no delta, but changes places with what it counts.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    when: str | Rule | None = None
+    layout: str | None = None
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parameter in memory, of shape (experts, rows, columns), that files hold as a matrix for each expert.
+
+    ``parts``: the names in files of the matrices that lie one below the other in one of the stack. Without ``{e}``,
+    the name in files of the whole parameter.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family as a table.
+
+    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers;
+    ``defaults`` are the values that transformers assumes for
+    missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
+    table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint of
+    the bare model). ``heads`` are names of the output layer, of which files hold one. ``buffers`` are name suffixes of
+    constants, which are not parameters; ``dead`` are patterns of tensors that the model does not use and that must not
+    be copied as they are. ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
+
+    Of a wrapper around a language model, ``text_config`` is the config entry that describes that model,
+    ``frozen_prefixes`` are prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are
+    prefixes that files may have with those in memory; ``ties`` says which configs may tie the head to the embedding,
+    "outer", "text" or either, and ``text_tied`` whether that of a text which does not say does.
+
+    Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
+    layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
+    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts), ``keys_are_values``, ``reads``
+    and ``latent`` (rules for those of ``Structure``). ``note`` is for the list of families.
+    """
+
+    model_types: tuple[str, ...]
+    sizes: Sizes
+    prefix: str
+    layer: str
+    tensors: tuple[Tensor, ...]
+    layer_tensors: tuple[Tensor, ...]
+    planes: str | None = "halves"
+    rotary: Rule | None = None
+    qk_norm: str | Rule | None = None
+    movable_heads: bool | Rule = True
+    gated: bool = True
+    rms_norm: bool = True
+    experts: Rule | None = None
+    groups: int | str = 1
+    layer_sizes: Sizes = field(default_factory=dict)
+    keys_are_values: Rule | None = None
+    reads: Rule | None = None
+    latent: str | Rule | None = None
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    unless: Mapping[str, object] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+    transposed: bool = False
+    stacks: tuple[Stack, ...] = ()
+    text_config: str | None = None
+    ties: tuple[str, ...] = ("outer",)
+    text_tied: bool = False
+    frozen_prefixes: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+def as_in_memory(family: Family) -> Family:
+    """The table for files with the names that the model has in memory, as FSDP and DeepSpeed save them."""
+    return replace(_with_renamed_prefixes(family, family.renamed), renamed=())
+
+
+def variants_of(family: Family) -> tuple[Family, ...]:
+    """``family``, and its table by each of the other names that files may have."""
+    in_files = tuple((in_memory, in_file) for in_file, in_memory in family.renamed)
+    return (family, as_in_memory(family), _with_renamed_prefixes(family, in_files)) if family.renamed else (family,)
+
+
+def _with_renamed_prefixes(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:
+    def replace_prefix(name: str) -> str:
+        before, after = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        return after + name.removeprefix(before)
+
+    return replace(
+        family,
+        prefix=replace_prefix(family.prefix),
+        layer=replace_prefix(family.layer),
+        tensors=tuple(replace(tensor, name=replace_prefix(tensor.name)) for tensor in family.tensors),
+        heads=tuple(map(replace_prefix, family.heads)),
+        frozen_prefixes=tuple(map(replace_prefix, family.frozen_prefixes)),
+    )
+
+
+def describe(layer: Structure) -> str:
+    """What a layer allows in the set "all", in words."""
+    words = []
+    if layer.attention:
+        free = "any rotation" if not layer.rotary else f"any angle in {layer.planes}"
+        rotated = f"turns by 90° in {layer.planes}, norms moved along" if layer.norm else free
+        words.append(f"queries and keys: {rotated}")
+        words.append("values: " + ("order and signs" if layer.elementwise else "any rotation"))
+        words.append("heads change places" if layer.movable else "heads stay (ALiBi)")
+    words.append("neurons: order" + (" and signs" if any(ffn.gated for ffn in layer.ffns) else ""))
+    if layer.latent:
+        words.append(f"heads: any rotation without RoPE, one angle for all in {layer.latent}; latents: order and signs")
+    if layer.grouped or layer.ordered:
+        words.append("state-space coordinates: order")
+    if layer.groups:
+        words.append("experts change places")
+    return "; ".join(words)

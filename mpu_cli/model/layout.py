@@ -1,0 +1,536 @@
+"""A family applied to one config and one checkpoint's tensor names: the axes, sizes and block of every tensor."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.reader import FLOATS, TensorInfo, quoted_list
+from mpu_cli.model.family import (
+    CHANNELS,
+    EVERY,
+    FFN_AXES,
+    GROUPED,
+    LATENTS,
+    MODEL_AXES,
+    ORDERED,
+    SETS,
+    Axis,
+    Config,
+    Family,
+    Ffn,
+    Fused,
+    Repeated,
+    SizeSource,
+    Structure,
+    Symmetry,
+    Tensor,
+    names_of,
+    symmetries_of_layer,
+    symmetries_of_model,
+    variants_of,
+)
+from mpu_cli.model.wrappers import REFUSED, family_of, supported_families
+
+# What a config says of a model: its family, its sizes, and what decides the symmetries of each layer.
+
+OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
+
+
+def tensor_exists(tensor: Tensor, config: Config, layer: int) -> bool:
+    if tensor.when is None:
+        return True
+    return bool(config.get(tensor.when) if isinstance(tensor.when, str) else tensor.when(config, layer))
+
+
+def with_defaults(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
+    entries = {name: value for name, value in config.items() if value is not None}
+    if family.text_config and isinstance(text := config.get(family.text_config), dict):
+        text_entries = {
+            name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
+        }
+        entries = {**entries, **text_entries, "model_type": config["model_type"]}
+    rope = entries.get("rope_parameters")
+    inner = (
+        {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}
+    )
+    return {**family.defaults, **inner, **entries}
+
+
+def structure_of(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
+    d = sizes["head_dim"]
+    planes = family.planes
+    rotary = (
+        0 if planes is None else d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
+    )
+    if not 0 <= rotary <= d or rotary % 2:
+        raise MpuError(
+            f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
+        )
+    norm = value_of(family.qk_norm, config, layer)
+    movable = value_of(family.movable_heads, config, layer)
+    ffns: list[Ffn] = []
+    groups = 0
+    mixture = family.experts is not None and bool(family.experts(config, layer))
+    axes = {
+        name
+        for tensor in family.layer_tensors
+        if tensor_exists(tensor, config, layer)
+        for axis in tensor.axes
+        for name in names_of(axis)
+    }
+    if "ffn" in axes:
+        ffns.append(Ffn("", family.gated))
+    if "s-ffn" in axes:
+        ffns.append(Ffn("s-", family.gated))
+    if mixture:
+        ffns.append(Ffn("e-", family.gated))
+        groups = int(config.get(family.groups) or 1) if isinstance(family.groups, str) else family.groups
+    return Structure(
+        planes,
+        rotary,
+        norm,
+        bool(movable),
+        tuple(ffns),
+        groups,
+        attention="query" in axes,
+        elementwise="|mixed|" in axes,
+        keys_are_values=bool(value_of(family.keys_are_values, config, layer)),
+        reads=value_of(family.reads, config, layer),
+        latent=value_of(family.latent, config, layer) if "mla-query" in axes else None,
+        latents=tuple(axis for axis in LATENTS if axis in axes),
+        grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
+        ordered=tuple(axis for axis in ORDERED if axis in axes),
+    )
+
+
+def value_of(rule: Any, config: Config, layer: int) -> Any:
+    return rule(config, layer) if callable(rule) else rule
+
+
+def supported_family(config: Mapping[str, object], where: str) -> Family:
+    model_type, text = config.get("model_type"), config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, dict) else None
+    family = family_of(model_type, text_type)
+    if family is None and (reason := REFUSED.get(str(model_type))):
+        raise MpuError(f"{where}: architecture {model_type!r} is not supported: {reason}")
+    if family is None:
+        inside = f" around {text_type!r}" if str(model_type) in supported_families() else ""
+        raise MpuError(
+            f"{where}: architecture {model_type!r}{inside} is not supported "
+            f"(supported: {', '.join(supported_families())}), and mpu does not guess: a transform "
+            "that does not fit would change what the model computes"
+        )
+    if config.get("quantization_config") is not None:
+        raise MpuError(
+            f"{where}: is quantised (quantization_config in config.json)",
+            "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "
+            "save_pretrained",
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, value in family.unless.items():
+        actual = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
+        if actual != value:
+            raise MpuError(f"{where}: {model_type} with {key} = {actual!r} is not supported (only {value!r})")
+    return family
+
+
+def named_as(family: Family, tensors: Collection[str]) -> Family:
+    """``family`` by the names in these files: those that files usually have, or those of the model in memory."""
+    return max(variants_of(family), key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
+
+
+def sizes_of_model(family: Family, config: Config, where: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for size, source in family.sizes.items():
+        if (value := size_of(size, source, config, sizes, 0, where)) is not None:
+            sizes[size] = value
+    if "head_dim" not in sizes:
+        if sizes["model"] % sizes["heads"]:
+            raise MpuError(f"{where}: {sizes['heads']} heads do not divide a width of {sizes['model']} (config.json)")
+        sizes["head_dim"] = sizes["model"] // sizes["heads"]
+    check_heads(family, sizes, where)
+    return sizes
+
+
+def sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer: int, where: str) -> Mapping[str, int]:
+    """``sizes`` with those that are a layer's own."""
+    if not family.layer_sizes:
+        return sizes
+    overrides = {
+        name: size_of(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()
+    }
+    layer_sizes = sizes | {name: value for name, value in overrides.items() if value is not None}
+    check_heads(family, layer_sizes, where)
+    return layer_sizes
+
+
+def size_of(
+    size: str, source: SizeSource, config: Config, sizes: Mapping[str, int], layer: int, where: str
+) -> int | None:
+    """A size, from its source; None if the model has no such thing."""
+    if callable(source):
+        key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, layer)
+    elif isinstance(source, int):
+        key, value = size, source
+    else:
+        keys = (source,) if isinstance(source, str) else tuple(source)
+        key = next((name for name in keys if config.get(name) is not None), keys[0])
+        value = config.get(key)
+    if value is None and size == "kv_heads":
+        value = sizes["heads"]
+    if value is None and key == "n_inner":
+        value = 4 * sizes["model"]
+    if value is None and (size in OPTIONAL or callable(source)):
+        return None
+    if type(value) is not int or value < 1:
+        raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
+    return value
+
+
+def check_heads(family: Family, sizes: Mapping[str, int], where: str) -> None:
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
+    if family.planes and family.rotary is None and sizes["head_dim"] % 2:
+        raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")
+
+
+# axis → the size that it has (times the size of a head, for those of attention)
+_LENGTHS = (
+    dict.fromkeys(FFN_AXES, "ffn")
+    | {f"s-{axis}": "shared_ffn" for axis in FFN_AXES}
+    | {f"e-{axis}": "expert_ffn" for axis in FFN_AXES}
+    | dict.fromkeys(MODEL_AXES, "model")
+    | dict.fromkeys(CHANNELS, "channels")
+    | {f"|{axis}|": axis for axis in LATENTS}
+    | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
+)
+_QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One tensor of a checkpoint. ``axes`` has one tuple per dimension, of one name or, if fused, several.
+
+    ``chunks``: in how many chunks each dimension is fused, 1 if one name follows the other. ``layer`` is None outside
+    the layers, ``expert`` unless the tensor belongs to one expert. A ``constant`` (such as a mask) is not a parameter:
+    it gets no noise, and is reordered only if its axes say what it counts.
+    """
+
+    name: str
+    axes: tuple[tuple[str, ...], ...]
+    layer: int | None
+    block: str
+    constant: bool = False
+    chunks: tuple[int, ...] = (1, 1, 1)
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's tensors in block order, and the sizes of its axes and heads.
+
+    ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
+    whether the names lack the family's prefix. ``structures``: what decides the symmetries of each layer. ``config``:
+    the model's, with defaults filled in. ``layer_sizes``: the sizes in each layer, if they differ.
+    """
+
+    family: Family
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, TensorLayout]
+    alias: str | None
+    bare: bool
+    structures: tuple[Structure, ...] = ()
+    config: Config = field(default_factory=dict)
+    layer_sizes: tuple[Mapping[str, int], ...] = ()
+
+    def sizes_of(self, layer: int | None) -> Mapping[str, int]:
+        """The sizes in a layer, or of the whole model (None)."""
+        return self.sizes if layer is None or not self.layer_sizes else self.layer_sizes[layer]
+
+    @property
+    def blocks(self) -> dict[str, list[TensorLayout]]:
+        blocks: dict[str, list[TensorLayout]] = {}
+        for tensor in self.tensors.values():
+            blocks.setdefault(tensor.block, []).append(tensor)
+        return blocks
+
+    @property
+    def parameters(self) -> list[TensorLayout]:
+        """The trained tensors, without constants."""
+        return [tensor for tensor in self.tensors.values() if not tensor.constant]
+
+    def full_name(self, name: str) -> str:
+        """The name that the transformers model uses for tensor ``name`` of these files."""
+        if name in self.family.heads and not self.family.text_config:
+            return HEAD
+        for in_file, in_memory in self.family.renamed:
+            if name.startswith(in_file):
+                return in_memory + name.removeprefix(in_file)
+        return self.family.prefix + name if self.bare and not name.startswith("lm_head.") else name
+
+    def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
+        """The symmetries in set ``name`` that a layer allows, or the whole model (None).
+
+        Raises UsageError if there is no such set.
+        """
+        if name not in (*SETS, EVERY):
+            raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
+        if layer is None:
+            channels = any("channel" in group for tensor in self.tensors.values() for group in tensor.axes)
+            return symmetries_of_model(name, self.family.rms_norm, channels)
+        return symmetries_of_layer(name, self.structures[layer])
+
+
+EMBEDDING = (("vocab",), ("channel-vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
+HEAD = "lm_head.weight"  # the output layer's name in memory
+
+
+def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
+    """The layout of the checkpoint with these ``tensors``; every name and shape is checked.
+
+    Raises MpuError if the architecture is not supported or the config does not describe these tensors. ``where``
+    names the model in error messages.
+    """
+    family = named_as(supported_family(config, where), tensors)
+    try:
+        return _layout(family, tensors, config, where)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
+
+
+def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
+    """The tensors that files of a model with this config hold, in float32, as its family's table has them.
+
+    For models of which there are no files; of what surrounds a language model, only what writes into it. Raises
+    MpuError if the architecture is not supported.
+    """
+    where = "config"
+    family = supported_family(config, where)
+    filled = with_defaults(family, config)
+    sizes = sizes_of_model(family, filled, where)
+    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
+    try:
+        expected = _expected_layouts(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+    except KeyError as error:
+        raise MpuError(f"{where}: does not say how large {error} is") from error
+    if _is_tied(family, config, filled, None):
+        expected = {name: tensor for name, tensor in expected.items() if name not in family.heads}
+    shapes = {name: _shape(tensor, sizes, of_layers) for name, tensor in expected.items()}
+    return {name: TensorInfo(name, "F32", shape, Path(), 0) for name, shape in shapes.items()}
+
+
+def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
+    filled = with_defaults(family, config)
+    sizes = sizes_of_model(family, filled, where)
+    bare = not any(name.startswith(family.prefix) for name in tensors)
+
+    def here(name: str) -> str:
+        return name.removeprefix(family.prefix) if bare else name
+
+    layers = sizes["layers"]
+    if layers > len(tensors):
+        raise MpuError(
+            f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
+        )
+    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
+    arrangement = _layout_there(family, layers, tensors)
+    apart = any("{e}" in t.name and t.layout in (None, *arrangement) for t in family.layer_tensors)
+    if apart and sizes["experts"] > len(tensors):
+        raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
+    expected = _expected_layouts(family, filled, sizes, of_layers, arrangement, here)
+    head = next((here(name) for name in family.heads if here(name) in tensors), None)
+    untied = next((here(name) for name in family.heads if here(name) in expected), None)
+    alias = None
+    embedding = next(name for name, tensor in expected.items() if tensor.axes[0] == ("vocab",))
+    if _is_tied(family, config, filled, head):
+        expected.pop(untied or "", None)
+        if head and embedding not in tensors:  # the same tensor by the head's name
+            expected = _with_separate_block(expected, embedding, head)
+        else:
+            alias = head
+    elif untied and head and head != untied:  # the same tensor by the other name, in its place
+        expected = _with_separate_block(expected, untied, head)
+    constants = _check_names(family, expected, tensors, alias, where)
+    for name, layout in expected.items():
+        shape = _shape(layout, sizes, of_layers)
+        if tensors[name].shape != shape:
+            swapped = sorted(tensors[name].shape) == sorted(shape)
+            raise MpuError(
+                f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}",
+                "load the model with transformers and save it again, which arranges its tensors" if swapped else None,
+            )
+        if tensors[name].dtype not in FLOATS:
+            raise MpuError(
+                f"{where}: {name!r} is stored as {tensors[name].dtype}, but mpu needs weights that are not quantised "
+                f"({', '.join(FLOATS)})"
+            )
+    for name in constants:
+        expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
+    structures = tuple(structure_of(family, filled, of_layers[i], i, where) for i in range(layers))
+    return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
+
+
+def _expected_layouts(
+    family: Family,
+    config: Config,
+    sizes: Mapping[str, int],
+    of_layers: Sequence[Mapping[str, int]],
+    arrangement: Collection[str],
+    here: Callable[[str], str] = lambda name: name,
+) -> dict[str, TensorLayout]:
+    """The tensors of the table by the names that they have ``here``, with alternatives arranged by ``arrangement``."""
+    expected: dict[str, TensorLayout] = {}
+
+    def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
+        if (tensor.layout and tensor.layout not in arrangement) or not tensor_exists(tensor, config, layer or 0):
+            return
+        own_sizes = sizes if layer is None else of_layers[layer]
+        axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
+        for e in range(sizes["experts"]) if "{e}" in tensor.name else (None,):
+            name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
+            block_name = name if block is None or not tensor.trained else here(block)
+            expected[name] = TensorLayout(name, axes, layer, block_name, not tensor.trained, chunks, e)
+
+    for tensor in family.tensors:
+        expect(tensor, "", None, None)
+    for i in range(len(of_layers)):
+        prefix = family.layer.format(i=i)
+        for tensor in family.layer_tensors:
+            expect(tensor, prefix, i, prefix.rstrip("."))
+    return expected
+
+
+def _check_names(
+    family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
+) -> list[str]:
+    """Which of ``tensors`` are constants. Raises MpuError if some are dead, missing or unknown."""
+    unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
+    if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
+        raise MpuError(
+            f"{where}: the weights contain {quoted_list(dead)}, which the model does not use; a copy would give them "
+            "away",
+            "load the model with transformers and save it again, which leaves them out",
+        )
+    ends, begins = family.buffers, family.frozen_prefixes
+    constants = [n for n in tensors if n not in expected and (n.endswith(ends) or n.startswith(begins))]
+    unknown = set(tensors) - set(expected) - set(constants) - {alias}
+    if missing := set(expected) - set(tensors):
+        raise MpuError(
+            f"{where}: the weights lack {quoted_list(missing)}, which config.json requires",
+            f"they have {quoted_list(unknown)}: if transformers loads them, its save_pretrained gives the usual names"
+            if unknown
+            else None,
+        )
+    if unknown:
+        raise MpuError(f"{where}: the weights contain {quoted_list(unknown)}, which config.json does not describe")
+    return constants
+
+
+def _shape(tensor: TensorLayout, sizes: Mapping[str, int], of_layers: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
+    axis_sizes = sizes if tensor.layer is None else of_layers[tensor.layer]
+    return tuple(sum(axis_length(axis_sizes, axis) for axis in group) for group in tensor.axes)
+
+
+def axis_length(sizes: Mapping[str, int], axis: str) -> int:
+    """The number of coordinates of ``axis``."""
+    if axis in _QUERY_HEADS:
+        return sizes["heads"] * sizes["head_dim"]
+    if axis in _KV_HEADS:
+        return sizes["kv_heads"] * sizes["head_dim"]
+    return sizes[_LENGTHS.get(axis, axis)]
+
+
+def _with_separate_block(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
+    """``expected``, in which the tensor ``before`` is a block of its own, called ``name``."""
+    tensor = expected[before]
+    fresh = TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
+    return {name if each == before else each: fresh if each == before else layout for each, layout in expected.items()}
+
+
+def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head: str | None) -> bool:
+    """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is stored."""
+    text = config.get(family.text_config) if family.text_config else None
+    if not isinstance(text, dict):
+        return bool(filled["tie_word_embeddings"])
+    of_text = text.get("tie_word_embeddings")
+    if "text" in family.ties and (family.text_tied if of_text is None else of_text):
+        return True
+    if "outer" not in family.ties:
+        return False
+    # Where a wrapper's config says nothing, transformers goes by what the files have, too.
+    return bool(filled["tie_word_embeddings"]) and not (config.get("tie_word_embeddings") is None and head)
+
+
+def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    if isinstance(axis, Fused):
+        return axis.names, axis.chunks if isinstance(axis.chunks, int) else sizes[axis.chunks]
+    return names_of(axis) * (sizes[axis.times] if isinstance(axis, Repeated) else 1), 1
+
+
+def _layout_there(family: Family, layers: int, tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """Of alternative arrangements of tensors the one that these files hold; the first if none is to be seen."""
+    alternatives = list(dict.fromkeys(tensor.layout for tensor in family.layer_tensors if tensor.layout))
+    for chosen in alternatives:
+        markers = {t.name.replace("{e}", "0") for t in family.layer_tensors if t.layout == chosen}
+        full = {family.layer.format(i=i) + marker for i in range(layers) for marker in markers}
+        if full & set(tensors) or {name.removeprefix(family.prefix) for name in full} & set(tensors):
+            return {chosen}
+    return set(alternatives[:1])
+
+
+# A model without some of its layers: which tensors are left, and what they are called once the rest is renumbered.
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """``layout``: of the model without the layers. ``names``: the whole model's names of its tensors → its own."""
+
+    layout: Layout
+    names: Mapping[str, str]
+
+
+def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
+    """``layout`` without the layers ``omitted``, counted from 0. Raises UsageError if it lacks one, or none is left."""
+    count = len(layout.structures)
+    if not omitted:
+        return Shallow(layout, {name: name for name in layout.tensors})
+    if max(omitted) >= count:
+        raise UsageError(f"--omit-layers: there is no layer {max(omitted)}", f"layers are numbered 0 to {count - 1}")
+    remaining_layers = [layer for layer in range(count) if layer not in omitted]
+    if not remaining_layers:
+        raise UsageError("--omit-layers: none of the model's layers is left", "leave out fewer")
+    prefix = layout.family.layer.removeprefix(layout.family.prefix) if layout.bare else layout.family.layer
+    new = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(remaining_layers)}
+    gone = tuple(prefix.format(i=layer) for layer in omitted)
+    numbers = {layer: i for i, layer in enumerate(remaining_layers)}
+
+    def renumbered_name(name: str) -> str:
+        old_prefix = next((old for old in new if name.startswith(old)), None)
+        return name if old_prefix is None else new[old_prefix] + name.removeprefix(old_prefix)
+
+    def block(name: str) -> str:
+        return renumbered_name(name + ".").removesuffix(".")  # a layer's block is its prefix without the dot
+
+    names = {name: renumbered_name(name) for name in layout.tensors if not name.startswith(gone)}
+    tensors = {
+        new_name: replace(
+            layout.tensors[name], name=new_name, block=block(layout.tensors[name].block),
+            layer=None if (layer := layout.tensors[name].layer) is None else numbers[layer],
+        )
+        for name, new_name in names.items()
+    }  # fmt: skip
+    shallow = replace(
+        layout,
+        sizes={**layout.sizes, "layers": len(remaining_layers)},
+        tensors=tensors,
+        structures=tuple(layout.structures[layer] for layer in remaining_layers),
+        layer_sizes=tuple(layout.layer_sizes[layer] for layer in remaining_layers) if layout.layer_sizes else (),
+    )
+    return Shallow(shallow, names)

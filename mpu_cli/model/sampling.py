@@ -1,0 +1,439 @@
+"""Random symmetries: the map of each axis, drawn uniformly from the group that the architecture allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from typing import Protocol
+
+import torch
+
+from mpu_cli.model.family import (
+    OF_HEAD,
+    OF_KEYS,
+    OF_MIXED,
+    OF_QUERIES,
+    ExpertPermutation,
+    GroupedHeads,
+    HeadPermutation,
+    LatentHeads,
+    Permutation,
+    QuarterTurns,
+    Rotation,
+    Symmetry,
+)
+from mpu_cli.model.layout import axis_length
+
+# What a transform does to one axis of a tensor: rotate heads or flip signs, then reorder the coordinates.
+
+
+@dataclass(frozen=True)
+class AxisMap:
+    """The orthogonal map y[i] = (R x)[order[i]] on an axis of n coordinates.
+
+    ``order``: permutation, int64 (n,). R is the identity, or ``rotation``: float64 (n/d, d, d), the orthogonal matrix
+    of each head of d consecutive coordinates, or ``signs``: float32 (n,) of ±1, which are exact in every dtype.
+    If there is a rotation of several heads, ``order`` moves only whole heads.
+    """
+
+    order: torch.Tensor
+    rotation: torch.Tensor | None = None
+    signs: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def unit(self) -> int:
+        """How many coordinates belong together: a slice of rows must begin and end at a multiple of this."""
+        return 1 if self.rotation is None else self.rotation.shape[-1]
+
+    @property
+    def turns(self) -> bool:
+        """Whether R differs from the identity."""
+        return self.rotation is not None or self.signs is not None
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Where each coordinate goes: y[places[j]] = (R x)[j]."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self.order))
+        return places
+
+
+def turn_rows(x: torch.Tensor, axis: AxisMap, start: int, *, inverse: bool = False) -> torch.Tensor:
+    """R x (or Rᵀ x) for rows ``start …`` of a matrix, passed as x of shape (rows, columns)."""
+    if axis.signs is not None:
+        return x * axis.signs[start : start + len(x), None].to(x.dtype)
+    if axis.rotation is None:
+        return x
+    d = axis.unit
+    heads = axis.rotation[start // d : (start + len(x)) // d].to(x.dtype)
+    matrices = heads.mT if inverse else heads
+    return torch.bmm(matrices, x.reshape(-1, d, x.shape[1])).view(x.shape)
+
+
+def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> torch.Tensor:
+    """The whole map (or its inverse) applied to the columns of x, shape (rows, n)."""
+    if axis.signs is not None:
+        order, signs = (axis.places, axis.signs) if inverse else (axis.order, axis.signs[axis.order])
+        return x.index_select(1, order).mul_(signs.to(x.dtype))
+    if inverse:
+        return _turn_columns(x.index_select(1, axis.places), axis, inverse=True)
+    return _turn_columns(x, axis, inverse=False).index_select(1, axis.order)
+
+
+def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Tensor:
+    if axis.rotation is None:
+        return x
+    rotation = axis.rotation.to(x.dtype)
+    heads = x.view(len(x), -1, axis.unit).transpose(0, 1)
+    turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ applies R to its coordinates
+    return turned.transpose(0, 1).reshape(x.shape)
+
+
+def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
+    """The map of a fused axis whose parts, of the given lengths, are mapped by ``parts`` (None: unchanged).
+
+    The parts follow one another or, in ``chunks`` chunks, each chunk has its share of each.
+    """
+    if all(part is None for part in parts):
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    part_maps = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    unit = max(part.unit for part in part_maps)
+    mixed = unit > 1 and any(part.signs is not None for part in part_maps)
+    if mixed or any(part.unit not in (1, unit) or len(part) % unit for part in part_maps):
+        return _in_one_block(part_maps)
+    orders, rotations, signs, offset = [], [], [], 0
+    for part, length in zip(part_maps, lengths, strict=True):
+        orders.append(offset + part.order)
+        eye = torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit)
+        rotations.append(eye if part.rotation is None else part.rotation)
+        signs.append(torch.ones(length) if part.signs is None else part.signs)
+        offset += length
+    signed = any(part.signs is not None for part in part_maps)
+    together = AxisMap(
+        torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None
+    )
+    return together if chunks == 1 else _in_chunks(together, coordinates(lengths, chunks))
+
+
+MOST_IN_A_BLOCK = 8192  # coordinates, whose matrix takes 512 MB
+
+
+def _in_one_block(parts: Sequence[AxisMap]) -> AxisMap:
+    """The map of parts, one after the other, whose heads have different sizes, or of which some have signs and others
+    rotations: one matrix for all of them. Raises ValueError if it would be large."""
+    n = sum(map(len, parts))
+    if n > MOST_IN_A_BLOCK:
+        raise ValueError(f"a fused axis of {n} coordinates mixes rotations of different sizes")
+    rotation, orders, offset = torch.zeros(1, n, n, dtype=torch.float64), [], 0
+    for part in parts:
+        blocks = [torch.eye(len(part), dtype=torch.float64)] if part.rotation is None else list(part.rotation)
+        if part.signs is not None:
+            blocks = [torch.diag(part.signs.double())]
+        rotation[0, offset : offset + len(part), offset : offset + len(part)] = torch.block_diag(*blocks)
+        orders.append(offset + part.order)
+        offset += len(part)
+    return AxisMap(torch.cat(orders), rotation)
+
+
+def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:
+    """Where the coordinates of a fused axis lie: of the i-th in the file, its place if the parts followed one another.
+
+    int64 (sum of lengths,).
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    parts = [start + torch.arange(n).view(chunks, -1) for start, n in zip(starts, lengths, strict=True)]
+    return torch.cat(parts, 1).flatten()
+
+
+def _in_chunks(axis: AxisMap, places: torch.Tensor) -> AxisMap:
+    """``axis`` for coordinates that lie at ``places`` of it. Heads that it rotates lie in one piece."""
+    inverse = torch.empty_like(places)
+    inverse[places] = torch.arange(len(places))
+    rotation = None if axis.rotation is None else axis.rotation[places[:: axis.unit] // axis.unit]
+    return AxisMap(inverse[axis.order[places]], rotation, None if axis.signs is None else axis.signs[places])
+
+
+def in_blocks(maps: Sequence[AxisMap | None], rows: int, order: torch.Tensor | None) -> AxisMap | None:
+    """The map of blocks of ``rows`` coordinates, each with its own map, that change places by ``order``."""
+    if order is None and all(each is None for each in maps):
+        return None
+    block_maps = [AxisMap(torch.arange(rows)) if each is None else each for each in maps]
+    order = torch.arange(len(maps)) if order is None else order
+    signed = any(each.signs is not None for each in block_maps)
+    return AxisMap(
+        torch.cat([block * rows + block_maps[block].order for block in order.tolist()]),
+        None,
+        torch.cat([torch.ones(rows) if each.signs is None else each.signs for each in block_maps]) if signed else None,
+    )
+
+
+class Draws(Protocol):
+    """A source of randomness for one purpose; its output is determined by the purpose and the underlying secret."""
+
+    def permutation(self, n: int) -> torch.Tensor:
+        """A uniform permutation of 0 … n−1, int64 (n,)."""
+
+    def uniform(self, n: int) -> torch.Tensor:
+        """Uniform in [0, 1), float64 (n,)."""
+
+    def normal(self, n: int) -> torch.Tensor:
+        """Standard normal, float64 (n,)."""
+
+
+OF_AXIS = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # weights of a norm, which have no signs
+
+Maps = Mapping[str, AxisMap | tuple[AxisMap, ...]]  # for an axis inside experts, one for each expert
+
+
+def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Draws]) -> Maps:
+    """A random element of the product of ``symmetries``, as one map for each axis that it changes.
+
+    ``draws(name)`` is the source for the symmetry of that name.
+    """
+    sampler = _Sampler(sizes)
+    for symmetry in symmetries:
+        sampler.draw(symmetry, draws(symmetry.name))
+    return sampler.maps()
+
+
+class _Sampler:
+    """What the symmetries that were drawn do to each axis: an order, a rotation of each head, signs."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self._sizes = sizes
+        self._orders: dict[str, torch.Tensor] = {}
+        self._rotations: dict[str, torch.Tensor] = {}
+        self._signs: dict[str, torch.Tensor] = {}
+        self._heads: dict[str, torch.Tensor] = {}  # the order of whole heads
+        self._inside_experts: dict[str, tuple[AxisMap, ...]] = {}
+        self._complete_maps: dict[str, AxisMap] = {}  # what is drawn at once
+
+    def maps(self) -> Maps:
+        """One map for each axis that changes."""
+        orders, d = dict(self._orders), self._sizes["head_dim"]
+        for axis, order in self._heads.items():
+            moved = whole_heads(order, d)
+            for each in filter(None, (axis, OF_AXIS.get(axis))):
+                orders[each] = orders[each][moved] if each in orders else moved
+        if "query" in self._heads:
+            orders["head"] = self._heads["query"]
+        return (
+            self._inside_experts
+            | self._complete_maps
+            | {
+                axis: AxisMap(
+                    orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
+                )
+                for axis in orders.keys() | self._rotations.keys()
+            }
+        )
+
+    @singledispatchmethod
+    def draw(self, symmetry: Symmetry, source: Draws) -> None:  # noqa: ARG002
+        """Draw ``symmetry``, and keep what it does to its axes."""
+        raise TypeError(f"{symmetry}: no symmetry")
+
+    @draw.register
+    def _(self, symmetry: Permutation, source: Draws) -> None:
+        n = self._length(symmetry.axes[0])
+        if symmetry.per_expert:
+            self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
+            return
+        self._orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
+        if symmetry.signed:
+            self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
+
+    @draw.register
+    def _(self, symmetry: Rotation, source: Draws) -> None:
+        matrices = _rotations(source, self._sizes["kv_heads"], self._sizes["head_dim"], symmetry)
+        for axis in symmetry.axes:
+            self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
+
+    @draw.register
+    def _(self, symmetry: QuarterTurns, source: Draws) -> None:
+        d = self._sizes["head_dim"]
+        within, changed = _quarter_turns(source, self._sizes["kv_heads"], d, symmetry)
+        for axis in symmetry.axes:
+            inside = within.repeat_interleave(self._per_kv_head(axis), dim=0)
+            self._orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
+            self._signs[axis] = changed.repeat_interleave(self._per_kv_head(axis), dim=0).flatten()
+        if symmetry.norm == "shared":
+            self._orders[OF_HEAD] = within[0]
+        if "mixed" in symmetry.axes:
+            self._orders[OF_MIXED] = self._orders["mixed"]
+        if symmetry.norm == "whole":
+            self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
+
+    @draw.register
+    def _(self, symmetry: HeadPermutation, source: Draws) -> None:  # noqa: ARG002 (its type decides)
+        kv_heads = self._sizes["kv_heads"]
+        group = self._sizes["heads"] // kv_heads
+        kv_order = source.permutation(kv_heads)
+        among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
+        query_order = (kv_order[:, None] * group + among).flatten()
+        self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+
+    @draw.register
+    def _(self, symmetry: ExpertPermutation, source: Draws) -> None:
+        each = self._sizes["experts"] // symmetry.groups
+        among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
+        self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
+
+    @draw.register
+    def _(self, symmetry: LatentHeads, source: Draws) -> None:
+        heads = self._sizes["heads"]
+        free, turned, values = (self._sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
+        kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
+        order = source.permutation(heads) if symmetry.order else torch.arange(heads)
+        drawn = {}
+        for name, count, d, planes in kinds:
+            if symmetry.turns:
+                turns = QuarterTurns(name, (), planes, None if planes else 0)
+                drawn[name] = _as_matrices(*_quarter_turns(source, count, d, turns))
+            else:
+                drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
+        turned_alike = drawn["turned"].expand(heads, -1, -1)
+        matrices = {
+            "mla-query": side_by_side(drawn["free"], turned_alike),
+            "mla-key-value": side_by_side(drawn["free"], drawn["values"]),
+            "mla-mixed": drawn["values"],
+            "mla-key": drawn["turned"],
+        }
+        for axis, each in matrices.items():
+            moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
+            self._complete_maps[axis] = _as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
+
+    @draw.register
+    def _(self, symmetry: GroupedHeads, source: Draws) -> None:
+        groups, heads = self._sizes[symmetry.groups], self._length(symmetry.per_head)
+        width, count = self._length(symmetry.inner) // heads, self._length(symmetry.of_group) // groups
+        order = source.permutation(groups)
+        among = torch.stack([source.permutation(heads // groups) for _ in range(groups)])
+        head_order = (order[:, None] * (heads // groups) + among).flatten()
+        alike = symmetry.common is not None
+        inside = torch.stack([source.permutation(width) for _ in range(1 if alike else heads)]).expand(heads, -1)
+        of_group = torch.stack([source.permutation(count) for _ in range(groups)])
+        self._orders[symmetry.per_head] = head_order
+        self._orders[symmetry.inner] = (head_order[:, None] * width + inside[head_order]).flatten()
+        self._orders[symmetry.of_group] = (order[:, None] * count + of_group[order]).flatten()
+        if symmetry.common is not None:
+            self._orders[symmetry.common] = inside[0]
+
+    def _length(self, axis: str) -> int:
+        return axis_length(self._sizes, axis)
+
+    def _per_kv_head(self, axis: str) -> int:
+        return self._length(axis) // self._sizes["head_dim"] // self._sizes["kv_heads"]
+
+
+def _inside_experts(symmetry: Permutation, source: Draws, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
+    """For each axis inside experts, the map for each expert."""
+    each = [(source.permutation(n), _signs(source, n) if symmetry.signed else None) for _ in range(experts)]
+    return {
+        axis: tuple(AxisMap(order, signs=signs if axis in symmetry.signed else None) for order, signs in each)
+        for axis in symmetry.axes
+    }
+
+
+def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The signed permutations y[i] = signs[order[i]]·x[order[i]] of heads as matrices, (heads, d, d)."""
+    heads, d = orders.shape
+    matrices = torch.zeros(heads, d, d, dtype=torch.float64)
+    matrices.scatter_(2, orders[..., None], signs.gather(1, orders)[..., None].double())
+    return matrices
+
+
+def _as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
+    """Matrices of heads that are signed permutations, and an order of whole heads after them, as order and signs."""
+    heads, d, _ = matrices.shape
+    inside = (matrices.abs().argmax(2) + d * torch.arange(heads)[:, None]).flatten()
+    signs = torch.ones(heads * d)
+    signs[inside] = matrices.sum(2).flatten().float()
+    return AxisMap(inside[moved], signs=signs)
+
+
+def side_by_side(upper: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Block-diagonal matrices of ``upper``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
+    a, b = upper.shape[-1], two.shape[-1]
+    matrices = torch.zeros(len(upper), a + b, a + b, dtype=torch.float64)
+    matrices[:, :a, :a], matrices[:, a:, a:] = upper, two
+    return matrices
+
+
+def whole_heads(order: torch.Tensor, d: int) -> torch.Tensor:
+    """The coordinate order of an axis whose heads, of size ``d``, are put in ``order``."""
+    return (order[:, None] * d + torch.arange(d)).flatten()
+
+
+def planes_of(kind: str, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two coordinates of each plane that RoPE turns: int64 (rotary/2,) each."""
+    i = torch.arange(rotary // 2)
+    return (i, i + rotary // 2) if kind == "halves" else (2 * i, 2 * i + 1)
+
+
+def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
+    """Matrices (heads, r, r) that rotate each plane by its ``angle``, shape (heads, r/2)."""
+    heads, half = angle.shape
+    x_index, two = planes_of(kind, 2 * half)
+    matrices = torch.zeros(heads, 2 * half, 2 * half, dtype=angle.dtype)
+    matrices[:, x_index, x_index] = matrices[:, two, two] = angle.cos()
+    matrices[:, two, x_index] = angle.sin()
+    matrices[:, x_index, two] = -angle.sin()
+    return matrices
+
+
+def _rotations(source: Draws, heads: int, d: int, rotation: Rotation) -> torch.Tensor:
+    """Uniform angles in the planes of the first coordinates, O() on the rest: (heads, d, d)."""
+    r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
+    matrices = torch.zeros(heads, d, d, dtype=torch.float64)
+    if r:
+        assert rotation.planes is not None
+        angles = 2 * torch.pi * source.uniform(heads * (r // 2)).view(heads, r // 2)
+        matrices[:, :r, :r] = plane_matrices(angles, rotation.planes)
+    if r < d:
+        matrices[:, r:, r:] = _orthogonal(source, heads, d - r)
+    return matrices
+
+
+def _signs(source: Draws, n: int) -> torch.Tensor:
+    """n independent signs, float32 of ±1."""
+    return torch.where(source.uniform(n) < 0.5, -1.0, 1.0).float()
+
+
+def _quarter_turns(source: Draws, heads: int, d: int, turns: QuarterTurns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order and signs of the coordinates of each head, (heads, d) each: a multiple of 90° in each plane, any signed
+    permutation of the rest. Under a norm whose weights all heads share, all have the same order."""
+    r = 0 if turns.planes is None else d if turns.rotary is None else turns.rotary
+    shared = turns.norm == "shared"
+    orders, signs = torch.arange(d).repeat(heads, 1), torch.ones(heads, d)
+    if r:
+        assert turns.planes is not None
+        quarters = (4 * source.uniform(heads * (r // 2))).long().view(heads, r // 2)
+        if shared:  # whether a plane swaps its coordinates, the first head decides
+            quarters = quarters - (quarters - quarters[:1]) % 2
+        x_index, two = planes_of(turns.planes, r)
+        odd = quarters % 2 == 1
+        orders[:, x_index], orders[:, two] = torch.where(odd, two, x_index), torch.where(odd, x_index, two)
+        # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
+        signs[:, x_index] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
+        signs[:, two] = torch.where((quarters % 4 == 1) | (quarters % 4 == 2), -1.0, 1.0)
+    if r < d:
+        rest = [source.permutation(d - r) for _ in range(1 if shared else heads)]
+        orders[:, r:] = r + torch.stack(rest)
+        signs[:, r:] = _signs(source, heads * (d - r)).view(heads, d - r)
+    return orders, signs
+
+
+def _orthogonal(source: Draws, heads: int, d: int) -> torch.Tensor:
+    """Uniform (Haar) in O(d) for each head: QR of a normal matrix with the signs of R's diagonal made positive.
+
+    Mezzadri, "How to generate random matrices from the classical compact groups" (2007).
+    """
+    q, r = torch.linalg.qr(source.normal(heads * d * d).view(heads, d, d))
+    return q * torch.diagonal(r, dim1=-2, dim2=-1).sign()[:, None, :]

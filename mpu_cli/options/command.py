@@ -1,0 +1,159 @@
+"""What a command is: one dataclass of its options that checks them, does the work, and says what came of it.
+
+The command line (``mpu_cli.cli.driver``), Python (``Publish.call(base, kappa=1)``) and the reference read the same
+class. Its module imports what it works with inside its methods, so that ``mpu --help`` loads no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import Options, declared_options, flat, from_flat, hints_of, option
+
+Self = TypeVar("Self", bound="Command")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers for people: text in the first column."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command prints of its result: ``lines`` on standard output or, with --json, ``document`` in their place
+    (None: the lines all the same); then it ends with ``failure``, or with the exit ``status``."""
+
+    lines: Iterable[object]
+    document: object
+    status: int = 0
+    failure: MpuError | None = None
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a command would read and write.
+
+    ``reads`` and ``writes``: paths with their bytes (None: small), and ``folders`` those of the latter that are
+    directories; ``memory``: bytes at its peak; ``scratch``: bytes of files that are there only while it works.
+    """
+
+    reads: Sequence[tuple[object, int | None]]
+    writes: Sequence[tuple[Path, int | None]]
+    memory: float
+    notes: Sequence[str] = ()
+    scratch: int = 0
+    folders: Collection[Path] = ()
+
+
+class Command(Options, ABC):
+    """A command: options, and what is done with them.
+
+    ``NAME``: on the command line; ``ESSENTIAL``: of a command with many options, the flags that --help shows, where
+    --help-all shows the others. The docstring is its help. A command that has ``preview(observer)`` has --dry-run,
+    which shows the ``Preview``, or prints the ``Report``, that this gives, in place of doing anything.
+    """
+
+    NAME: ClassVar[str]
+    ESSENTIAL: ClassVar[str] = ""
+    DRY_RUN: ClassVar[str] = "Check everything, print what would be read and written, and stop."
+
+    @abstractmethod
+    def run(self, observer: Observer = SILENT) -> Any:
+        """Do it. Raises UsageError for options that do not go together, MpuError for what else is wrong."""
+
+    def tables(self, result: Any) -> Sequence[Table]:  # noqa: ARG002 (most have none)
+        """Tables that are the result: they come first, on standard output."""
+        return ()
+
+    @abstractmethod
+    def report(self, result: Any, observer: Observer) -> Report:
+        """What to print of ``result``; tables and notes beside it go to ``observer``."""
+
+    @classmethod
+    def of(cls: type[Self], *arguments: object, **keywords: object) -> Self:
+        """The command with these arguments, options by their names, and groups of options by the names of their fields.
+
+        Raises UsageError as ``from_flat`` does.
+        """
+        declarations = declared_options(cast(Any, cls))
+        # As on the command line, where the name of a field may not be used: run for run_name, with for with_file.
+        by_flag = {each.flag.removeprefix("--").replace("-", "_"): name for name, each in declarations.items()}
+        keywords = {by_flag.get(name, name): value for name, value in keywords.items() if value is not None}
+        own = {each.name: each for each in fields(cast(Any, cls))}
+        positional = [name for name, each in own.items() if each.metadata.get("argument")]
+        if len(arguments) > len(positional):
+            raise UsageError(f"{cls.NAME}: {len(arguments)} arguments, and at most {len(positional)} are known")
+        values: dict[str, object] = dict(zip(positional, arguments, strict=False))
+        if twice := values.keys() & keywords.keys():
+            raise UsageError(f"{cls.NAME}: {min(twice)} is given twice")
+        for name, value in keywords.items():
+            if not is_dataclass(value):
+                values[name] = value
+            elif name not in own or not isinstance(value, hints_of(cast(Any, cls))[name]):
+                raise UsageError(f"{cls.NAME}: {name} is no group of its options")
+            else:
+                values |= {option: set_to for option, set_to in flat(value).items() if option not in keywords}
+        texts = {name: _text(value) for name, value in values.items()}
+        for name, value in texts.items():
+            if isinstance(value, list) and name in declarations and declarations[name].kind is str:
+                texts[name] = ",".join(map(str, value))
+        return from_flat(cls, texts)
+
+    @classmethod
+    def call(cls, *arguments: object, observer: Observer = SILENT, **keywords: object) -> Any:
+        """The command as a function: its result, of ``of`` with the same arguments."""
+        return cls.of(*arguments, **keywords).run(observer)
+
+
+def _text(value: object) -> object:
+    """``value`` with paths as text, as they are on the command line, and what can be iterated as a list."""
+    if isinstance(value, tuple):
+        return tuple(map(_text, value))
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):
+        return list(map(_text, value))
+    return str(value) if isinstance(value, Path) else value
+
+
+IDENTITY = "age identity file (default: mpu/identity.txt in your configuration directory)."
+FORCE = "Overwrite existing outputs."
+KEYS = "The key file of the publication."
+MODEL_CONFIG = "The base's config.json, if it is not next to the weights."
+BASE_AGAIN = "The published model (default: the location recorded in the keys)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening(Options):
+    """How sealed keys are opened."""
+
+    identity: Path | None = option(None, IDENTITY, metavar="FILE")
+    passphrase_file: Path | None = option(None, "Read the passphrase from the first line of FILE.", metavar="FILE")
+    trust_keys: bool = option(
+        False, "Use keys that were not sealed with this server's secret, such as keys made on another machine."
+    )
+
+
+def paths_from(arguments: Iterable[str]) -> list[Path]:
+    """Paths as given; ``-`` stands for the paths on standard input, one per line."""
+    paths: list[Path] = []
+    for argument in arguments:
+        if argument == "-":
+            if sys.stdin is None or sys.stdin.isatty():
+                raise UsageError("'-' reads paths from standard input", "pipe them in")
+            piped = [Path(line.rstrip("\n")) for line in sys.stdin if line.strip()]
+            if not piped:
+                raise UsageError("'-': there are no paths on standard input", "the command before it may have failed")
+            paths += piped
+        else:
+            paths.append(Path(argument))
+    return paths

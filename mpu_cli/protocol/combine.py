@@ -1,0 +1,503 @@
+"""Aggregating: from the clients' deltas back to the server's model. Streams; holds no model.
+
+Δ̄ = Σ_k w_k T_k⁻¹(Δ_k) and θ_r = θ_{r−1} + η·Δ̄, with the weights w_k of its noise (docs/design.md): harmonic
+ones, w_k ∝ 1/α_k, for the paper's zero-sum noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import MANIFEST_NAME, VERSION, as_metadata
+from mpu_cli.files.reader import (
+    NAME,
+    OPTION,
+    all_finite,
+    combine,
+    compute_dtype,
+    piece_digests,
+    quoted_list,
+    worker_pool,
+)
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.source import Model, carry_small_files, model_specs, write_json
+from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.publishing import RESTORE, Aggregating
+from mpu_cli.protocol.deltas import Change, Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.register import PLANTED, Draws, Fingerprints, products_with, take_out
+from mpu_cli.protocol.round import (
+    AggregatePlan,
+    Aggregation,
+    ServerStep,
+    agreement_of,
+    restoring_step,
+    settle_server_lr,
+)
+from mpu_cli.version import __version__
+
+# The model card of an unlearned model: README.md beside the weights, as the Hub shows it.
+
+CARD = "README.md"
+WARNED = "Warnings of `mpu aggregate`:"
+
+
+def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
+    """Where the model comes from: its base, the round, how the copies agreed. It names no path and no secret.
+
+    ``kind`` is "model" or "adapter".
+    """
+    of_hub = None if Path(base.source).exists() else base.source
+    algorithms = ", ".join(sorted(set(result.algorithms)))
+    error = result.error.relative
+    head = [f"base_model: {json.dumps(of_hub)}"] if of_hub else []
+    head += ["library_name: peft"] if kind == "adapter" else ["library_name: transformers"]
+    head += ["tags:", "- unlearning", "- mpu"]
+    rows = [
+        ("base", of_hub or f"a private {base.config.get('model_type')} model"),
+        ("base's fingerprint", keys.base.fingerprint),
+        ("run, round", f"{keys.run}, {keys.round}"),
+        ("copies", f"{keys.copies}, {keys.publication.scheme.name} noise, symmetries {keys.publication.symmetries}"),
+        ("algorithm", f"{algorithms}, by the owner of the records"),
+        ("norm of the update", f"{result.norm:.4g}"),
+        ("estimated error of the update", "not known" if math.isnan(error) else f"{error:.1%}"),
+        ("smallest cosine between copies", f"{result.pairwise:.3f}"),
+        ("step along the update", f"{result.rate:g}"),
+        ("made by", f"mpu {__version__}"),
+    ]
+    curve = []
+    if step := result.step:
+        curve = [
+            f"The step was chosen for the loss on records of the server's to rise by at most {step.max_rise:g} nats "
+            "per answer token:", "", "| step | loss |", "|---|---|",
+            *(f"| {tried:g} | {loss:.4f} |" for tried, loss in step.curve), "",
+        ]  # fmt: skip
+    warnings = [f"- {text}" for text in result.warnings()]
+    return "\n".join(
+        [
+            "---", *head, "---", "",
+            "# Unlearned model" if kind == "model" else "# Unlearning, as an adapter", "",
+            "Records were unlearned without leaving their owner, with MPU "
+            "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
+            "and returned weight changes only, which were combined here.", "",
+            "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
+            *curve,
+            *([WARNED, "", *warnings, ""] if warnings else []),
+            "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
+            "measures what is.", "",
+        ]
+    )  # fmt: skip
+
+
+# For one slice: the deltas' inner products (m, m; upper triangle 0); if measured, the squared norms of the update's
+# rounding error and of the update (2,), and ``products_with`` the copies' own noise. Lists, because small tensors that
+# outlive large buffers fragment the heap.
+_Sums = tuple[list[list[float]], list[float], list[float]]
+
+NO_FINGERPRINTS = Fingerprints(())
+
+Begun = TypeVar("Begun")
+
+
+class Changes(Protocol):
+    """What is added up: for each tensor a change from each of ``deltas``, in the base's coordinates."""
+
+    deltas: Sequence[Delta]
+
+    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]: ...
+
+
+def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregation:
+    """Write θ + η·Δ̄ of a round with one data owner.
+
+    Raises MpuError if a norm is above ``--max-norm``, if the base is not the one that was published, for NaN and Inf,
+    if no step suits ``--max-rise`` and, unless ``plan.force``, if the noise does not cancel.
+    """
+    [owner], [weights] = plan.owners, plan.weights
+    undoing = Undoing(owner.deltas, owner.keys, plan.layout)
+    with Transaction(force=plan.force) as transaction:
+        folder = transaction.add(plan.out, directory=True)
+
+        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
+            return write_model(plan.base, undoing, plan.layout, weights, [owner.keys], how, into, observer)
+
+        options, step = settle_server_lr(
+            plan.base, plan.options, write, plan.out, observer,
+            default=lambda: default_step(plan.base, undoing, plan.layout, weights),
+        )  # fmt: skip
+        gram, facts = write(folder, options)
+        check_norms(gram, owner.deltas, options.max_norm, weights * options.rate)
+        result = replace(
+            agreement_of(owner, plan.out, gram),
+            **facts | {"planted": facts["planted"][0]},
+            step=step,
+            rate=options.rate,
+        )
+        result.check(plan.force)
+        (folder / CARD).write_text(card(plan.base, owner.keys, result, "model"), encoding="utf-8")
+    return result
+
+
+def default_step(base: Model, undoing: Undoing, layout: Layout, weights: torch.Tensor) -> float:
+    """How many times Σ_k w_k·(change k) to apply where nobody says: more than once if each copy was trained until it
+    had forgotten, by ``restoring_step``. Reads a slice or two of each tensor."""
+    deltas = undoing.deltas
+    if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
+        return 1.0
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    for tensor in layout.parameters:
+        changes = undoing.changes(tensor)
+        present = [change for change in changes if change is not None]
+        if not present:
+            continue
+        shape = as_matrix(base.checkpoint.tensor(tensor.name)).shape
+        slices = row_slices([change.mapping for change in present], *shape)
+        for number in measured_slices(len(slices)):
+            rows = torch.stack([c.rows(*slices[number], torch.float32).double().reshape(-1) for c in present])
+            there = torch.tensor([change is not None for change in changes])
+            gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
+        for delta in deltas:
+            if tensor.name in delta.checkpoint.tensors:
+                delta.checkpoint.forget_pages(tensor.name)
+    return restoring_step(gram.diagonal().tolist(), float(weights @ gram @ weights))
+
+
+def write_model(
+    base: Model,
+    undoing: Changes,
+    layout: Layout,
+    weights: torch.Tensor,
+    publications: Sequence[Keys],
+    options: Aggregating,
+    folder: Path,
+    observer: Observer = SILENT,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; θ is what all ``publications`` are of.
+
+    An update that has too much of the copies' own noise is written once more, without. Returns the inner products of
+    the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
+    """
+    how = (base, undoing, layout, weights, publications, options, folder, observer)
+    gram, facts = _write_model(*how, without_noise=False)
+    if max(facts["planted"]) > PLANTED:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _, without = _write_model(*how, without_noise=True)
+        facts = without | {"planted": facts["planted"]}
+    return gram, facts
+
+
+def _write_model(
+    base: Model, undoing: Changes, layout: Layout, weights: torch.Tensor, publications: Sequence[Keys],
+    options: Aggregating, folder: Path, observer: Observer, *, without_noise: bool,
+) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+    source = base.checkpoint
+    dtype = OPTION[options.dtype] if options.dtype else None
+    specs = model_specs(source, layout, dtype)
+    observer.stage("aggregate", source.nbytes)
+    rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
+    of_one = rounds[0] if len(rounds) == 1 else {"owners": rounds}
+    facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
+    if any(keys.publication.shared_kappa for keys in publications):
+        facts["permanent"] = True  # or the next round would be published without, unnoticed
+    deltas = undoing.deltas
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    rounding = torch.zeros(2, dtype=torch.float64)
+    fingerprints = Fingerprints(publications)
+    noise = torch.zeros(fingerprints.count + 1, dtype=torch.float64)
+    digests: dict[str, list[bytes]] = {}
+    outliers: list[tuple[str, int, float]] = []
+    with ExitStack() as stack:
+        writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
+        pool = stack.enter_context(worker_pool())
+
+        def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
+            digesting = piece_digests(source, tensor.name, pool)
+            if not tensor.constant:
+                before = source.tensor(tensor.name)
+                rates = weights * options.rate
+                return digesting, add_up(
+                    pool, tensor, before, undoing, rates, writer, fingerprints=fingerprints, without_noise=without_noise
+                )
+            writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
+            return digesting, []
+
+        for tensor, (digesting, adding) in one_ahead(begin, layout.tensors.values()):
+            name = tensor.name
+            digests[name] = list(digesting)
+            if adding:
+                products, squares, noise_here = sums_of(adding)
+                gram += products
+                rounding += squares
+                noise += noise_here
+                outliers += outliers_of(name, products, deltas)
+            for checkpoint in (source, *(delta.checkpoint for delta in deltas)):
+                if name in checkpoint.tensors:
+                    checkpoint.forget_pages(name)
+            writer.forget_pages(name)
+            observer.advance(source.tensors[name].nbytes)
+        if layout.alias:
+            digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
+        digest = combine(source.tensors, digests)
+        for keys in publications:
+            check_base(base, keys, pool, digest)
+    lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
+    if behind := carry_small_files(base, folder, dtype):
+        observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
+    write_json(folder / MANIFEST_NAME, facts)
+    return gram, {"rounding": lost, "outliers": tuple(outliers), "planted": fingerprints.largest_z(noise)}
+
+
+def one_ahead(
+    begin: Callable[[TensorLayout], Begun], tensors: Iterable[TensorLayout]
+) -> Iterator[tuple[TensorLayout, Begun]]:
+    """Yield each tensor and its ``begin(tensor)`` once the next one has begun too, so that no core is idle."""
+    waiting: list[tuple[TensorLayout, Begun]] = []
+    for tensor in tensors:
+        waiting.append((tensor, begin(tensor)))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All slices of a tensor together: inner products, float64 (m, m), squares of what rounding lost, (2,), and
+    ``products_with`` the noise of copies."""
+    parts = zip(*(future.result() for future in adding), strict=True)
+    products, squares, noise = (torch.tensor(part, dtype=torch.float64).sum(0) for part in parts)
+    return products + products.tril(-1).T, squares, noise
+
+
+def add_up(
+    pool: Executor,
+    tensor: TensorLayout,
+    source: torch.Tensor | None,
+    undoing: Changes,
+    rates: torch.Tensor,
+    writer: CheckpointWriter,
+    *,
+    fingerprints: Fingerprints = NO_FINGERPRINTS,
+    without_noise: bool = False,
+) -> list[Future[_Sums]]:
+    """Start writing ``source`` (None: zeros) plus the changes to one tensor times their rates; see ``sums_of``.
+
+    They are looked at for ``fingerprints``; ``without_noise``: and lose them.
+    """
+    target = as_matrix(writer.tensor(tensor.name))
+    before = torch.zeros((), dtype=target.dtype).expand(target.shape) if source is None else as_matrix(source)
+    changes = undoing.changes(tensor)
+    present_changes = [change for change in changes if change is not None]
+    dtype = compute_dtype(
+        *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
+    )
+    slices = row_slices([change.mapping for change in present_changes] or [TensorMap(None, None)], *before.shape)
+    looked_at = measured_slices(len(slices))
+    rounded_rates = rates.to(dtype).tolist()
+    draws: Draws = fingerprints.draws_of(tensor.name)
+
+    def work(start: int, stop: int, measured: bool) -> _Sums:
+        undone = [None if c is None else c.rows(start, stop, dtype).to(dtype).reshape(-1) for c in changes]
+        gram = [[0.0] * len(changes) for _ in changes]  # lower triangle
+        for j, undone_j in enumerate(undone):
+            for k, other in enumerate(undone[: j + 1]):
+                if undone_j is not None and other is not None:
+                    gram[j][k] = float(torch.dot(undone_j, other))
+        clean = before[start:stop].to(dtype)
+        update = torch.zeros_like(clean)
+        for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
+            if part is not None:
+                check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
+                update.view(-1).add_(part, alpha=rate)
+        noise = [0.0] * (fingerprints.count + 1)
+        if (measured or without_noise) and present_changes:
+            columns = clean.shape[1]
+            drawn = draws(start * columns, stop * columns, dtype)
+            noise = products_with(update.view(-1), drawn)
+            if without_noise:
+                take_out(update.view(-1), drawn, clean.view(-1))
+        stored = (clean + update).to(target.dtype)
+        if not all_finite(stored):
+            raise MpuError(
+                f"{tensor.name!r}: overflows its dtype after the update", "lower --server-lr or choose a wider --dtype"
+            )
+        target[start:stop] = stored
+        if not measured:
+            return gram, [0.0, 0.0], noise
+        lost = stored.to(dtype) - clean - update
+        return gram, [float(lost.double().square().sum()), noise[-1]], noise
+
+    pool.submit(writer.populate, tensor.name)
+    return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
+
+
+# Several data owners in one round: each unlearned on copies of its own publication of the same base.
+#
+# Each owner's update is combined from its own copies' deltas; the model is the base plus the sum of the updates.
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What ``aggregate_owners`` made: each owner's update, and the cosines between them, float64 (owners, owners)."""
+
+    path: Path
+    publications: list[Keys]
+    updates: list[Aggregation]
+    cosines: torch.Tensor
+    rounding: float
+    step: ServerStep | None = None
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with each owner's update, a sentence each."""
+        return [f"run {keys.run}: {text}" for keys, update in zip(self.publications, self.updates, strict=True)
+                for text in update.warnings()]  # fmt: skip
+
+
+class _Together:
+    """The changes of all owners' deltas, one after the other."""
+
+    def __init__(self, undoings: Sequence[Undoing]):
+        self._undoings = undoings
+        self.deltas: Sequence[Delta] = [delta for undoing in undoings for delta in undoing.deltas]
+
+    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
+        return [change for undoing in self._undoings for change in undoing.changes(tensor)]
+
+
+def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
+    """Write θ + η·Σ_owners Δ̄.
+
+    Raises MpuError as ``aggregate`` does, for whichever owner it is, and if the publications are of different bases.
+    """
+    owners, options, weights = plan.owners, plan.options, torch.cat(plan.weights)
+    undoings = [Undoing(owner.deltas, owner.keys, plan.layout) for owner in owners]
+    together = _Together(undoings)
+    with Transaction(force=plan.force) as transaction:
+        folder = transaction.add(plan.out, directory=True)
+
+        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
+            return write_model(plan.base, together, plan.layout, weights, plan.publications, how, into, observer)
+
+        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
+            pairs = list(zip(undoings, plan.weights, strict=True))
+            weights = torch.cat([w * default_step(plan.base, undoing, plan.layout, w) for undoing, w in pairs])
+        options, step = settle_server_lr(plan.base, options, write, plan.out, observer, default=lambda: 1.0)
+        gram, facts = write(folder, options)
+        # Of all owners together, too: each below the bound, they may still add up to more.
+        check_norms(gram, together.deltas, options.max_norm, weights * options.rate)
+        updates, picked, offset = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
+        for i, owner in enumerate(owners):
+            owner_slice = slice(offset, offset := offset + len(owner.deltas))
+            picked[i, owner_slice] = weights[owner_slice]
+            check_norms(
+                gram[owner_slice, owner_slice],
+                owner.deltas,
+                options.max_norm,
+                weights[owner_slice] * options.rate,
+            )
+            result = replace(
+                agreement_of(owner, plan.out, gram[owner_slice, owner_slice]),
+                rounding=facts["rounding"],
+                planted=facts["planted"][i],
+            )
+            result.check(plan.force)
+            updates.append(result)
+    between = picked @ gram @ picked.T
+    norms = between.diagonal().clamp(min=0).sqrt()
+    return Combined(
+        plan.out, plan.publications, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"], step
+    )
+
+
+# Aggregating LoRA deltas into one peft adapter for the base.
+
+
+def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
+    """Write η·Δ̄ of one owner's LoRA deltas as one peft adapter for the base, whose rank is the sum of theirs.
+
+    Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
+    Raises MpuError as ``aggregate`` does.
+    """
+    base, layout, options, [owner], [weights] = plan.base, plan.layout, plan.options, plan.owners, plan.weights
+    deltas, keys = owner.deltas, owner.keys
+    with worker_pool() as pool:
+        check_base(base, keys, pool)
+    undoing = Undoing(deltas, keys, layout)
+    restores = options.step == RESTORE
+    rate = default_step(base, undoing, layout, weights) if restores else options.rate
+    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    tensors: dict[str, torch.Tensor] = {}
+    outliers: list[tuple[str, int, float]] = []
+    for tensor in layout.parameters:
+        changes = undoing.changes(tensor)
+        if all(change is None for change in changes):
+            continue
+        rows = base.checkpoint.tensors[tensor.name].shape[0]
+        factors = [c.factors(rows) if isinstance(c, LowRank) else None for c in changes]
+        for delta, pair in zip(deltas, factors, strict=True):
+            if pair and not all(all_finite(factor) for factor in pair):
+                raise MpuError(
+                    f"{delta.path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
+                )
+        products = _inner_products(factors)
+        gram += products
+        outliers += outliers_of(tensor.name, products, deltas)
+        left_factor = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
+        right = torch.cat([f[1] for f in factors if f], 0)
+        a, b = (left_factor.T, right.T) if layout.family.transposed else (right, left_factor)
+        module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    check_norms(gram, deltas, options.max_norm, weights * rate)
+    config = _peft_config(tensors, base, transposed=layout.family.transposed)
+    specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with Transaction(force=plan.force) as transaction:
+        folder = transaction.add(plan.out, directory=True)
+        with CheckpointWriter(folder / "adapter_model.safetensors", specs, {}) as writer:
+            for name, factor in tensors.items():
+                writer.tensor(name).copy_(factor)
+        write_json(folder / "adapter_config.json", config)
+        result = replace(agreement_of(owner, plan.out, gram), outliers=tuple(outliers), rate=rate)
+        result.check(plan.force)
+        (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
+    return result
+
+
+def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> torch.Tensor:
+    """⟨B_j A_j, B_k A_k⟩ = tr(B_jᵀB_k·A_kA_jᵀ) of every two deltas, float64 (deltas, deltas); 0 where one has none."""
+    products = torch.zeros(len(factors), len(factors), dtype=torch.float64)
+    for j, factors_j in enumerate(factors):
+        for k, factors_k in enumerate(factors):
+            if factors_j and factors_k:
+                b_product = factors_j[0].double().T @ factors_k[0].double()
+                a_product = factors_j[1].double() @ factors_k[1].double().T
+                products[j, k] = (b_product * a_product).sum()
+    return products
+
+
+def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model, *, transposed: bool) -> dict[str, object]:
+    """adapter_config.json for these factors."""
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
+    modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
+    config: dict[str, object] = {
+        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
+        "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
+        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": transposed, "inference_mode": True,
+    }  # fmt: skip
+    if len(ranks) > 1:
+        module_ranks = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}
+        config |= {"rank_pattern": module_ranks, "alpha_pattern": module_ranks}
+    return config

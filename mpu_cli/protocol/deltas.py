@@ -1,0 +1,406 @@
+"""The clients' deltas: opening them, and checking that they belong together and to this publication."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import LEFT_FACTOR, RIGHT_FACTOR, DeltaManifest, as_metadata, delta_facts, delta_manifest
+from mpu_cli.files.reader import (
+    FLOATS,
+    NAME,
+    Checkpoint,
+    all_finite,
+    compute_dtype,
+    fingerprint,
+    open_checkpoint,
+    quoted_list,
+    worker_pool,
+)
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
+from mpu_cli.model.layout import EMBEDDING, Layout, Shallow, TensorLayout, without_layers
+from mpu_cli.model.source import Model
+from mpu_cli.model.transform import TensorMap, as_matrix, row_slices
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.protocol.keys import Keys
+
+OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A client's delta: its tensors, and the copy they belong to."""
+
+    path: Path
+    checkpoint: Checkpoint
+    manifest: DeltaManifest
+
+    @property
+    def copy(self) -> int:
+        assert self.manifest.origin is not None
+        return self.manifest.origin.copy  # open_deltas rejects deltas without an origin
+
+
+def delta_paths(paths: Iterable[Path]) -> list[Path]:
+    """The deltas given by ``paths``: files, sharded directories, or directories containing these."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir() and not list(path.glob("*.index.json")):
+            inside = sorted(
+                p for p in path.iterdir() if not p.name.startswith(".") and (p.suffix == ".safetensors" or p.is_dir())
+            )
+            if not inside:
+                raise MpuError(f"{path}: contains no deltas (*.safetensors)")
+            if linked := [p for p in inside if p.is_symlink()]:
+                raise MpuError(f"{linked[0]}: is a link, which is not followed", "give the file that it leads to")
+            files += inside
+        else:
+            files.append(path)
+    return files
+
+
+def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
+    """Open deltas of the publication that ``keys`` belong to, ordered by copy.
+
+    Raises MpuError if one is damaged, belongs to a different run, round or publication, or is given twice.
+    """
+    deltas: dict[int, Delta] = {}
+    for path in delta_paths(paths):
+        checkpoint = open_checkpoint(path, links=False)
+        manifest = delta_manifest(checkpoint.metadata, path)
+        origin = manifest.origin
+        if origin is None:
+            raise MpuError(f"{path}: was made from a model that is not an mpu copy, so it belongs to no run")
+        if origin.run != keys.run:
+            raise MpuError(f"{path}: belongs to run {origin.run}, but these keys are for run {keys.run}")
+        if origin.round != keys.round:
+            raise MpuError(f"{path}: belongs to round {origin.round}, but these keys are for round {keys.round}")
+        if origin.copy > keys.copies or keys.copy_ids[origin.copy - 1] != origin.copy_id:
+            raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication", "use its keys")
+        if origin.copy in deltas:
+            raise MpuError(
+                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}", "give one of the two"
+            )
+        deltas[origin.copy] = Delta(path, checkpoint, manifest)
+    return [deltas[copy] for copy in sorted(deltas)]
+
+
+def check_delta(delta: Delta, base: Model, layout: Layout, copies: Shallow) -> None:
+    """Raise MpuError unless the delta has the tensors of the base, with ``layout``, that its ``copies`` have."""
+    if delta.manifest.inverted:
+        layout = replace(layout, tensors={name: layout.tensors[name] for name in copies.names})
+    else:
+        layout = copies.layout
+    delta_names = {name: name if delta.manifest.inverted else copied for name, copied in copies.names.items()}
+    check_tensors(delta, layout, {delta_names[name]: base.checkpoint.tensors[name].shape for name in delta_names})
+
+
+def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise MpuError unless the delta has the tensors that its kind requires for a base of these shapes."""
+    tensors = delta.checkpoint.tensors
+    if delta.manifest.kind == "lora":
+        expected = _factor_shapes(delta, layout, shapes)
+    else:
+        # Clients train no embeddings and no output head unless asked (--train-embeddings): their change is zero then.
+        expected = {
+            t.name: shapes[t.name] for t in layout.parameters if t.name in tensors or t.axes[0] not in EMBEDDING
+        }
+    if missing := set(expected) - set(tensors):
+        raise MpuError(f"{delta.path}: lacks {quoted_list(missing)}", "ask the client for the complete delta")
+    if unknown := set(tensors) - set(expected):
+        raise MpuError(f"{delta.path}: contains {quoted_list(unknown)}, which the base does not have")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise MpuError(f"{delta.path}: {name!r} has shape {list(tensors[name].shape)}, expected {list(shape)}")
+        if tensors[name].dtype not in FLOATS:
+            raise MpuError(
+                f"{delta.path}: {name!r} is stored as {tensors[name].dtype}, expected one of {', '.join(FLOATS)}"
+            )
+
+
+def names_in_base(delta: Delta, copies: Shallow) -> set[str]:
+    """The base's names of the delta's tensors; a factor of LoRA keeps its ending."""
+    tensor_names = set(delta.checkpoint.tensors)
+    if delta.manifest.inverted:
+        return tensor_names
+    base_names = {
+        copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
+    }
+    return {base_names.get(name, name) for name in tensor_names}
+
+
+def check_same_tensors(deltas: Sequence[Delta], copies: Shallow) -> None:
+    """Raise MpuError if a round's deltas change different tensors: noise cancels only where all of them do."""
+    for reference, delta in itertools.product(deltas[:1], deltas[1:]):
+        if odd := names_in_base(reference, copies) ^ names_in_base(delta, copies):
+            raise MpuError(
+                f"{delta.path}: tensors differ from {reference.path} ({quoted_list(odd)})",
+                "train all copies of a round with the same options",
+            )
+
+
+def trained_differently(tags: Mapping[int, Mapping[str, str] | None]) -> tuple[tuple[int, int, str], ...]:
+    """A copy, a later one, and the tag in which they differ, from the tags of each copy.
+
+    Tags under different keys cannot be compared.
+    """
+    references: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
+    unlike = []
+    for copy, recorded_tags in tags.items():
+        copy_tags = recorded_tags or {}
+        earlier_copy, expected = references.setdefault(str(copy_tags.get("key")), (copy, copy_tags))
+        unlike += [(earlier_copy, copy, name) for name in sorted(expected) if copy_tags.get(name) != expected[name]]
+    return tuple(unlike)
+
+
+def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The factors that a LoRA delta must have: both for each tensor for which it has one."""
+    tensors = delta.checkpoint.tensors
+    expected: dict[str, tuple[int, ...]] = {}
+    for tensor in layout.parameters:
+        left_name, right = tensor.name + LEFT_FACTOR, tensor.name + RIGHT_FACTOR
+        if len(tensor.axes) > 1 and (left_name in tensors or right in tensors):
+            factor = tensors.get(left_name) or tensors[right]
+            *stack, rows, columns = shapes[tensor.name]
+            rank = factor.shape[-1 if left_name in tensors else -2] if len(factor.shape) == len(tensor.axes) else 0
+            if rank < 1:
+                raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(factor.shape)} and no rank")
+            expected |= {left_name: (*stack, rows, rank), right: (*stack, rank, columns)}
+    if not expected:
+        raise MpuError(f"{delta.path}: is a LoRA delta but has no factors for the base's tensors")
+    return expected
+
+
+def check_finite(x: torch.Tensor, square: float, delta: Delta, name: str) -> None:
+    # A sum of squares that is not finite may merely have overflowed: check the elements before refusing.
+    if not math.isfinite(square) and not all_finite(x):
+        raise MpuError(f"{delta.path}: {name!r} contains NaN or Inf, so nothing from this round was applied")
+
+
+def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> list[tuple[str, int, float]]:
+    """Copies that change a tensor more than OUTLIER times as much as any other (inf: the others do not change it)."""
+    norms = products.diagonal().clamp(min=0).sqrt().tolist()
+    outliers = []
+    for k, delta in enumerate(deltas):
+        max_other_norm = max((norm for j, norm in enumerate(norms) if j != k), default=0.0)
+        if len(deltas) > 1 and max_other_norm * OUTLIER < norms[k]:
+            outliers.append((name, delta.copy, norms[k] / max_other_norm if max_other_norm else math.inf))
+    return outliers
+
+
+def check_norms(
+    gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None, rates: torch.Tensor | None = None
+) -> None:
+    """Raise MpuError if a norm is above ``max_norm``: of a delta or, with the ``rates`` at which they are added, of the
+    update, because weights of opposite signs make it larger than any of its deltas."""
+    for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
+        if not math.isfinite(square):
+            raise MpuError(f"{delta.path}: norm is not finite, so nothing from this round was applied")
+        norm = math.sqrt(max(square, 0.0))
+        if max_norm is not None and norm > max_norm:
+            raise MpuError(
+                f"{delta.path}: norm is {norm:.4g}, above --max-norm {max_norm:g}, "
+                "so nothing from this round was applied"
+            )
+    if rates is not None and max_norm is not None:
+        norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
+        if norm > max_norm:
+            raise MpuError(
+                f"the update's norm is {norm:.4g}, above --max-norm {max_norm:g}, "
+                "so nothing from this round was applied",
+                "its deltas may disagree: see `mpu aggregate` without --max-norm, or lower --server-lr",
+            )
+
+
+def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> tuple[Layout, torch.Tensor]:
+    """The base's layout and the weights, float64 (m,), after checking that every copy has a delta that fits."""
+    if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
+        lacking = f"{', '.join(map(str, sorted(missing)))} of run {keys.run}, round {keys.round}"
+        raise MpuError(
+            f"no delta for copy {lacking}: all {keys.copies} of a publication are needed",
+            "wait for it, or leave out these --keys (`mpu inspect KEYS` prints the run)",
+        )
+    return check_fits(base, deltas, keys, options), keys.publication.scheme.weights
+
+
+def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
+    """The base's layout, after checking that the deltas fit it and each other."""
+    options.check_step()
+    layout = base.layout
+    try:
+        copies = without_layers(layout, keys.publication.omitted)
+        for delta in deltas:
+            check_delta(delta, base, layout, copies)
+    except MpuError:
+        with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
+            check_base(base, keys, pool)
+        raise
+    check_same_tensors(deltas, copies)
+    return layout
+
+
+def check_base(base: Model, keys: Keys, pool: Executor, digest: str | None = None) -> None:
+    """Raises MpuError unless ``base`` is what was published; reads it, unless its ``digest`` is known."""
+    if digest is None:
+        digest = fingerprint(base.checkpoint, pool)
+    if digest != keys.base.fingerprint:
+        raise MpuError(
+            f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)",
+            "specify the right one with --base",
+        )
+
+
+# T_k⁻¹ of deltas, slice by slice: what ``invert`` writes and ``aggregate`` adds up.
+
+
+@dataclass(frozen=True)
+class Full:
+    """One delta's change to one tensor, (rows, columns) in the copy's coordinates, inverted slice by slice."""
+
+    mapping: TensorMap
+    change: torch.Tensor
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.change.dtype,)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows ``start … stop`` in the base's coordinates, in ``dtype`` if they were rotated, else in their own."""
+        copy_rows = self.mapping.take(self.change, start, stop)
+        return self.mapping.backward(copy_rows.to(dtype), start) if self.mapping.turns else copy_rows
+
+
+class LowRank:
+    """One delta's change to one tensor as a product of factors; only the requested slice is computed."""
+
+    def __init__(self, mapping: TensorMap, left_factor: torch.Tensor, right: torch.Tensor):
+        rank = left_factor.shape[-1]
+        by_rows, by_columns = mapping.split(rank)
+        self.mapping, self.dtypes = by_rows, (left_factor.dtype, right.dtype)
+        self._left_factor = Full(by_rows, as_matrix(left_factor))
+        right = as_matrix(right)
+        wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
+        starts = range(0, len(right), rank) if len(right) else [0]
+        moved = [by_columns.backward(by_columns.take(right, i, i + rank).to(wide), i) for i in starts]
+        self._right = torch.cat(moved)  # (r, columns), one below the other for a stack
+        self._rank = rank
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows ``start … stop`` of the product, all of one matrix."""
+        offset = 0 if self.mapping.block is None else start // self.mapping.block * self._rank
+        return self._left_factor.rows(start, stop, dtype).to(dtype) @ self._right[offset : offset + self._rank].to(
+            dtype
+        )
+
+    def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
+        return self._left_factor.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
+
+
+Change = Full | LowRank
+
+
+class Undoing:
+    """Applies T_k⁻¹ to deltas, slice by slice; deltas that are already inverted are used as they are.
+
+    ``layout`` is the base's; layers that the copies lack do not change.
+    """
+
+    def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
+        self.deltas = deltas
+        self._copies = without_layers(layout, keys.publication.omitted)
+        copy_layout = self._copies.layout
+        self._transforms = [
+            None if d.manifest.inverted else keys.publication.transform(d.copy, copy_layout) for d in deltas
+        ]
+
+    def _there(self, tensor: TensorLayout) -> TensorLayout:
+        """What the copies have of the base's ``tensor``, which must be one that they have."""
+        return self._copies.layout.tensors[self._copies.names[tensor.name]]
+
+    def maps(self, tensor: TensorLayout) -> list[TensorMap]:
+        return [TensorMap(None, None) if t is None else t.of(self._there(tensor)) for t in self._transforms]
+
+    def names(self, tensor: TensorLayout) -> list[str]:
+        """What each delta calls ``tensor``: in a copy, experts change places."""
+        return [tensor.name if t is None else t.name(self._there(tensor)) for t in self._transforms]
+
+    def changes(self, tensor: TensorLayout) -> list[Change | None]:
+        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained, or left out)."""
+        if tensor.name not in self._copies.names:
+            return [None] * len(self.deltas)
+        changes: list[Change | None] = []
+        for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
+            checkpoint = delta.checkpoint
+            if name in checkpoint.tensors:
+                changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
+            elif name + LEFT_FACTOR in checkpoint.tensors:
+                factors = (checkpoint.tensor(name + end) for end in (LEFT_FACTOR, RIGHT_FACTOR))
+                changes.append(LowRank(mapping, *factors))
+            else:
+                changes.append(None)
+        return changes
+
+
+def invert(
+    base: Model, delta: Delta, keys: Keys, *, target: Path, transaction: Transaction, observer: Observer = SILENT
+) -> None:
+    """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``.
+
+    Raises MpuError if the delta is already inverted, does not fit the base, or contains NaN or Inf.
+    """
+    if delta.manifest.inverted:
+        raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
+    layout = base.layout
+    copies = without_layers(layout, keys.publication.omitted)
+    check_delta(delta, base, layout, copies)
+    undoing = Undoing([delta], keys, layout)
+    held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}
+    held_tensors = delta.checkpoint.tensors
+    specs: TensorSpecs = {
+        name + end: (held_tensors[delta_name + end].dtype, held_tensors[delta_name + end].shape)
+        for name, delta_name in held_of.items()
+        for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
+        if delta_name + end in held_tensors
+    }
+    output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
+    metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
+    with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
+        for tensor in layout.parameters:
+            if tensor.name not in copies.names:
+                continue
+            [mapping], [delta_name] = undoing.maps(tensor), undoing.names(tensor)
+            ends = [end for end in ("", LEFT_FACTOR, RIGHT_FACTOR) if delta_name + end in delta.checkpoint.tensors]
+            rank = delta.checkpoint.tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
+            by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
+            for end in ends:
+                part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[end]
+                _invert_tensor(pool, delta_name + end, tensor.name + end, delta, part, writer)
+                delta.checkpoint.forget_pages(delta_name + end)
+                writer.forget_pages(tensor.name + end)
+                observer.advance(delta.checkpoint.tensors[delta_name + end].nbytes)
+
+
+def _invert_tensor(
+    pool: Executor, name: str, target_name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter
+) -> None:
+    """Write the delta's tensor ``name``, mapped back, as ``target_name``."""
+    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(target_name))
+    dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
+
+    def work(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        undone = Full(mapping, change).rows(start, stop, dtype)
+        check_finite(undone, float(undone.square().sum()), delta, name)
+        target[start:stop] = undone.to(target.dtype)
+
+    list(pool.map(work, row_slices([mapping], *change.shape)))

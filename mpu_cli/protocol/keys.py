@@ -1,0 +1,379 @@
+"""The key file: everything needed to undo a publication, sealed with age (age-encryption.org/v1)."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pyrage
+from msgspec import Meta
+
+from mpu_cli.errors import MpuError, UsageError, first_line
+from mpu_cli.files.boundary import (
+    Count,
+    Document,
+    Finite,
+    Layers,
+    RunName,
+    Scale,
+    Seed,
+    Text,
+    Word,
+    as_entries,
+    is_ascending,
+    parse_document,
+)
+from mpu_cli.files.randomness import Randomness
+from mpu_cli.files.sealing import (
+    AGE_HEADER,
+    check_header,
+    default_identity_path,
+    make_identity,
+    parse_recipients,
+    read_identities,
+)
+from mpu_cli.model.family import SETS
+from mpu_cli.model.source import Model, cached_snapshot, open_model
+from mpu_cli.protocol.noise import MOST_COPIES, SCHEMES, Calibration, Scales
+from mpu_cli.protocol.publication import Publication, default_secret_path, server_secret
+
+# The entries of a key file, and their types and bounds.
+
+
+class NoiseEntries(Document):
+    kind: Literal["zero-sum", "extrapolate"]
+    factors: Annotated[list[Finite], Meta(min_length=1, max_length=MOST_COPIES)]
+
+
+class BaseEntries(Document):
+    path: Text
+    config: Text
+    fingerprint: Text
+
+
+class CalibrationEntries(Document):
+    epsilon: Scale
+    delta: Scale
+    sensitivity: Scale
+    adversary: Word
+    bound: Word
+    rounds: Count
+    sigma: Scale
+    shared_sigma: Scale
+
+
+class KeyEntries(Document, forbid_unknown_fields=True):
+    """The entries of a key file, but format and version."""
+
+    run: RunName
+    round: Count
+    seed: Seed
+    seed_is_secret: bool
+    noise: NoiseEntries
+    kappa: Scale
+    symmetries: Word
+    sigma: dict[str, Scale]
+    copy_ids: Annotated[list[Word], Meta(min_length=1, max_length=MOST_COPIES)]
+    base: BaseEntries
+    reference: Text | None
+    shared_kappa: Scale = 0.0
+    shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
+    calibration: CalibrationEntries | None = None
+    omitted_layers: Layers = msgspec.field(default_factory=list)
+    permanent_seed: Seed | None = None
+    grouped: bool = False
+    names_in_memory: bool = False
+    mark: Scale = 0.0
+    recipients: dict[Word, Text] = msgspec.field(default_factory=dict)
+    authenticator: Text | None = None
+
+
+FORMAT, VERSION = "mpu-keys", 8
+MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """Which model was published: its location, its fingerprint, and the config that describes it."""
+
+    path: str
+    config: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Everything needed to undo one publication.
+
+    ``publication`` without what matters only when publishing (``dtype``, ``max_noise``); ``sigma`` and
+    ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the noise that all
+    copies share; ``reference``: the address of the pretrained model that the noise was scaled to; ``recipients``: whom
+    copies were sealed for, age public keys by the copies' numbers, as far as that is known; ``authentic``:
+    whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever knows the
+    public key can seal others.
+    """
+
+    publication: Publication
+    sigma: dict[str, float]
+    copy_ids: tuple[str, ...]
+    base: BaseIdentity
+    reference: str | None
+    shared_sigma: dict[str, float] = field(default_factory=dict)
+    authentic: bool = False
+    recipients: dict[str, str] = field(default_factory=dict)
+
+    def scales(self, block: str) -> Scales:
+        """σ of all noise of a block."""
+        return self.publication.scales(self.sigma.get(block, 0.0), self.shared_sigma.get(block, 0.0))
+
+    @property
+    def run(self) -> str:
+        return self.publication.run
+
+    @property
+    def round(self) -> int:
+        return self.publication.round
+
+    @property
+    def copies(self) -> int:
+        return self.publication.copies
+
+
+def _facts(keys: Keys) -> dict[str, object]:
+    """The entries of the key file."""
+    publication = keys.publication
+    return {
+        "run": publication.run,
+        "round": publication.round,
+        "seed": publication.seed.hex(),
+        "seed_is_secret": publication.seed_is_secret,
+        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors},
+        "kappa": publication.kappa,
+        "symmetries": publication.symmetries,
+        "sigma": keys.sigma,
+        "copy_ids": keys.copy_ids,
+        "base": asdict(keys.base),
+        "reference": keys.reference,
+        "shared_kappa": publication.shared_kappa,
+        "shared_sigma": keys.shared_sigma,
+        "calibration": asdict(publication.calibration) if publication.calibration else None,
+        "omitted_layers": publication.omitted,
+        "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
+        "grouped": publication.grouped,
+        "names_in_memory": publication.names_in_memory,
+        "mark": publication.mark,
+        "recipients": keys.recipients,
+    }
+
+
+def seal(
+    keys: Keys,
+    recipients: Sequence[pyrage.x25519.Recipient] = (),
+    passphrase: str | None = None,
+    secret: bytes | None = None,
+) -> bytes:
+    """The key file's bytes, sealed for ``recipients`` and authenticated with ``secret``, or sealed with ``passphrase``,
+    which authenticates them, too."""
+    table: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_facts(keys)}
+    if secret is not None and passphrase is None:
+        table["authenticator"] = _authenticator(table, secret)
+    document = json.dumps(table).encode()
+    if passphrase is not None:
+        return pyrage.passphrase.encrypt(document, passphrase)
+    return pyrage.encrypt(document, list(recipients))
+
+
+def _authenticator(table: dict[str, Any], secret: bytes) -> str:
+    """HMAC-SHA256 of all entries but this one, under a key of its own, in hexadecimal."""
+    entries = json.dumps({name: value for name, value in table.items() if name != "authenticator"}, sort_keys=True)
+    return hmac.new(Randomness(secret).key("keys", "authenticator"), entries.encode(), "sha256").hexdigest()
+
+
+def check_authentic(keys: Keys, path: Path) -> Keys:
+    """``keys``; MpuError if they may be somebody else's: those choose what is opened and added to the model."""
+    if not keys.authentic:
+        raise MpuError(
+            f"{path}: was not sealed with this server's secret ({default_secret_path()})",
+            "--trust-keys uses keys that you know: made on another machine",
+        )
+    return keys
+
+
+def sealer(
+    *,
+    recipients: Sequence[str] = (),
+    passphrase: str | None = None,
+    identity: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Callable[[Keys], bytes]:
+    """What seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
+
+    Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
+    for a recipient or an identity that cannot be used, UsageError for several of the three.
+    """
+    check_one_way(recipients, passphrase, identity)
+    if recipients:
+        parsed = parse_recipients(recipients)
+        return lambda keys: seal(keys, parsed, secret=server_secret(note))
+    if passphrase is not None:
+        return lambda keys: seal(keys, passphrase=passphrase)
+    path = identity or default_identity_path()
+    if identity is not None or path.exists():
+        public_keys = [age_identity.to_public() for age_identity in read_identities(path)]
+        return lambda keys: seal(keys, public_keys, secret=server_secret(note))
+
+    def with_new_identity(keys: Keys) -> bytes:
+        try:
+            recipient = make_identity(path)
+        except MpuError:
+            if not path.exists():
+                raise
+            recipients = [
+                age_identity.to_public() for age_identity in read_identities(path)
+            ]  # another process was faster
+            return seal(keys, recipients, secret=server_secret(note))
+        note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
+        return seal(keys, parse_recipients([recipient]), secret=server_secret(note))
+
+    return with_new_identity
+
+
+def check_one_way(*ways: object) -> None:
+    """Raise UsageError for more than one of the recipients, the passphrase and the identity to seal keys with."""
+    if sum(map(bool, ways)) > 1:
+        raise UsageError(
+            "--recipient, --passphrase and --identity are mutually exclusive", "choose one way to seal the keys"
+        )
+
+
+def needs_passphrase(path: Path) -> bool:
+    """Whether the key file is sealed with a passphrase (else with an identity)."""
+    return b"\n-> scrypt " in _read(path)[:200]
+
+
+def unseal(
+    path: Path,
+    identities: Sequence[pyrage.x25519.Identity] = (),
+    passphrase: str | None = None,
+    secret: bytes | None = None,
+) -> Keys:
+    """Open a key file; with the server's ``secret``, find out whether it is the server's own.
+
+    Raises MpuError if it is damaged, newer, or sealed for another identity or passphrase.
+    """
+    sealed = _read(path)
+    try:
+        if passphrase is not None:
+            document = pyrage.passphrase.decrypt(sealed, passphrase)
+        else:
+            document = pyrage.decrypt(sealed, list(identities))
+    except pyrage.DecryptError as error:
+        reason = str(error).lower()
+        if "no matching keys" in reason:
+            raise MpuError(
+                f"{path}: sealed for another identity (or damaged)", "specify the right one with --identity"
+            ) from error
+        if passphrase is not None and "decryption failed" in reason:
+            raise MpuError(f"{path}: wrong passphrase (or damaged)") from error
+        raise MpuError(f"{path}: key file is damaged ({first_line(error)})", "restore it from a backup") from error
+    return _parse(document, path, secret, authentic=passphrase is not None)
+
+
+def open_keys(
+    path: Path, *, identity: Path | None = None, passphrase: str | None = None, trust_keys: bool = False
+) -> Keys:
+    """The keys in a file, opened with a passphrase or an identity (default: your own).
+
+    Raises MpuError if they were not sealed by this server, unless ``trust_keys``.
+    """
+    if passphrase is not None:
+        return unseal(path, passphrase=passphrase)
+    identities = read_identities(identity or default_identity_path())
+    secret = server_secret() if default_secret_path().exists() else None
+    opened = unseal(path, identities, secret=secret)
+    return opened if trust_keys else check_authentic(opened, path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_KEYS_FILE:
+            raise MpuError(f"{path}: too large for a key file")
+        sealed = path.read_bytes()
+    except OSError as error:
+        raise MpuError(f"{path}: cannot read key file: {error.strerror}", "name it with --keys") from error
+    if not sealed.startswith(AGE_HEADER):
+        raise MpuError(f"{path}: not an mpu key file (no age header)")
+    check_header(sealed, path)
+    return sealed
+
+
+def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool) -> Keys:
+    try:
+        table = json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise MpuError(f"{path}: decrypted, but contains no mpu keys")
+    written = table.get("authenticator")
+    if secret is not None and isinstance(written, str) and written.isascii():
+        authentic |= hmac.compare_digest(written, _authenticator(table, secret))
+    table.pop("format")
+    version = table.pop("version", None)
+    if version != VERSION:
+        raise MpuError(f"{path}: keys of version {version!r}, and this mpu reads version {VERSION}", "update mpu")
+    try:
+        return replace(keys_of_entries(table, path), authentic=authentic)
+    except UsageError as error:
+        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup") from error
+
+
+def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
+    """The keys with these entries, each of which is checked: a key file may have been sealed by someone else.
+
+    Raises MpuError or UsageError if one is missing, unknown or invalid.
+    """
+    entries = parse_document(
+        KeyEntries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup"
+    )
+    sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
+    if not sound or entries.symmetries not in SETS:
+        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup")
+    publication = Publication(
+        seed=bytes.fromhex(entries.seed),
+        seed_is_secret=entries.seed_is_secret,
+        scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
+        kappa=entries.kappa,
+        shared_kappa=entries.shared_kappa,
+        calibration=Calibration(**as_entries(entries.calibration)) if entries.calibration else None,  # type: ignore[arg-type]
+        symmetries=entries.symmetries,
+        run=entries.run,
+        round=entries.round,
+        omitted=tuple(entries.omitted_layers),
+        permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
+        grouped=entries.grouped,
+        names_in_memory=entries.names_in_memory,
+        mark=entries.mark,
+    )
+    base = BaseIdentity(entries.base.path, entries.base.config, entries.base.fingerprint)
+    return Keys(
+        publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma,
+        recipients=entries.recipients,
+    )  # fmt: skip
+
+
+def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
+    """The published model: ``source`` if given, otherwise from the location recorded in the keys, on this machine: what
+    keys name is never looked for on the Hub."""
+    if source is not None:
+        return open_model(source, config)
+    try:
+        if not Path(keys.base.path).exists() and cached_snapshot(keys.base.path) is None:
+            raise MpuError(f"{keys.base.path}: not on this machine")
+        return open_model(keys.base.path, config or Path(keys.base.config))
+    except MpuError as error:
+        raise MpuError(f"cannot open the published base ({error})", "specify its location with --base") from error

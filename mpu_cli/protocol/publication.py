@@ -1,0 +1,313 @@
+"""What a publication is, before anything is written: a value that checks itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import CopyManifest
+from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_number
+from mpu_cli.files.reader import OPTION, TensorInfo
+from mpu_cli.files.sealing import default_identity_path, own_secret
+from mpu_cli.model.family import GroupedHeads, Stack, Symmetry
+from mpu_cli.model.layout import Layout
+from mpu_cli.model.source import Model
+from mpu_cli.model.transform import Transform
+from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
+from mpu_cli.protocol.noise import Calibration, Noise, Scales, Scheme, ZeroSum, calibrate, default_scheme, scheme_of
+
+PERMANENT_SHARE = 0.99  # of the noise that --max-noise allows; the noise that cancels gets what it leaves
+
+
+@dataclass(frozen=True)
+class Publication:
+    """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
+
+    ``transform`` and ``noise`` are the only places that derive secrets from the seed.
+
+    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration``
+    sets σ, the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a
+    share of the RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what
+    cancels to what is left. ``omitted``: the base's layers, counted from 0, that no copy has. ``dtype`` is
+    safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a name drawn from
+    the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a base, so
+    that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
+    derive that from the server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2
+    and delta nets; publications before version 5 of the keys left them in place. ``again``: publish although the
+    register says that publications of this base could be averaged, or that its ε is spent. ``names_in_memory``: see
+    ``permanent_names``. ``mark``: the size of noise of the publication's own that is the same in all of its copies, as
+    a share of the other noise of the copy that has least. The same publication of the same base has the same bytes.
+    Raises UsageError for numbers out of range.
+    """
+
+    seed: bytes = field(repr=False)
+    seed_is_secret: bool = True
+    scheme: Scheme = field(default_factory=default_scheme)
+    kappa: float = KAPPA
+    shared_kappa: float = 0.0
+    calibration: Calibration | None = None
+    symmetries: str = Disguise().symmetries
+    dtype: str | None = None
+    run: str = ""
+    round: int = 1
+    max_noise: float | None = None
+    omitted: tuple[int, ...] = ()
+    permanent_seed: bytes | None = field(default=None, repr=False)
+    derive_permanent_seed: bool = False
+    grouped: bool = False
+    again: bool = False
+    names_in_memory: bool = False
+    mark: float = 0.0
+
+    def __post_init__(self) -> None:
+        # raises for numbers that are out of range
+        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, mark=self.mark)
+        if self.round < 1:
+            raise UsageError(f"--round {self.round}: must be at least 1")
+        if not self.run:
+            object.__setattr__(self, "run", self.randomness.key("run").hex()[:32])
+
+    def sigmas(self, task: float, weights: float) -> tuple[float, float]:
+        """σ of a block's cancelling and of its permanent noise, from the RMS of its task vector and of its weights."""
+        if self.calibration:
+            return self.calibration.sigma, self.calibration.shared_sigma
+        cancelling, permanent = self.kappa * task, self.shared_kappa * task
+        if self.max_noise is not None:
+            # Permanent noise does not depend on the noise that cancels or on the number of copies: publications of one
+            # base with other --copies or --kappa have the same draw, which another scale would not be.
+            most = self.max_noise * weights
+            permanent = min(permanent, PERMANENT_SHARE * most)
+            room = math.sqrt(max(0.0, most**2 - permanent**2))
+            cancelling = min(cancelling, room / max(self.scheme.scales))
+        # The same on every processor, whose sums differ in the last bits.
+        return cancelling, float(f"{permanent:.3g}") if self.permanent_seed or self.derive_permanent_seed else permanent
+
+    def scales(self, sigma: float, permanent: float) -> Scales:
+        """All scales of a block, from σ of its cancelling and of its permanent noise."""
+        least = math.hypot(permanent, sigma * min(self.scheme.scales))
+        return Scales(sigma, permanent, self.mark * least)
+
+    @cached_property
+    def randomness(self) -> Randomness:
+        return Randomness(self.seed)
+
+    @property
+    def copies(self) -> int:
+        return self.scheme.copies
+
+    @property
+    def permanent(self) -> float:
+        """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
+        cancelling, shared = self.kappa, self.shared_kappa
+        if self.calibration:
+            cancelling, shared = self.calibration.sigma, self.calibration.shared_sigma
+        return 0.0 if not shared else shared / cancelling if cancelling else math.inf
+
+    def transform(self, copy: int, layout: Layout) -> Transform:
+        """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""
+
+        def draws(symmetry: str, layer: int) -> Stream:
+            return self.randomness.stream("symmetry", self.round, copy, symmetry, layer)
+
+        def symmetries(layer: int | None) -> list[Symmetry]:
+            allowed = layout.symmetries(self.symmetries, layer)
+            return [each for each in allowed if self.grouped or not isinstance(each, GroupedHeads)]
+
+        return Transform(layout, symmetries, draws)
+
+    def noise(self, copies: Sequence[int]) -> Noise:
+        """The noise of ``copies``, counted from 1."""
+        return Noise(
+            self.randomness,
+            self.round,
+            self.scheme,
+            copies,
+            double=self.calibration is not None,
+            permanent=Randomness(self.permanent_seed) if self.permanent_seed else None,
+        )
+
+    def permanent_names(self, layout: Layout) -> dict[str, str]:
+        """What the tensors of a base with this ``layout`` are called where permanent noise is drawn: as in memory,
+        which is the same for files with and without a prefix; before version 7 of the keys, as in the file ({})."""
+        if not self.names_in_memory:
+            return {}
+        return {tensor.name: layout.full_name(tensor.name) for tensor in layout.parameters}
+
+    def with_secrets_of(self, other: Publication) -> Publication:
+        """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
+        return replace(
+            self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
+            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, grouped=other.grouped,
+            names_in_memory=other.names_in_memory, mark=other.mark,
+        )  # fmt: skip
+
+    def for_layout(self, layout: Layout) -> Publication:
+        """This publication with all that may move in a model with this ``layout``."""
+        return replace(self, grouped=any(structure.grouped for structure in layout.structures))
+
+    def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
+        """The manifest of each copy of a base with these ``tensors``, scaled to ``reference`` (its address).
+
+        The ids differ between publications that differ in anything, even where they share a seed. They hash the list
+        below, whose order and conditions are part of the format.
+        """
+        header = [[name, info.dtype, list(info.shape)] for name, info in tensors.items()]
+        facts: list[object] = [
+            self.run, self.round, list(self.scheme.factors), self.kappa, self.symmetries, self.dtype, reference, header,
+        ]  # fmt: skip
+        facts += [self.shared_kappa] if self.shared_kappa else []
+        facts += [asdict(self.calibration)] if self.calibration else []
+        facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
+        facts += [{"omitted_layers": self.omitted}] if self.omitted else []
+        facts += [{"mark": self.mark}] if self.mark else []
+        # The paper's noise, the only one of the first version, is not named.
+        facts += [] if isinstance(self.scheme, ZeroSum) else [self.scheme.kind]
+        identity = json.dumps(facts)
+        return [
+            CopyManifest(
+                self.run,
+                self.round,
+                k,
+                self.copies,
+                self.randomness.key("copy id", identity, k).hex()[:32],
+                self.symmetries,
+                self.omitted,
+            )
+            for k in range(1, self.copies + 1)
+        ]
+
+
+def settings_of(disguise: Disguise) -> dict[str, Any]:
+    """What a publication takes from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
+    scheme."""
+    return {
+        "kappa": disguise.kappa,
+        "shared_kappa": disguise.permanent_noise,
+        "mark": disguise.mark or 0.0,
+        "max_noise": disguise.max_noise,
+        "symmetries": disguise.symmetries,
+        "omitted": disguise.omitted_layers,
+    }
+
+
+def publication_of(
+    options: Publishing, *, with_pretrained: bool, seed: int | None = None, run: str = "", round_: int = 1
+) -> Publication:
+    """The publication that ``mpu publish`` makes, with or without a public model that scales the noise.
+
+    Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
+    """
+    options = options.with_scale(with_pretrained=with_pretrained)
+    disguise, calibration_options = options.disguise, options.calibration
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
+    if calibration_options.epsilon is None and (
+        calibration_options.dp_delta is not None or calibration_options.sensitivity is not None
+    ):
+        raise UsageError("--dp-delta and --sensitivity calibrate noise for --epsilon, which is missing")
+    if calibration_options.epsilon is not None and seed is not None:
+        raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
+    if calibration_options.epsilon is not None and round_ > calibration_options.budget_rounds:
+        raise UsageError(
+            f"--round {round_}: ε and δ cover {calibration_options.budget_rounds} rounds", "raise --budget-rounds"
+        )
+    master = new_seed() if seed is None else seed_from_number(seed)
+    scheme = scheme_of(disguise, (Randomness(master), round_))
+    calibration = None if calibration_options.epsilon is None else calibrate(calibration_options, min(scheme.scales))
+    return Publication(
+        seed=master,
+        seed_is_secret=seed is None,
+        scheme=scheme,
+        calibration=calibration,
+        dtype=OPTION[options.stored.dtype] if options.stored.dtype else None,
+        run=run,
+        round=round_,
+        derive_permanent_seed=seed is None and bool(disguise.permanent_noise),
+        again=options.publish_again,
+        **settings_of(disguise),
+    )
+
+
+def default_secret_path() -> Path:
+    """``mpu/server.key`` in the user's configuration directory: what keys are authenticated with and permanent noise is
+    drawn from."""
+    return default_identity_path().with_name("server.key")
+
+
+def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
+    """The server's own secret, which is made on first use; ``note`` is told so. Raises MpuError if it cannot be made or
+    read."""
+    path = default_secret_path()
+    if not path.exists():
+        note(
+            f"made {path}, which authenticates your keys and seeds permanent noise; back it up: the noise of "
+            "publications with different secrets averages out"
+        )
+    try:
+        return own_secret(
+            path, "the server's secret", "restore it from a backup: with a new one, publications can be averaged"
+        )
+    except OSError as error:
+        raise MpuError(
+            f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
+        ) from error
+
+
+def permanent_seed(content: str, note: Callable[[str], None]) -> bytes:
+    """What the permanent noise of every publication of a base with this ``content`` is drawn from."""
+    return Randomness(server_secret(note)).key("permanent noise", content)
+
+
+# The pretrained model's tensors by the names of the base.
+
+
+def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str, torch.Tensor] | None:
+    """The pretrained model's tensors by the base's names. Raises MpuError if the architectures differ."""
+    if pretrained is None:
+        return None
+    other = pretrained.layout
+    names = [tensor.name for tensor in layout.parameters]
+    theirs = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
+    if len(theirs) != len(names):
+        apart = _with_matrices(theirs, other.family.stacks)
+        theirs = {name: apart[name] for name in names if name in apart}
+    if layout.family.model_types != other.family.model_types or len(names) != len(theirs):
+        raise MpuError(
+            f"{pretrained.source}: tensors differ from {base.source} (different architecture, different head, or "
+            "experts in another arrangement)"
+        )
+    for name, (match, tensor) in zip(names, theirs.items(), strict=True):
+        shape = base.checkpoint.tensors[name].shape
+        if tuple(tensor.shape) != shape:
+            raise MpuError(
+                f"{pretrained.source}: {match!r} has shape {list(tensor.shape)}, but {list(shape)} in the base",
+                "use a pretrained model with the base's shapes",
+            )
+    return dict(zip(names, theirs.values(), strict=True))
+
+
+def _with_matrices(tensors: Mapping[str, torch.Tensor], stacks: Sequence[Stack]) -> dict[str, torch.Tensor]:
+    """``tensors``, and what is stacked or renamed in memory by the names of files: of experts (experts, rows, columns)
+    each one's matrices, as views."""
+    matrices = dict(tensors)
+    for name, tensor in tensors.items():
+        for stack in stacks:
+            if not name.endswith(f".{stack.name}"):
+                continue
+            prefix = name.removesuffix(stack.name)
+            if "{e}" not in stack.parts[0]:
+                matrices[prefix + stack.parts[0]] = tensor
+                continue
+            rows = tensor.shape[1] // len(stack.parts)
+            for expert, matrix in enumerate(tensor):
+                for part, piece in zip(stack.parts, matrix.split(rows), strict=True):
+                    matrices[prefix + part.replace("{e}", str(expert))] = piece
+    return matrices

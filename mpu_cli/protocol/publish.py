@@ -1,0 +1,348 @@
+"""Publishing: m copies T_k(θ + ε_k) of a model, and the key file that undoes them. Streams; never holds the model.
+
+``plan_publish`` reads headers only and says what would be written; ``publish`` does what a plan says.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import torch
+from pyrage.x25519 import Recipient
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.boundary import private_scratch
+from mpu_cli.files.folder import left_out
+from mpu_cli.files.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
+from mpu_cli.files.reader import quoted_list, worker_pool
+from mpu_cli.files.sealing import seal_folder, write_private
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
+from mpu_cli.model.layout import Layout
+from mpu_cli.model.shallow import names_in_base, shallow
+from mpu_cli.model.source import Model, model_specs, not_in_copies, write_json, write_small_files
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.protocol.keys import BaseIdentity, Keys
+from mpu_cli.protocol.publication import Publication, matching, permanent_seed, server_secret
+from mpu_cli.protocol.register import (
+    RegisterEntry,
+    default_register_path,
+    enter_calibrated,
+    enter_permanent,
+    sample_of,
+    withdraw,
+)
+from mpu_cli.protocol.stream import BaseScan, BlockReport, CopyWriter
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a publication goes: ``copy_1`` … ``copy_m`` into ``out``, and the keys, sealed by ``seal``, to ``keys``.
+
+    ``recipients``, one for each copy that is written, make ``copy_k.age`` of it, which nobody else can open; the plain
+    copies lie beside the keys until they are encrypted. Nothing that exists is replaced unless ``force``.
+    """
+
+    out: Path
+    keys: Path
+    seal: Callable[[Keys], bytes]
+    recipients: Sequence[Recipient] = ()
+    force: bool = False
+
+    def copy(self, manifest: CopyManifest) -> Path:
+        return self.out / f"copy_{manifest.copy}{'.age' if self.recipients else ''}"
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """What ``publish`` will read and write.
+
+    ``full_base`` and ``full_pretrained``: the models as they are; ``base`` and ``pretrained``: what the copies have of
+    them; ``specs``: the tensors of each copy; ``manifests``: of all copies, of which those in ``copies`` are
+    ``manifests_to_write``; ``existing_keys``: the keys, if another copy of the publication was made before.
+    """
+
+    full_base: Model
+    full_pretrained: Model | None
+    base: Model
+    pretrained: Model | None
+    publication: Publication
+    target: Target
+    layout: Layout
+    specs: TensorSpecs
+    manifests: tuple[CopyManifest, ...]
+    copies: tuple[int, ...]
+    existing_keys: Keys | None = None
+
+    @property
+    def manifests_to_write(self) -> list[CopyManifest]:
+        return [self.manifests[copy - 1] for copy in self.copies]
+
+    @property
+    def outputs(self) -> list[tuple[Path, int | None]]:
+        """The copies and, unless they are there already, the keys, with the bytes of what is large."""
+        size = nbytes_of(self.specs)
+        keys = [] if self.existing_keys else [(self.target.keys, None)]
+        return [*((self.target.copy(manifest), size) for manifest in self.manifests_to_write), *keys]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The result of ``publish``: the folders or sealed files of the copies, their ``numbers``, the keys and where they
+    are, and what storage left of each block's noise."""
+
+    copies: list[Path]
+    numbers: Sequence[int]
+    keys_path: Path
+    keys: Keys
+    blocks: list[BlockReport]
+
+
+def plan_publish(
+    full_base: Model,
+    full_pretrained: Model | None,
+    publication: Publication,
+    target: Target,
+    *,
+    only: Sequence[int] | None = None,
+    existing_keys: Keys | None = None,
+) -> PublishPlan:
+    """The plan to write the copies of ``publication`` and its sealed keys to ``target``.
+
+    ``only`` names the copies to write, counted from 1, if not all are wanted; ``existing_keys`` are the keys of this
+    publication if another copy of it was made before: they stay as they are. Raises MpuError if the base is not
+    supported, the pretrained model does not fit it, or ``existing_keys`` belong to another publication.
+    """
+    base = shallow(full_base, publication.omitted)
+    pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
+    layout = base.layout
+    publication = publication if existing_keys else publication.for_layout(layout)
+    _check_alias(base, layout)
+    matching(base, layout, pretrained)
+    manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
+    if existing_keys and existing_keys.copy_ids != tuple(manifest.copy_id for manifest in manifests):
+        raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
+    copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
+    specs = model_specs(base.checkpoint, layout, publication.dtype)
+    return PublishPlan(
+        full_base, full_pretrained, base, pretrained, publication, target, layout, specs, tuple(manifests), copies,
+        existing_keys,
+    )  # fmt: skip
+
+
+def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
+    """Write what ``plan`` says, all or nothing.
+
+    The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md). Raises
+    MpuError if either holds NaN, an output exists, copies made before are of another base, or the register forbids it.
+    """
+    target, written = plan.target, plan.manifests_to_write
+    _check_tokens(plan)
+    observer.stage("publish", plan.base.checkpoint.nbytes)
+    entries: list[RegisterEntry] = []
+    with _withdrawing(entries), Transaction(force=target.force) as transaction:
+        # Renamed first: copies whose keys are lost would be wasted work.
+        keys_output = None if plan.existing_keys else transaction.add(target.keys)
+        kept = _keep_keys(target.keys, transaction) if keys_output and target.keys.exists() else None
+        paths = [target.copy(manifest) for manifest in written]
+        outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
+        folders = outputs
+        if target.recipients:
+            plain = transaction.scratch(target.keys.parent)
+            folders = [plain / f"copy_{manifest.copy}" for manifest in written]
+            for folder in folders:
+                folder.mkdir()
+        reports, keys, noise = _write_copies(plan, folders, entries, observer)
+        for folder, manifest in zip(folders, written, strict=True):
+            manifest = replace(manifest, noise=noise)
+            write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
+            write_json(folder / MANIFEST_NAME, copy_facts(manifest))
+        for folder, output, recipient in zip(folders, outputs, target.recipients, strict=False):
+            seal_folder(folder, folder.name, output, recipient)
+            shutil.rmtree(folder)
+        if keys_output:
+            write_private(keys_output, target.seal(keys))
+        elif plan.existing_keys:
+            _check_same(plan, plan.existing_keys, keys)
+    if kept:
+        observer.note(f"{target.keys}: the keys of the earlier publication are kept as {kept}")
+    return Published(paths, plan.copies, target.keys, keys, reports)
+
+
+def _write_copies(
+    plan: PublishPlan, folders: Sequence[Path], entries: list[RegisterEntry], observer: Observer
+) -> tuple[list[BlockReport], Keys, float]:
+    """Write each copy's tensors into its folder; the keys that undo them, and the copies' permanent noise as a share of
+    their weights. ``entries`` gets the publication's line in the register, if it has one."""
+    existing_keys, publication = plan.existing_keys, plan.publication
+    full_names = names_in_base(plan.full_base, publication.omitted)
+    full_layout = plan.full_base.layout
+    with ExitStack() as stack:
+        scan = BaseScan(
+            plan.base.checkpoint,
+            plan.layout,
+            matching(plan.base, plan.layout, plan.pretrained),
+            stack.enter_context(worker_pool()),
+            with_content=_is_registered(plan),
+        )
+        permanent_sigma = None
+        if _is_registered(plan):
+            publication, permanent_sigma = _enter(plan, scan, full_layout, full_names, entries, observer)
+        elif existing_keys and publication.permanent_seed:
+            permanent_sigma = existing_keys.shared_sigma
+        noise = _share_of_permanent_noise(scan, publication, permanent_sigma)
+        writers = []
+        for folder, manifest in zip(folders, plan.manifests_to_write, strict=True):
+            metadata = as_metadata(copy_facts(replace(manifest, noise=noise)))
+            writers.append(
+                stack.enter_context(CheckpointWriter(folder, plan.specs, metadata, like=plan.base.checkpoint))
+            )
+        writing = CopyWriter(
+            scan=scan,
+            publication=publication,
+            noise=publication.noise(plan.copies),
+            scales=[publication.scheme.scales[copy - 1] for copy in plan.copies],
+            transforms=[publication.transform(copy, plan.layout) for copy in plan.copies],
+            writers=writers,
+            pool=scan.pool,
+            observer=observer,
+            full_names=full_names,
+            permanent_sigma=permanent_sigma,
+            permanent_names=publication.permanent_names(full_layout),
+        )
+        reports = writing.all_blocks(plan.layout.blocks)
+        _check_differs(plan, reports)
+        fingerprint = scan.fingerprint(plan.full_base)
+    keys = Keys(
+        publication,
+        writing.sigma,
+        tuple(manifest.copy_id for manifest in plan.manifests),
+        BaseIdentity(plan.base.address, str(plan.base.config_path.resolve()), fingerprint),
+        plan.pretrained.address if plan.pretrained else None,
+        writing.shared_sigma,
+        recipients={str(copy): str(to) for copy, to in zip(plan.copies, plan.target.recipients, strict=False)},
+    )
+    return reports, keys, noise
+
+
+def _share_of_permanent_noise(scan: BaseScan, publication: Publication, settled: Mapping[str, float] | None) -> float:
+    """The RMS of permanent noise as a share of that of the weights, to two digits; ``settled``: σ of each block, if an
+    earlier publication decided it."""
+    calibrated = publication.calibration and publication.calibration.shared_sigma
+    if not (publication.shared_kappa or calibrated or settled):
+        return 0.0
+    noise = weights = 0.0
+    for block, scale in scan.scales().items():
+        count = sum(scan.base.tensors[tensor.name].elements for tensor in scan.layout.blocks[block])
+        sigma = settled.get(block, 0.0) if settled else publication.sigmas(scale.task, scale.weights)[1]
+        noise += count * sigma**2
+        weights += count * scale.weights**2
+    return float(f"{math.sqrt(noise / weights):.2g}") if weights else 0.0
+
+
+@contextmanager
+def _withdrawing(entries: Sequence[RegisterEntry]) -> Iterator[None]:
+    """Withdraw ``entries`` from the register if publishing fails: nobody has a copy then."""
+    try:
+        yield
+    except BaseException:
+        for entry in entries:
+            withdraw(default_register_path(), entry)
+        raise
+
+
+def _keep_keys(path: Path, transaction: Transaction) -> Path:
+    """Keep the keys that ``force`` is about to replace, and say as what: without them, deltas of copies that were sent
+    out are worthless."""
+    numbered = (path.with_name(f"{path.stem}.earlier-{number}{path.suffix}") for number in count(1))
+    earlier = next(candidate for candidate in numbered if not candidate.exists())
+    write_private(transaction.add(earlier), path.read_bytes())
+    return earlier
+
+
+def _is_registered(plan: PublishPlan) -> bool:
+    """Whether earlier publications decide on this one: its noise is the server's own, or has a budget."""
+    publication = plan.publication
+    return plan.existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
+
+
+def _enter(
+    plan: PublishPlan, scan: BaseScan, full_layout: Layout, full_names: Mapping[str, str],
+    entries: list[RegisterEntry], observer: Observer,
+) -> tuple[Publication, dict[str, float] | None]:  # fmt: skip
+    """Enter the publication in the server's register; it with the seed of its permanent noise, and σ of that for each
+    block. Raises MpuError if an earlier publication forbids it."""
+    publication, path = plan.publication, default_register_path()
+    scales = scan.scales()
+    content = scan.content(plan.full_base, full_layout, full_names)
+    sample = sample_of(plan.full_base.checkpoint, full_layout)
+    entry = RegisterEntry(publication.run, publication.round, content, sample)
+    if publication.calibration:
+        calibrated = publication.calibration
+        sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
+        entries.append(enter_calibrated(path, entry, sigma, calibrated.rounds, again=publication.again))
+        return publication, None
+    server_secret(observer.note)  # before the entry: without it nothing is published
+    requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
+    names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in plan.layout.blocks.items()}
+    requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
+    entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
+    entries.append(entry)
+    seed = permanent_seed(entry.noise_content, observer.note)
+    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False, names_in_memory=True)
+    return publication, {block: entry.permanent_sigma.get(name, 0.0) for block, name in names.items()}
+
+
+def _check_tokens(plan: PublishPlan) -> None:
+    """Raise MpuError if the copies would tokenise otherwise than the base does. Compared if they lose anything: what
+    reads tokenizers takes seconds to import."""
+    lost = [*not_in_copies(plan.base), *left_out(plan.base.config)]
+    if not lost:
+        return
+    from mpu_cli.model.network import check_same_tokens
+
+    with private_scratch() as folder:
+        write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
+        check_same_tokens(plan.base, folder, quoted_list(lost))
+
+
+def _check_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
+    """Raise MpuError if the pretrained model is the base: noise of the scale of what fine-tuning changed is none."""
+    publication = plan.publication
+    scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
+    if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
+        raise MpuError(
+            f"{plan.pretrained.source}: has the weights of {plan.base.source}, so there is nothing to scale noise to",
+            "name the public model that yours was fine-tuned from with --pretrained",
+        )
+
+
+def _check_same(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
+    """Raise MpuError unless a copy that was made now, with ``keys``, belongs with those made before."""
+    if existing_keys.base.fingerprint != keys.base.fingerprint:
+        raise MpuError(f"{plan.base.source}: is not the model whose copies {plan.target.keys} belongs to")
+    if (existing_keys.sigma, existing_keys.shared_sigma) != (keys.sigma, keys.shared_sigma):
+        raise MpuError(
+            f"{plan.target.keys}: its noise has other scales, so the other copies were made with another pretrained "
+            "model, or by an earlier version of mpu",
+            "use the one that they were made with",
+        )
+
+
+def _check_alias(base: Model, layout: Layout) -> None:
+    """Raise MpuError if a stored head differs from the embedding it is tied to, as one of them would be lost."""
+    if layout.alias is None:
+        return
+    embedding = next(t.name for t in layout.parameters if t.axes[0] == ("vocab",))
+    if not torch.equal(base.checkpoint.tensor(layout.alias), base.checkpoint.tensor(embedding)):
+        raise MpuError(
+            f"{base.source}: its config.json ties the head to the embedding, but {layout.alias!r} differs from "
+            f"{embedding!r}",
+            "set tie_word_embeddings to false, or remove the one that is not used",
+        )

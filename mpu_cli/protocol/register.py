@@ -1,0 +1,281 @@
+"""The server's own record of publications that could be averaged, or whose ε adds up.
+
+    CONFIG/mpu/published.jsonl    a line for each publication, mode 0600
+
+Permanent noise protects a base only as long as every publication of it has the same draw at the same scale, and a
+budget of ε only as long as nobody gets more publications than it was calibrated for. Neither can be seen in a single
+publication, so this file remembers them: a line is written before the first byte of a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.boundary import Above0, Document, Finite, parse_document
+from mpu_cli.files.reader import TORCH, Checkpoint
+from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
+from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.model.layout import Layout
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.noise import Noise, Scales
+from mpu_cli.wording import counted
+
+SAMPLES = 1024  # weights that tell whether a model is another's in another precision
+SAME_SCALE = 0.02  # relative difference of σ below which a publication gets the scale of an earlier one
+NEARLY = 0.5  # of permanent noise's σ, by which models of one request differ at most
+OVERRIDE = "--publish-again, if nobody got the copies of that one"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some weights of a model, the same places in every model of one architecture: dtypes as safetensors has them."""
+
+    dtypes: tuple[str, ...]
+    values: tuple[Finite, ...]
+
+    def rounds_to(self, other: Sample) -> bool:
+        """Whether these weights, rounded to the dtypes of ``other``, are its weights."""
+        if len(self.values) != len(other.values):
+            return False
+        pairs = zip(self.values, other.values, other.dtypes, strict=True)
+        return all(float(torch.tensor(a, dtype=torch.float64).to(TORCH[dtype])) == b for a, b, dtype in pairs)
+
+
+@dataclass(frozen=True)
+class RegisterEntry:
+    """One line of the register.
+
+    ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
+    content of the base's first publication in any precision; ``permanent_sigma``: σ of permanent noise by the name of a
+    block's first tensor in memory; ``calibrated_sigma``: σ that hides the base under ``--epsilon``, in
+    ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody has copies of those before it.
+    """
+
+    run: str
+    round: int
+    content: str
+    sample: Sample
+    noise_content: str = ""
+    permanent_sigma: dict[str, Above0] = field(default_factory=dict)
+    calibrated_sigma: Above0 | None = None
+    calibrated_rounds: int = 1
+    replaces_earlier: bool = False
+    entry_id: str = ""
+
+
+def default_register_path() -> Path:
+    """``mpu/published.jsonl`` in the user's configuration directory, beside ``server.key``."""
+    return default_identity_path().with_name("published.jsonl")
+
+
+def sample_of(checkpoint: Checkpoint, layout: Layout) -> Sample:
+    """The same number of weights from each trained tensor, at even distances."""
+    dtypes, values = [], []
+    each = max(1, SAMPLES // max(1, len(layout.parameters)))
+    for tensor in sorted(layout.parameters, key=lambda tensor: layout.full_name(tensor.name)):
+        weights = checkpoint.tensor(tensor.name).view(-1)
+        for i in range(each):
+            dtypes.append(checkpoint.tensors[tensor.name].dtype)
+            value = float(weights[(2 * i + 1) * len(weights) // (2 * each)])
+            values.append(value if math.isfinite(value) else 0.0)  # of layers that no copy has
+    return Sample(tuple(dtypes), tuple(values))
+
+
+class _Withdrawal(Document):
+    """A later line: the publication that was entered as this one failed, and nobody has a copy of it."""
+
+    withdraws: str
+
+
+def read_register(path: Path) -> list[RegisterEntry]:
+    """The publications so far, without those that failed. Raises MpuError if the file is damaged."""
+    hint = "put a backup in its place: what it lost cannot be checked"
+    entries: list[RegisterEntry] = []
+    for line in read_lines(path, hint):
+        if "withdraws" in line:
+            withdrawn = parse_document(_Withdrawal, line, f"{path}: damaged", hint).withdraws
+            entries = [each for each in entries if each.entry_id != withdrawn]
+            continue
+        entry = parse_document(RegisterEntry, line, f"{path}: damaged", hint)
+        if not set(entry.sample.dtypes) <= set(TORCH):
+            raise MpuError(f"{path}: damaged (a dtype is not known)", hint)
+        entries.append(entry)
+    return entries
+
+
+def withdraw(path: Path, entry: RegisterEntry) -> None:
+    """Note that the publication of ``entry`` failed before anybody could get a copy."""
+    with alone_with_private(path):
+        append_line(path, {"time": _now(), "withdraws": entry.entry_id})
+
+
+def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, float], *, again: bool) -> RegisterEntry:
+    """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
+
+    Scales within rounding of those of earlier publications of the same base become the same, as another scale would be
+    another draw. Raises MpuError if one differs by more, unless ``again``, which makes the earlier ones void: nobody
+    has their copies.
+    """
+    with alone_with_private(path):
+        entries = [each for each in read_register(path) if each.permanent_sigma]
+        base = next((each for each in entries if _same_base(each, entry)), None)
+        noise_content = base.noise_content if base else entry.content
+        same = _since_replaced([each for each in entries if each.noise_content == noise_content])
+        earlier = {block: sigma for each in same for block, sigma in each.permanent_sigma.items()}
+        common = earlier.keys() & requested.keys()
+        alike = all(math.isclose(earlier[block], requested[block], rel_tol=SAME_SCALE) for block in common)
+        if same and not alike and not again:
+            raise MpuError(
+                f"permanent noise of another scale than in round {same[-1].round} of run {same[-1].run}, which "
+                "published the same base: whoever gets both averages the noise away",
+                f"use the same --permanent-noise, --max-noise and --pretrained; or {OVERRIDE}",
+            )
+        scales = {block: earlier.get(block, sigma) if alike else sigma for block, sigma in requested.items()}
+        return _append(
+            path, entry, noise_content=noise_content, permanent_sigma=scales, replaces_earlier=bool(same) and not alike
+        )
+
+
+def draws_that_average(path: Path, sample: Sample) -> int:
+    """How many draws of permanent noise were published on weights that differ from those of ``sample`` by less than
+    NEARLY of the noise, as the models of a request do: each update is small beside it. Whoever has all these copies and
+    knows the updates averages the noise."""
+    draws = {}
+    for entry in _since_replaced([each for each in read_register(path) if each.permanent_sigma]):
+        if len(entry.sample.values) != len(sample.values):
+            continue
+        apart = math.dist(entry.sample.values, sample.values) / math.sqrt(len(sample.values))
+        if apart <= NEARLY * math.hypot(*entry.permanent_sigma.values()) / math.sqrt(len(entry.permanent_sigma)):
+            draws[entry.noise_content] = entry
+    return len(draws)
+
+
+def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> RegisterEntry:
+    """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications; the entry.
+
+    Gaussian mechanisms compose: all publications of a base and of a run together spend Σ 1/σᵢ², and each promised that
+    this is at most its own rounds/σ². Raises MpuError if a promise would not hold, unless ``again``, which makes the
+    earlier publications void: nobody has their copies.
+    """
+    with alone_with_private(path):
+        earlier = _since_replaced(
+            [
+                other
+                for other in read_register(path)
+                if other.calibrated_sigma and (other.run == entry.run or _same_base(other, entry))
+            ]
+        )
+        sigmas = [other.calibrated_sigma or math.inf for other in earlier] + [sigma]
+        promises = [other.calibrated_rounds for other in earlier] + [rounds]
+        holds = all(
+            math.fsum((promised_sigma / other) ** 2 for other in sigmas) <= promised * (1 + 1e-9)
+            for promised_sigma, promised in zip(sigmas, promises, strict=True)
+        )
+        if not holds and not again:
+            raise MpuError(
+                f"--epsilon: with {counted(len(earlier), 'earlier publication')} of this base or run, "
+                "ε and δ of one of them would not hold any more",
+                "give out the copies of the earlier one: a budget for several publications, --budget-rounds, has to be "
+                f"planned from the first on; or {OVERRIDE}",
+            )
+        return _append(
+            path, entry, calibrated_sigma=sigma, calibrated_rounds=rounds, replaces_earlier=bool(earlier) and not holds
+        )
+
+
+def _since_replaced(entries: list[RegisterEntry]) -> list[RegisterEntry]:
+    """The entries from the last one on that made those before it void."""
+    replacing = [number for number, entry in enumerate(entries) if entry.replaces_earlier]
+    return entries[replacing[-1] :] if replacing else entries
+
+
+def _append(path: Path, entry: RegisterEntry, **values: object) -> RegisterEntry:
+    updated = RegisterEntry(**{**vars(entry), **values, "entry_id": secrets.token_hex(8)})  # type: ignore[arg-type]
+    append_line(path, {"time": _now(), **asdict(updated)})
+    return updated
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _same_base(entry: RegisterEntry, other: RegisterEntry) -> bool:
+    """Whether two publications are of the same weights, perhaps in different precisions."""
+    if entry.content == other.content:
+        return True
+    if entry.sample.dtypes == other.sample.dtypes:
+        return False  # the content decides
+    return entry.sample.rounds_to(other.sample) or other.sample.rounds_to(entry.sample)
+
+
+# Taking the noise of a publication's copies out of an update that a client put it into.
+#
+# An honest update has no more of it than chance gives. A client may add a little of its copy to its delta, so that
+# the server's new model carries the mark of that copy and is traced to this client (``mpu trace``), who can then leak
+# the copy itself. Every update is looked at, a slice or two of each tensor; of one that has too much of a
+# publication's mark, or of a draw of the noise that cancels, each slice loses what least squares finds of them.
+
+PLANTED = 6.0  # standard deviations of chance from which noise in an update was put there
+
+
+# Standard normals for the weights start … stop of a tensor, in a dtype, (stop − start,) for each draw.
+Draws = Callable[[int, int, torch.dtype], list[torch.Tensor]]
+
+
+class Fingerprints:
+    """The draws of ``publications``: of each what its copies' noise is mixed from, and its mark if it has one."""
+
+    def __init__(self, publications: Sequence[Keys]):
+        self._noises: list[tuple[Noise, Scales]] = []
+        self._counts = []
+        for keys in publications:
+            values = keys.publication
+            # Of the scales only matters which are not 0: of these there are draws.
+            scales = Scales(float(any(keys.sigma.values())), 0.0, float(values.mark > 0))
+            noise = values.noise(range(1, values.copies + 1))
+            self._noises.append((noise, scales))
+            self._counts.append(len(noise.subkeys("", scales)))
+
+    @property
+    def count(self) -> int:
+        """How many draws there are for each tensor."""
+        return sum(self._counts)
+
+    def draws_of(self, tensor: str) -> Draws:
+        """The draws for ``tensor``, by its name in the base with all layers."""
+        keyed = [(noise, noise.subkeys(tensor, scales)) for noise, scales in self._noises]
+        return lambda start, stop, dtype: [x for noise, keys in keyed for x in noise.draws(keys, start, stop, dtype)]
+
+    def largest_z(self, sums: torch.Tensor) -> tuple[float, ...]:
+        """The largest |z| of each publication's draws, from the sums of ``products_with``, float64 (draws + 1,).
+
+        ⟨update, draw⟩/‖update‖ is standard normal unless the update was made with the draw.
+        """
+        z = sums[:-1].abs() / sums[-1].sqrt().clamp(min=1e-300)
+        return tuple(float(part.max()) if len(part) else 0.0 for part in z.split(self._counts))
+
+
+def products_with(update: torch.Tensor, draws: Sequence[torch.Tensor]) -> list[float]:
+    """The products of ``update``, flat, float32 or float64 (n,), with each draw, and its squared norm."""
+    return [*(float(torch.dot(update, draw)) for draw in draws), float(update.double().square().sum())]
+
+
+def take_out(update: torch.Tensor, draws: Sequence[torch.Tensor], base: torch.Tensor) -> None:
+    """Take out of ``update``, flat (n,), in place, what it has of the draws by least squares.
+
+    So much of the weights of the ``base`` as was added with them is fitted beside them, and stays: chance alone makes
+    their products with the draws larger than what is looked for.
+    """
+    directions = torch.stack([*draws, base])
+    gram = (directions @ directions.T).double()
+    shares = torch.linalg.lstsq(gram, (directions @ update).double()[:, None]).solution[:-1, 0]
+    if torch.isfinite(shares).all():
+        update.sub_(shares.to(update.dtype) @ directions[:-1])

@@ -1,0 +1,381 @@
+"""A round as it came back: each data owner's publication with the deltas of its copies, and the plan to aggregate them.
+
+``plan_aggregate`` reads headers only and makes every check that needs no numbers; ``aggregate``, ``aggregate_adapter``
+and ``aggregate_owners`` do what a plan says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import TAGS, VERSIONS, DeltaManifest, delta_manifest
+from mpu_cli.files.reader import LOST_TO_ROUNDING, OPTION, open_checkpoint, quoted_list
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import nbytes_of
+from mpu_cli.model.layout import Layout
+from mpu_cli.model.source import Model, model_specs, open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating, ServerRate
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas, trained_differently
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
+from mpu_cli.protocol.register import PLANTED
+from mpu_cli.records.read import read_records
+
+# How far to go along an update: the largest step at which records of the server's own stay as likely as asked for.
+#
+# An update found on a degraded copy is smaller than one found on the model itself, for the same forgetting
+# (docs/protection.md); then a step above 1 is right, and how far above is for records that must not suffer to say.
+
+MAX_STEP = 8.0  # times the update
+MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
+CLOSER = 5  # halvings of the interval in which the step lies, once it is known
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """The step that was chosen, and the loss per answer token, in nats, at each that was tried (0: of the base)."""
+
+    chosen: float
+    max_rise: float
+    losses: dict[float, float]
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        return sorted(self.losses.items())
+
+
+def restoring_step(squares: Sequence[float], square: float) -> float:
+    """The step by which an average of changes, whose squared norm is ``square``, is as long as they are, whose squared
+    norms are ``squares``: the root of mean‖u_k‖² / ‖ū‖², in hundredths, at least 1.
+
+    What noise, or the course of each training, added to each change is averaged out, and with it some of what made its
+    copy forget.
+    """
+    if len(squares) < 2 or not square > 0:
+        return 1.0
+    return round(min(max(1.0, math.sqrt(math.fsum(squares) / len(squares) / square)), MOST_RESTORED), 2)
+
+
+def settle_server_lr(
+    base: Model,
+    options: Aggregating,
+    write: Callable[[Path, Aggregating], object],
+    beside: Path,
+    observer: Observer = SILENT,
+    *,
+    default: Callable[[], float],
+) -> tuple[Aggregating, ServerStep | None]:
+    """``options`` with a number for ``server_lr``, and how it was found if that took records.
+
+    ``default`` gives the number where the options leave it open; ``write`` writes the model with the update times what
+    the options say into a folder, which is made beside ``beside``. Raises MpuError if already the smallest step costs
+    too much.
+    """
+    if options.step == RESTORE:
+        return replace(options, server_lr=default(), probe=None), None
+    if options.step != AUTO:
+        return options, None
+    assert options.probe is not None  # Aggregating checks it
+    read_records(options.probe, RecordFormat(columns=options.probe_columns))  # before the work
+    with Transaction() as transaction:
+        folder = transaction.scratch(beside.absolute().parent)
+        write(folder, replace(options, server_lr=1.0, probe=None, dtype="float32", max_norm=None))
+        step = choose_step(base, open_model(str(folder)), options, observer)
+    return replace(options, server_lr=step.chosen, probe=None), step
+
+
+def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> ServerStep:
+    """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
+    at most --max-rise; at most MAX_STEP. Holds one model in float32. Raises MpuError if none is found."""
+    from mpu_cli.model.load import load
+    from mpu_cli.model.network import read_answers  # with transformers, which aggregate does not need otherwise
+    from mpu_cli.model.tensors import in_memory
+
+    model, tokenizer = load(base, torch.float32, "auto")
+    probe, max_rise = options.probe, options.max_rise
+    assert probe is not None
+    answers = read_answers(probe, tokenizer, options.probe_columns)
+    places = in_memory(model, base.checkpoint.tensors)
+    losses = {0.0: answers.loss(model)}
+    observer.stage("step", 4 + CLOSER, "tried")
+
+    def costs_too_much(step: float) -> bool:
+        for name, view in places.items():
+            before, after = (
+                source_model.checkpoint.tensor(name).to(view.device, view.dtype) for source_model in (base, updated)
+            )
+            view.copy_(torch.lerp(before, after, step))
+        losses[step] = answers.loss(model)
+        observer.advance(1)
+        return not losses[step] - losses[0.0] <= max_rise  # NaN too
+
+    with torch.no_grad():
+        least, most = 0.0, 1.0
+        while not costs_too_much(most):
+            least, most = most, 2 * most
+            if least >= MAX_STEP:
+                return ServerStep(least, max_rise, losses)
+        for _ in range(CLOSER):
+            middle = (least + most) / 2
+            least, most = (least, middle) if costs_too_much(middle) else (middle, most)
+    if least == 0:
+        raise MpuError(
+            f"--server-lr auto: a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}",
+            "allow more with --max-rise, or name the step",
+        )
+    return ServerStep(least, max_rise, losses)
+
+
+# What a round amounted to: how the copies agree, and what is probably wrong.
+
+DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
+UNEQUAL = 3.0  # times another copy's norm, above which a copy was probably trained differently
+SHOWN = 3  # outliers named in warnings
+WRONG = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
+
+
+def differences(trained_differently: Sequence[tuple[int, int, str]], algorithms: Sequence[str]) -> Iterator[str]:
+    """A sentence for each way in which the deltas say that their copies were trained differently."""
+    for earlier_copy, other, name in trained_differently:
+        what = TAGS.get(name, name)
+        yield f"copies {earlier_copy} and {other} were trained with different {what}; the noise does not cancel"
+    if len(names := sorted(set(algorithms))) > 1:
+        yield (
+            f"the copies were trained with different algorithms ({', '.join(names)}); "
+            "noise cancels only if all copies are trained identically"
+        )
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """What ``aggregate`` made and how the copies agree.
+
+    ``keys``: of the publication; ``deltas``: the files, by copy; ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄,
+    by copy; ``pairwise``: the smallest cosine between two copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ /
+    ‖ηΔ̄‖, what the dtype of storage lost of the update, read off a slice or two of each tensor; ``error``: how far Δ̄
+    is from the clean update; ``outliers``: tensors of which one copy's change is far larger than the others', with the
+    copy and by what factor; ``trained_differently``: two copies, and in what their training differed, by the tags in
+    their deltas; ``step``: how the step was chosen, if it was; ``planted``: the largest |z| of the publication's own
+    noise in the update, which is taken out above PLANTED; ``rate``: how many times Δ̄ was applied.
+    """
+
+    path: Path
+    keys: Keys
+    deltas: Mapping[int, Path]
+    norms: list[float]
+    cosines: list[float]
+    pairwise: float
+    norm: float
+    rounding: float
+    error: ErrorEstimate
+    outliers: tuple[tuple[str, int, float], ...] = ()
+    trained_differently: tuple[tuple[int, int, str], ...] = ()
+    algorithms: tuple[str, ...] = ()
+    step: ServerStep | None = None
+    planted: float = 0.0
+    rate: float = 1.0
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:
+        the others follow from it."""
+        causes = [*self._causes()]
+        error = [self.error.warning] if self.error.warning and not causes else []
+        return [*causes[:1], *self._outliers(), *error, *self._losses()]
+
+    def check(self, force: bool) -> None:
+        """Raise MpuError, unless ``force``, if the update is nothing but noise."""
+        if self.error.relative >= WRONG and not force:
+            cause = next(self._causes(), None) or self.error.warning
+            raise MpuError(f"nothing was written: {cause}", "--force writes the model all the same")
+
+    def _causes(self) -> Iterator[str]:
+        yield from differences(self.trained_differently, self.algorithms)
+        if self.pairwise < DISAGREE:
+            yield (
+                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
+                "different options or records, the noise is too large, or a delta was tampered with"
+            )
+        if max(self.norms) > UNEQUAL * min(self.norms):
+            yield (
+                f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
+                "trained with different options, or a delta was tampered with"
+            )
+
+    def _outliers(self) -> Iterator[str]:
+        for name, copy, factor in self.outliers[:SHOWN]:
+            much = (
+                f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
+            )
+            yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
+        if len(self.outliers) > SHOWN:
+            yield f"and {len(self.outliers) - SHOWN} more tensors"
+
+    def _losses(self) -> Iterator[str]:
+        if self.planted > PLANTED:
+            yield (
+                f"the update had some of the copies' own noise in it (z = {self.planted:.1f}), as if a copy had been "
+                "added to a delta; it was taken out, so that `mpu trace` does not take your model for that copy"
+            )
+        if self.norm == 0:
+            yield "all deltas are zero: nothing was unlearned"
+        if self.rounding > LOST_TO_ROUNDING:
+            yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
+
+
+def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
+    """As ``agreement``, of the deltas of ``owner``."""
+    manifests = {delta.copy: delta.manifest for delta in owner.deltas}
+    return agreement(path, gram, owner.keys, manifests, {delta.copy: delta.path for delta in owner.deltas})
+
+
+def agreement(
+    path: Path, gram: torch.Tensor, keys: Keys, manifests: Mapping[int, DeltaManifest], deltas: Mapping[int, Path]
+) -> Aggregation:
+    """How the copies agree, from the inner products of their undone deltas, float64 (m, m), and each one's manifest and
+    file."""
+    scheme = keys.publication.scheme
+    weights = scheme.weights
+    norms = gram.diagonal().sqrt()
+    norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
+    cosines = gram / (norms[:, None] * norms[None, :])
+    return Aggregation(
+        path=path,
+        keys=keys,
+        deltas=deltas,
+        norms=norms.tolist(),
+        cosines=((gram @ weights) / (norms * norm)).tolist(),
+        pairwise=float(cosines.nan_to_num(1.0).min()),
+        norm=norm,
+        rounding=0.0,
+        error=error_estimate(scheme, gram, keys.publication.permanent),
+        trained_differently=trained_differently({copy: m.trained for copy, m in manifests.items()}),
+        algorithms=tuple(manifest.algorithm for manifest in manifests.values()),
+    )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A data owner's publication, and the deltas that came back."""
+
+    keys: Keys
+    deltas: list[Delta]
+
+
+@dataclass(frozen=True)
+class AggregatePlan:
+    """What aggregating a round will read and write.
+
+    ``weights``: of each owner's deltas, float64 (copies,); ``as_adapter``: write a peft adapter, not a model;
+    ``force``: replace what exists, and aggregate what is known not to belong together.
+    """
+
+    base: Model
+    owners: tuple[Owner, ...]
+    options: Aggregating
+    out: Path
+    layout: Layout
+    weights: tuple[torch.Tensor, ...]
+    as_adapter: bool = False
+    force: bool = False
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [delta for owner in self.owners for delta in owner.deltas]
+
+    @property
+    def publications(self) -> list[Keys]:
+        return [owner.keys for owner in self.owners]
+
+    def differences(self) -> list[str]:
+        """A sentence for each way in which an owner's deltas say that their copies were trained differently."""
+        said: list[str] = []
+        for owner in self.owners:
+            tags = {delta.copy: delta.manifest.trained for delta in owner.deltas}
+            said += differences(trained_differently(tags), [delta.manifest.algorithm for delta in owner.deltas])
+        return said
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the model that is written."""
+        dtype = OPTION[self.options.dtype] if self.options.dtype else None
+        return nbytes_of(model_specs(self.base.checkpoint, self.layout, dtype))
+
+
+def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner]:
+    """The deltas in ``paths``, by publication. Raises MpuError if one belongs to none of them, or two are the same."""
+    if len(publications) == 1:
+        return [Owner(publications[0], open_deltas(paths, publications[0]))]
+    ids = [keys.copy_ids for keys in publications]
+    if len(set(ids)) < len(ids):
+        raise MpuError("--keys: the same publication is given twice", "give each key file once")
+    mine: list[list[Path]] = [[] for _ in publications]
+    for path in delta_paths(paths):
+        origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
+        indices = [i for i, copy_ids in enumerate(ids) if origin and origin.copy_id in copy_ids]
+        if not indices:
+            raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")
+        mine[indices[0]].append(path)
+    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in zip(publications, mine, strict=True)]
+
+
+def plan_aggregate(
+    base: Model,
+    owners: Sequence[Owner],
+    options: Aggregating,
+    *,
+    out: Path,
+    as_adapter: bool = False,
+    force: bool = False,
+) -> AggregatePlan:
+    """The plan to write θ + η·Σ_owners Δ̄ to ``out``.
+
+    Raises UsageError or MpuError for ``as_adapter`` where no adapter can hold the update, MpuError if a copy's delta is
+    missing or does not fit the base and, unless ``force``, if the tags of an owner's deltas say that they were trained
+    differently; UsageError if a number is out of range.
+    """
+    if as_adapter:
+        _check_adapter(owners, options)
+    rounds = [check_round(base, owner.deltas, owner.keys, options) for owner in owners]
+    for owner in owners if not force else ():
+        paths = {delta.copy: delta.path for delta in owner.deltas}
+        for earlier_copy, other, tag in trained_differently(
+            {delta.copy: delta.manifest.trained for delta in owner.deltas}
+        ):
+            if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
+                raise MpuError(
+                    f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
+                    "the noise does not cancel",
+                    "ask for both to be trained alike, or use --force",
+                )
+    return AggregatePlan(
+        base, tuple(owners), options, out, rounds[0][0], tuple(weights for _, weights in rounds), as_adapter, force
+    )  # fmt: skip
+
+
+def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
+    """Raise UsageError or MpuError where no adapter can hold the update."""
+    if len(owners) > 1:
+        raise UsageError("--as-adapter: one adapter holds one owner's update", "aggregate each owner's alone")
+    if options.step == AUTO:
+        raise UsageError(
+            "--server-lr auto: finds the step for a model", "aggregate to one first, and name its step here"
+        )
+    for delta in owners[0].deltas:
+        if delta.manifest.kind != "lora":
+            raise MpuError(
+                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
+                "make them with unlearn --lora-rank",
+            )
+        if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
+            raise MpuError(
+                f"{delta.path}: adapts experts ({quoted_list(stacked)}), which --as-adapter cannot write",
+                "aggregate to a model, or train with --lora-targets other than the experts",
+            )

@@ -1,0 +1,345 @@
+"""What a publication needs to know of its base before it is written: scales of blocks, fingerprint and content.
+
+All of it is computed from one reading of the base. The *fingerprint* identifies the files' tensors to the bit. The
+*content* identifies the trained weights whatever dtype they are stored in and whatever lies beside them: it is what
+permanent noise is drawn for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+
+import torch
+from blake3 import blake3
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.reader import (
+    ITEM_SIZE,
+    NAME,
+    PIECE,
+    WORD,
+    Checkpoint,
+    all_finite,
+    combine,
+    compute_dtype,
+    piece_digest,
+    piece_digests,
+    pieces,
+)
+from mpu_cli.files.writer import CheckpointWriter
+from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.source import Model
+from mpu_cli.model.transform import Transform, as_matrix, measured_slices, row_slices
+from mpu_cli.observer import Observer
+from mpu_cli.protocol.noise import Noise, Scales
+from mpu_cli.protocol.publication import Publication
+from mpu_cli.protocol.register import SAME_SCALE
+
+CONTENT_PIECE = PIECE // 8  # weights that are hashed together: a whole number of them in a piece of every dtype
+_SUM = 1 << 16  # elements summed in the compute dtype before the sum continues in double
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """RMS of a block's task vector, base − pretrained (the weights without a pretrained model), and of its weights."""
+
+    task: float
+    weights: float
+
+
+@dataclass
+class BaseScan:
+    """One reading of ``base``, the part of the model that copies have, block by block.
+
+    ``pretrained``: by the base's names; ``with_content``: whether the
+    content will be asked for, which costs a rounding and a second hash of every weight.
+    """
+
+    base: Checkpoint
+    layout: Layout
+    pretrained: Mapping[str, torch.Tensor] | None
+    pool: Executor
+    with_content: bool = False
+    _scales: dict[str, BlockScale] = field(default_factory=dict)
+    _digests: dict[str, list[bytes]] = field(default_factory=dict)
+    _content: dict[str, bytes] = field(default_factory=dict)
+    _pending: dict[str, list[list[Future]]] = field(default_factory=dict)
+
+    def start(self, block: str, tensors: Sequence[TensorLayout]) -> None:
+        """Start reading a block on the threads of the pool, unless it was read before."""
+        if block not in self._scales and block not in self._pending:
+            self._pending[block] = [self._read(tensor) for tensor in tensors]
+
+    def scale(self, block: str, tensors: Sequence[TensorLayout]) -> BlockScale:
+        """The scale of a block, once it is read. Raises MpuError if it contains NaN or Inf."""
+        self.start(block, tensors)
+        if block in self._scales:
+            return self._scales[block]
+        task, weights = [], []
+        for tensor, futures in zip(tensors, self._pending.pop(block), strict=True):
+            results = [future.result() for future in futures]
+            self._digests[tensor.name] = [digest for digest, _, _, _ in results]
+            if self.with_content and not tensor.constant:
+                self._content[tensor.name] = blake3(b"".join(content for _, content, _, _ in results)).digest()
+            task.append(math.fsum(squares for _, _, squares, _ in results))
+            weights.append(math.fsum(squares for _, _, _, squares in results))
+        count = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
+        if not math.isfinite(math.fsum(task)):
+            which = "base − pretrained" if self.pretrained else "the base"
+            raise MpuError(f"{self.base.path}: {which} contains NaN or Inf in block {block}, so it cannot be published")
+        self._scales[block] = BlockScale(math.sqrt(math.fsum(task) / count), math.sqrt(math.fsum(weights) / count))
+        return self._scales[block]
+
+    def scales(self) -> dict[str, BlockScale]:
+        """The scale of every block without constants: reads all of the base."""
+        blocks = list(self.layout.blocks.items())
+        scales = {}
+        for i, (block, tensors) in enumerate(blocks):
+            self.start(block, tensors)
+            if i + 1 < len(blocks):
+                self.start(*blocks[i + 1])
+            scale = self.scale(block, tensors)
+            for tensor in tensors:
+                self.base.forget_pages(tensor.name)
+            if not any(tensor.constant for tensor in tensors):
+                scales[block] = scale
+        return scales
+
+    def fingerprint(self, full_base: Model) -> str:
+        """The fingerprint of ``full_base``, after every block was read.
+
+        What belongs to no block, the alias and layers that the copies leave out, is read for it.
+        """
+        ours = {info: name for name, info in self.base.tensors.items()}
+        digests = {}
+        for name, info in full_base.checkpoint.tensors.items():
+            cached_digests = self._digests.get(ours.get(info, ""))
+            digests[name] = cached_digests or list(piece_digests(full_base.checkpoint, name, self.pool))
+        return combine(full_base.checkpoint.tensors, digests)
+
+    def content(self, full_base: Model, layout: Layout, names: Mapping[str, str]) -> str:
+        """The content of ``full_base``, which has this ``layout``, after every block was read.
+
+        ``names``: what the tensors of the base are called in ``full_base``. Equal for models whose trained weights
+        have equal names and shapes and are equal in bfloat16.
+        """
+        digests = {names[name]: digest for name, digest in self._content.items()}
+        table = []
+        for tensor in layout.parameters:
+            digest = digests.get(tensor.name) or self._content_of(full_base.checkpoint.tensor(tensor.name))
+            full_base.checkpoint.forget_pages(tensor.name)
+            shape = list(full_base.checkpoint.tensors[tensor.name].shape)
+            table.append([layout.full_name(tensor.name), shape, digest.hex()])
+        return blake3(json.dumps(sorted(table), separators=(",", ":")).encode()).hexdigest()
+
+    def _content_of(self, weights: torch.Tensor) -> bytes:
+        digests = self.pool.map(content_digest, weights.reshape(-1).split(CONTENT_PIECE))
+        return blake3(b"".join(digests)).digest()
+
+    def _read(self, tensor: TensorLayout) -> list[Future]:
+        """Start summing squares over one tensor; its pieces are hashed on the way, while they are in the cache."""
+        info = self.base.tensors[tensor.name]
+        raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
+        other = self.pretrained[tensor.name].view(-1) if self.pretrained and not tensor.constant else None
+        dtype = compute_dtype(info.dtype)
+
+        def squares(x: torch.Tensor) -> float:
+            return math.fsum(float(torch.dot(part, part)) for part in x.split(_SUM))
+
+        def piece(offset: int) -> tuple[bytes, bytes, float, float]:
+            digest = piece_digest(raw, offset)
+            if tensor.constant:
+                return digest, b"", 0.0, 0.0
+            part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
+            content = b""
+            if self.with_content:
+                content = b"".join(content_digest(chunk) for chunk in weights[part].split(CONTENT_PIECE))
+            values = weights[part].to(dtype)
+            of_weights = of_task = squares(values)
+            if other is not None:
+                of_task = squares(values - other[part].to(dtype))
+            return digest, content, of_task, of_weights
+
+        return [self.pool.submit(piece, offset) for offset in pieces(info)]
+
+
+def content_digest(weights: torch.Tensor) -> bytes:
+    """The hash of flat ``weights`` in bfloat16."""
+    return blake3(weights.to(torch.bfloat16).view(torch.uint8).numpy().data).digest()
+
+
+# Writing the copies of a publication: each block of the base is read once and written to every copy as a stream.
+
+# bytes of memory: slices in use and the interpreter; publish was measured at 204 (0.1B) to 320 MB (8B)
+BUFFERS = 350e6
+
+
+@dataclass(frozen=True)
+class CopySurvival:
+    """How much of one block's noise survives storage in one copy (root mean squares, and a share of weights).
+
+    Measured on a slice or two of each tensor.
+    """
+
+    requested: float
+    survived: float
+    unchanged: float
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block: its number of weights, the RMS of its task vector, how much of each copy's noise survives, and the RMS
+    of the weights."""
+
+    block: str
+    weights: int
+    rms: float
+    copies: tuple[CopySurvival, ...]
+    weights_rms: float = 0.0
+
+
+@dataclass
+class CopyWriter:
+    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out.
+
+    ``scales``: the noise of each copy in multiples of σ; ``transforms`` and ``writers``: one for each copy;
+    ``permanent_sigma``: of each block, if the scale of permanent noise is settled; ``sigma`` and ``shared_sigma``: the
+    scales that the blocks got, of noise that cancels and of permanent noise.
+    """
+
+    scan: BaseScan
+    publication: Publication
+    noise: Noise
+    scales: Sequence[float]
+    transforms: Sequence[Transform]
+    writers: Sequence[CheckpointWriter]
+    pool: Executor
+    observer: Observer
+    full_names: Mapping[str, str]  # of tensors, in the base with all its layers
+    permanent_sigma: Mapping[str, float] | None = None
+    permanent_names: Mapping[str, str] = field(default_factory=dict)  # of tensors, where permanent noise is drawn
+    sigma: dict[str, float] = field(default_factory=dict)
+    shared_sigma: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Checkpoint:
+        return self.scan.base
+
+    def all_blocks(self, blocks: Mapping[str, list[TensorLayout]]) -> list[BlockReport]:
+        """Write every block. While one is written, the next one is read for its scale, so that no core is idle."""
+        waiting = list(blocks.items())
+        reports = []
+        for i, (block, tensors) in enumerate(waiting):
+            self.scan.start(block, tensors)
+            scale = self.scan.scale(block, tensors)
+            constant = any(tensor.constant for tensor in tensors)
+            writing = [] if constant else self._start(block, tensors, scale)
+            if i + 1 < len(waiting):
+                self.scan.start(*waiting[i + 1])
+            reports.append(self._copy(block, tensors) if constant else self._finish(block, tensors, scale, writing))
+        return reports
+
+    def _weights(self, tensors: Sequence[TensorLayout]) -> int:
+        return sum(self.base.tensors[tensor.name].elements for tensor in tensors)
+
+    def _copy(self, block: str, tensors: Sequence[TensorLayout]) -> BlockReport:
+        """Write a block of constants, which have no noise."""
+        for tensor in tensors:
+            matrix = as_matrix(self.base.tensor(tensor.name))
+            for writer, transform in zip(self.writers, self.transforms, strict=True):
+                mapping = transform.of(tensor)
+                mapping.put(as_matrix(writer.tensor(tensor.name)), mapping.forward(matrix, 0), 0)
+        return BlockReport(block, self._weights(tensors), 0.0, ())
+
+    def _start(self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale) -> list[list[Future]]:
+        """Settle the noise of a block and start writing it."""
+        sigma, permanent = self.publication.sigmas(scale.task, scale.weights)
+        if self.permanent_sigma is not None:
+            settled = self.permanent_sigma.get(block, 0.0)
+            if not math.isclose(permanent, settled, rel_tol=SAME_SCALE):
+                raise MpuError(
+                    f"{block}: permanent noise of scale {permanent:.3g}, where the keys have {settled:.3g}",
+                    "use the options and the pretrained model of the publication's other copies",
+                )
+            permanent = settled
+        self.sigma[block] = sigma
+        if permanent:
+            self.shared_sigma[block] = permanent
+        scales = self.publication.scales(sigma, permanent)
+        return [self._write(tensor, scales) for tensor in tensors]
+
+    def _finish(
+        self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale, writing: Sequence[list[Future]]
+    ) -> BlockReport:
+        """Wait until a block is written, and report how much of its noise survives."""
+        scales = self.publication.scales(self.sigma[block], self.shared_sigma.get(block, 0.0))
+        measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
+        count = 0
+        for tensor, futures in zip(tensors, writing, strict=True):
+            for part, n in filter(None, [future.result() for future in futures]):
+                measured += part
+                count += n
+            for writer in self.writers:
+                writer.forget_pages(tensor.name)
+            self.base.forget_pages(tensor.name)
+            self.observer.advance(self.base.tensors[tensor.name].nbytes)
+        return BlockReport(
+            block,
+            self._weights(tensors),
+            scale.task,
+            tuple(
+                CopySurvival(
+                    scales.of_copy(factor),
+                    math.sqrt(squared / count),
+                    unchanged / count,
+                )
+                for factor, (squared, unchanged) in zip(self.scales, measured.tolist(), strict=True)
+            ),
+            scale.weights,
+        )
+
+    def _write(self, tensor: TensorLayout, scales: Scales) -> list[Future]:
+        """Start writing one tensor of every copy; each slice returns its sums for ``CopySurvival`` and the number of
+        weights in them, or None if it was not measured."""
+        weights = as_matrix(self.base.tensor(tensor.name))
+        rows, columns = weights.shape
+        names = [transform.name(tensor) for transform in self.transforms]
+        targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
+        maps = [transform.of(tensor) for transform in self.transforms]
+        name = self.full_names[tensor.name]
+        subkeys = self.noise.subkeys(name, scales, self.permanent_names.get(name))
+        stored = targets[0].dtype
+        dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
+        if self.publication.calibration:
+            dtype = torch.float64  # rounding the noise before adding it could leak the weight
+
+        def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
+            clean = weights[start:stop].to(dtype)
+            draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
+            noisy = self.noise.of_copies(draws, scales, clean.view(-1)) if subkeys else [clean] * len(maps)
+            sums = torch.zeros(len(maps), 2, dtype=torch.float64)
+            for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
+                turned = mapping.forward(noisy[k].view(clean.shape), start)
+                written = turned.to(stored)
+                if not all_finite(written):
+                    raise MpuError(
+                        f"{self.base.path}: {tensor.name!r} overflows {WORD[NAME[stored]]} with its noise",
+                        "choose a wider --dtype or a smaller --kappa",
+                    )
+                mapping.put(target, written, start)
+                if measured:
+                    without = mapping.forward(clean, start)
+                    survived = (written.to(dtype) - without).view(-1)
+                    sums[k, 0] = torch.dot(survived, survived)
+                    sums[k, 1] = written.numel() - torch.count_nonzero(written != without.to(stored))
+            return (sums, clean.numel()) if measured else None
+
+        for writer in self.writers:
+            self.pool.submit(writer.populate, tensor.name)
+        slices = row_slices(maps, rows, columns)
+        looked_at = measured_slices(len(slices))
+        return [self.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]

@@ -1,0 +1,511 @@
+"""Verifying a publication: undo a copy and compare it with base plus noise, in weights and in logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import private_scratch
+from mpu_cli.files.folder import left_out
+from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.randomness import Randomness, Stream
+from mpu_cli.files.reader import (
+    NAME,
+    WEIGHTS_NAME,
+    Checkpoint,
+    TensorInfo,
+    compute_dtype,
+    open_checkpoint,
+    quoted_list,
+    worker_pool,
+)
+from mpu_cli.model.family import EVERY, SETS, Symmetry
+from mpu_cli.model.layout import Layout, TensorLayout, layout_of
+from mpu_cli.model.shallow import names_in_base, shallow
+from mpu_cli.model.source import Model
+from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.noise import Noise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+TOKENS = (2, 64)  # batch and length of the random tokens on which logits are compared
+SAME_FUNCTION = 1e-4  # of the largest logit, in float32
+# Another processor may round the last bit of the noise differently, which occasionally changes the weight too.
+OTHERWISE_ROUNDED = 0.01  # share of weights
+
+
+@dataclass(frozen=True)
+class BlockCheck:
+    """One block of a copy.
+
+    Undone: ``survived``, RMS of T⁻¹(copy) − base; ``difference``, the largest |T⁻¹(copy) − (base + noise)|.
+    Regenerated from the keys and compared with the stored copy: ``changed``, share of weights that differ;
+    ``rounding``, whether all of these differ by no more than rounding.
+    """
+
+    block: str
+    requested: float
+    survived: float
+    difference: float
+    changed: float
+    rounding: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.rounding and self.changed <= OTHERWISE_ROUNDED
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A copy compared with base plus noise. Logit differences are relative to the largest logit, None if not requested.
+
+    ``function``: for T(base + noise) before storage, which shows that T preserves the function; ``logits``: for the
+    copy as stored.
+    """
+
+    copy: int
+    blocks: list[BlockCheck]
+    function: float | None
+    logits: float | None
+
+    @property
+    def ok(self) -> bool:
+        return all(block.ok for block in self.blocks) and (self.function is None or self.function <= SAME_FUNCTION)
+
+
+def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observer: Observer = SILENT) -> Verification:
+    """Compare one copy with what the keys say it is.
+
+    Raises MpuError if it is not a copy of this publication. A copy with wrong contents is reported, not raised.
+    """
+    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    if manifest is None:
+        raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
+    if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
+        raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
+    try:
+        names = names_in_base(base, keys.publication.omitted)
+    except UsageError as error:
+        raise MpuError(
+            f"{base.source}: is not the model that was published ({error})", "specify it with --base"
+        ) from error
+    full_base, base = base, shallow(base, keys.publication.omitted)
+    layout = base.layout
+    if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
+        raise MpuError(f"{copy.source}: tensors differ from {base.source}")
+    again = _Again(
+        base.checkpoint,
+        copy.checkpoint,
+        keys,
+        keys.publication.noise([manifest.copy]),
+        keys.publication.transform(manifest.copy, layout),
+        manifest.copy,
+        names,
+        keys.publication.permanent_names(full_base.layout),
+    )
+    network = _Network(base, layout) if logits else None
+    observer.stage("verify", base.checkpoint.nbytes)
+    blocks = []
+    with worker_pool() as pool:
+        for block, tensors in layout.blocks.items():
+            if tensors[0].constant:
+                list(pool.map(partial(again.regenerate, network), tensors))
+            else:
+                blocks.append(again.summary(block, list(pool.map(partial(again.check, network), tensors))))
+            observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
+        function, stored = _logits_differences(copy, layout, again, network, pool) if network else (None, None)
+    return Verification(manifest.copy, blocks, function, stored)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Some rows of one tensor: base, noise, and the copy as stored, regenerated and (on request) undone."""
+
+    start: int
+    base: torch.Tensor
+    noise: torch.Tensor
+    stored: torch.Tensor
+    again: torch.Tensor
+    mapping: TensorMap
+
+    def undone(self) -> torch.Tensor:
+        return self.mapping.backward(self.stored.double(), self.start)
+
+
+@dataclass
+class _Again:
+    """One copy, regenerated from the base and the keys, slice by slice."""
+
+    base: Checkpoint
+    copy: Checkpoint
+    keys: Keys
+    noise: Noise
+    transform: Transform
+    number: int
+    full_names: Mapping[str, str]  # of tensors, in the base with all its layers
+    permanent_names: Mapping[str, str]  # of those, where permanent noise is drawn
+
+    def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
+        name = self.transform.name(tensor)
+        clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(name))
+        if clean.shape != published.shape:
+            raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
+        # the dtype that publish computed in
+        dtype = (
+            torch.float64
+            if self.keys.publication.calibration
+            else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
+        )
+        scales = self.keys.scales(tensor.block)
+        name_in_base = self.full_names[tensor.name]
+        subkeys = self.noise.subkeys(name_in_base, scales, self.permanent_names.get(name_in_base))
+        mapping = self.transform.of(tensor)
+        columns = clean.shape[1]
+        for start, stop in row_slices([mapping], *clean.shape):
+            weights = clean[start:stop].to(dtype)
+            noise, noisy = torch.zeros_like(weights), weights
+            if subkeys:
+                draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
+                [noise], [noisy] = (self.noise.of_copies(draws, scales, to) for to in (None, weights.view(-1)))
+                noise, noisy = noise.view_as(weights), noisy.view_as(weights)
+            stored = mapping.take(published, start, stop)
+            again = mapping.forward(noisy, start)
+            yield _Slice(start, weights, noise, stored, again, mapping)
+
+    def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
+        """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
+        result = _TensorCheck()
+        for part in self._slices_into(network, tensor):
+            result.add(part)
+        return result
+
+    def regenerate(self, network: _Network | None, tensor: TensorLayout) -> None:
+        """Give ``network`` a constant that the coordinates of the copy reorder."""
+        if network and any(tensor.axes):
+            for _ in self._slices_into(network, tensor):
+                pass
+
+    def _slices_into(self, network: _Network | None, tensor: TensorLayout) -> Iterator[_Slice]:
+        """The slices of a tensor. Once they are through, ``network`` has the tensor."""
+        if network is None:
+            yield from self.slices(tensor)
+            return
+        target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape)
+        mapping = self.transform.of(tensor)
+        for part in self.slices(tensor):
+            mapping.put(target, part.again.float(), part.start)
+            yield part
+        network.fill(self.transform.name(tensor), target)
+
+    def summary(self, block: str, parts: Sequence[_TensorCheck]) -> BlockCheck:
+        count = sum(part.count for part in parts)
+        return BlockCheck(
+            block,
+            self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1]),
+            math.sqrt(math.fsum(part.survived for part in parts) / count),
+            max(part.difference for part in parts),
+            sum(part.changed for part in parts) / count,
+            all(part.rounding for part in parts),
+        )
+
+
+@dataclass
+class _TensorCheck:
+    """What BlockCheck says, of one tensor: sums over its ``count`` weights."""
+
+    survived: float = 0.0
+    difference: float = 0.0
+    changed: int = 0
+    count: int = 0
+    rounding: bool = True
+
+    def add(self, part: _Slice) -> None:
+        clean, undone = part.base.double(), part.undone()
+        off = (undone - (clean + part.noise)).abs().max()
+        self.difference = max(self.difference, float(off.nan_to_num(torch.inf)))
+        self.survived += float((undone - clean).square().sum())
+        self.count += clean.numel()
+        expected = part.again.to(part.stored.dtype)
+        self.changed += int((part.stored != expected).sum())
+        apart = (part.stored.double() - expected.double()).abs()
+        eps = torch.finfo(part.stored.dtype).eps
+        allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
+        self.rounding &= bool((apart <= allowed).all())  # false for NaN too
+
+
+class _Network:
+    """The base's network, built once, whose weights are replaced for each comparison."""
+
+    def __init__(self, model: Model, layout: Layout):
+        from transformers import AutoConfig
+
+        from mpu_cli.model.network import build
+        from mpu_cli.model.tensors import in_memory
+
+        described = {k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")}
+        self._network = build(AutoConfig.for_model(**described), dtype=torch.float32).eval()
+        self._places = in_memory(self._network, layout.tensors)
+        length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
+        self._threads = torch.get_num_threads()
+
+    @torch.no_grad()
+    def fill(self, name: str, values: torch.Tensor) -> None:
+        target = self._places[name]
+        target.copy_(values.view(target.shape))
+
+    @torch.no_grad()
+    def logits(self) -> torch.Tensor:
+        """(batch, length, vocabulary), of random tokens; on all cores, also where a pool of workers has them."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._network(self._tokens).logits  # type: ignore[no-any-return]
+        finally:
+            torch.set_num_threads(before)
+
+
+def _logits_differences(
+    copy: Model, layout: Layout, again: _Again, network: _Network, pool: Executor
+) -> tuple[float, float]:
+    """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the copy."""
+    filled = [tensor for tensor in layout.tensors.values() if any(tensor.axes) or not tensor.constant]
+
+    def fill_noisy(tensor: TensorLayout) -> None:
+        network.fill(tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)]))
+
+    def fill_stored(tensor: TensorLayout) -> None:
+        network.fill(tensor.name, copy.checkpoint.tensor(tensor.name).float())
+
+    transformed = network.logits()
+    list(pool.map(fill_noisy, filled))
+    expected = network.logits()
+    list(pool.map(fill_stored, filled))
+    largest = float(expected.abs().max())
+    transformed_difference, stored_difference = (
+        float((logits - expected).abs().max()) / largest for logits in (transformed, network.logits())
+    )
+    return transformed_difference, stored_difference
+
+
+# Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights.
+
+CHECKED_TOKENS = (2, 48)
+# Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
+# compute in float32 whatever the dtype of the weights.
+SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
+TOGETHER = "together"
+RETURNED = 1e-5  # relative, of changes in float32 that were transformed and undone
+
+
+@dataclass(frozen=True)
+class SymmetryCheck:
+    """One symmetry of one set, or all of the set together: relative differences of logits, by dtype."""
+
+    set_name: str
+    symmetry: str
+    differences: dict[torch.dtype, float]
+
+    @property
+    def ok(self) -> bool:
+        return all(difference <= SAME[dtype] for dtype, difference in self.differences.items())
+
+
+@dataclass(frozen=True)
+class FamilyCheck:
+    """``unmoved``: the tensors that no symmetry moves. ``layers``: those that were checked, one of each kind at least.
+    ``returned``: by set, how far random changes of a copy's weights are from what undoing gives, relative."""
+
+    checks: list[SymmetryCheck]
+    unmoved: list[str]
+    layers: list[int]
+    returned: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks) and all(off <= RETURNED for off in self.returned.values())
+
+
+def unmoved_tensor_names(layout: Layout, symmetries: str) -> list[str]:
+    """The tensors that no symmetry of the set moves."""
+    transform = _transform(layout, symmetries, None, Randomness(bytes(32)))
+    return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
+
+
+def in_place(layout: Layout, tensors: Mapping[str, TensorInfo], symmetries: str) -> str | None:
+    """One line about the weights that no symmetry of the set moves, and their share. None if there are none."""
+    names = unmoved_tensor_names(layout, symmetries)
+    if not names:
+        return None
+    share = sum(tensors[name].elements for name in names) / sum(info.elements for info in tensors.values())
+    less = "less than 0.01%" if share < 1e-4 else f"{share:.2%}"
+    return f"no symmetry of the set {symmetries} moves {less} of the weights: {quoted_list(names)}"
+
+
+def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """One line about the weights that copies hold bit for bit, without noise and coordinates: parts that the client
+    does not train, such as a vision tower. None if there are none."""
+    prefixes = layout.family.frozen_prefixes
+    around = [tensor for tensor in layout.tensors.values() if prefixes and tensor.name.startswith(prefixes)]
+    bare = [tensor.name for tensor in around if not any(tensor.axes)]
+    count = sum(tensors[name].elements for name in bare)
+    if not count:
+        return None
+    total = sum(info.elements for info in tensors.values())
+    return (
+        f"{count:,} of {total:,} weights ({count / total:.1%}) are in every copy as they are, without noise or secret "
+        f"coordinates: {quoted_list(bare)}"
+    )
+
+
+def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
+    """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens; and
+    take random changes of copies back.
+
+    A model whose layers do not depend on their number is checked without most of them: one of each kind is left, and
+    two at least. Raises MpuError if the family is not listed, its table does not describe the tensors, or copies would
+    lack entries of the config.
+    """
+    # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
+    from mpu_cli.model.load import load
+    from mpu_cli.model.staging import fields_of
+    from mpu_cli.model.tensors import in_memory
+
+    full_layout = model.layout
+    if lost := left_out(model.config, fields_of(model.config)):
+        raise MpuError(
+            f"{model.config_path}: transformers reads {quoted_list(lost)}, which copies would not get",
+            "add it to CONFIG in mpu_cli/files/boundary.py",
+        )
+    with _with_one_of_each_kind(model, full_layout) as (small, layers):
+        layout = layout_of(small.checkpoint.tensors, small.config, model.source)
+        cases = list(_cases(layout))
+        differences: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
+        observer.stage("check", len(cases) * len(SAME), "checks")
+        for dtype in SAME:
+            network, _ = load(small, dtype, "cpu")
+            views = in_memory(network.eval(), layout.tensors)
+            expected = _logits(network, layout)
+            largest = float(expected.abs().max())
+            moved: set[str] = set()  # by the case before
+            for number, (set_name, symmetry) in enumerate(cases):
+                only = None if symmetry == TOGETHER else symmetry
+                transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
+                moved = _apply(small, layout, transform, views, moved)
+                differences[set_name, symmetry][dtype] = (
+                    float((_logits(network, layout) - expected).abs().max()) / largest
+                )
+                observer.advance(1, f"{set_name}: {symmetry}")
+        returned = {
+            name: _round_trip_error(layout, small, name) for name in SETS if name in {each for each, _ in cases}
+        }
+    return FamilyCheck(
+        [SymmetryCheck(*case, differences[case]) for case in cases],
+        unmoved_tensor_names(full_layout, EVERY),
+        layers,
+        returned,
+    )
+
+
+@contextmanager
+def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model, list[int]]]:
+    """``model`` with one layer of each kind, and two at least, and which those are; all of them if what a layer
+    computes depends on its number."""
+    from safetensors.torch import save_file
+
+    from mpu_cli.model.shallow import shallow
+
+    count = len(layout.structures)
+    layer_by_kind: dict[tuple, int] = {}
+    for layer, structure in enumerate(layout.structures):
+        layer_by_kind.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
+    layers = sorted({*layer_by_kind.values(), *range(min(2, count))})
+    try:
+        small = shallow(model, [layer for layer in range(count) if layer not in layers])
+    except MpuError:
+        small, layers = model, list(range(count))
+    with private_scratch() as folder:
+        if small is not model:  # transformers reads files, which have the names of the whole model
+            tensors = {name: small.checkpoint.tensor(name) for name in small.checkpoint.tensors}
+            save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
+            small = replace(small, checkpoint=open_checkpoint(folder / WEIGHTS_NAME))
+        yield small, layers
+
+
+def _round_trip_error(layout: Layout, model: Model, set_name: str) -> float:
+    """The largest error of a random change that went through T and back, relative, over all tensors."""
+    transform = _transform(layout, set_name, None, Randomness(bytes(32)))
+    draw, worst = torch.Generator().manual_seed(0), 0.0
+    for tensor in layout.parameters:
+        mapping = transform.of(tensor)
+        if not mapping.moves:
+            continue
+        weights = as_matrix(model.checkpoint.tensor(tensor.name))
+        change, copy = torch.randn(weights.shape, generator=draw), torch.empty(weights.shape)
+        slices = row_slices([mapping], *weights.shape)
+        for start, stop in slices:
+            mapping.put(copy, mapping.forward(change[start:stop], start), start)
+        for start, stop in slices:
+            back = mapping.backward(mapping.take(copy, start, stop), start)
+            worst = max(worst, float((back - change[start:stop]).abs().max()))
+    return worst
+
+
+def _cases(layout: Layout) -> Iterator[tuple[str, str]]:
+    """Every set's symmetries by name, in the order in which they are listed, and all of a set together."""
+    for set_name in SETS:
+        names = [s.name for layer in (*range(len(layout.structures)), None) for s in layout.symmetries(set_name, layer)]
+        if names:
+            yield from ((set_name, name) for name in dict.fromkeys(names))
+            yield set_name, TOGETHER
+
+
+def _transform(layout: Layout, set_name: str, only: str | None, randomness: Randomness) -> Transform:
+    def symmetries(layer: int | None) -> Iterable[Symmetry]:
+        return [s for s in layout.symmetries(set_name, layer) if only in (None, s.name)]
+
+    def draws(symmetry: str, layer: int) -> Stream:
+        return randomness.stream("symmetry", 1, 1, symmetry, layer)
+
+    return Transform(layout, symmetries, draws)
+
+
+@torch.no_grad()
+def _apply(
+    model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor], before: set[str]
+) -> set[str]:
+    """Put T of the model's weights into ``views``, in which those ``before`` differ from the model's; returns which do
+    then."""
+    moves = {t.name for t in layout.tensors.values() if transform.of(t).moves or transform.name(t) != t.name}
+    for tensor in layout.tensors.values():
+        if any(tensor.axes) and tensor.name in moves | before:
+            _write(model, tensor, transform, views[transform.name(tensor)])
+    return moves
+
+
+def _write(model: Model, tensor: TensorLayout, transform: Transform, view: torch.Tensor) -> None:
+    mapping, weights = transform.of(tensor), as_matrix(model.checkpoint.tensor(tensor.name))
+    target = torch.empty(weights.shape, dtype=view.dtype)
+    for start, stop in row_slices([mapping], *weights.shape):
+        mapping.put(target, mapping.forward(weights[start:stop].to(view.dtype), start), start)
+    view.copy_(target.view(view.shape))
+
+
+@torch.no_grad()
+def _logits(network: PreTrainedModel, layout: Layout) -> torch.Tensor:
+    length = min(CHECKED_TOKENS[1], layout.sizes.get("position", CHECKED_TOKENS[1]))
+    generator = torch.Generator().manual_seed(0)
+    return network(torch.randint(layout.sizes["vocab"], (CHECKED_TOKENS[0], length), generator=generator)).logits

@@ -1,0 +1,462 @@
+"""Turning records into tokens: the chat template, labels, padded batches.
+
+What is learned, and what is scored, is the record's own answer and its end. Where a template prints the answer is
+found by rendering the dialogue a second time with another answer: the two texts differ from where the record's own text
+begins to where it ends, whatever the template puts before it (an empty thought, a channel) or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.sandbox import LimitError
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
+from mpu_cli.records import forms, tokens
+from mpu_cli.records.forms import Record, Turn, template_date
+from mpu_cli.records.tokens import TokenizedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+IGNORED = -100  # label of a token that is not learned, as in transformers
+TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
+OTHER_ANSWERS = tuple(f"{mark} mpu {mark}" for mark in "¤§¶†‡¬¦µ")  # for an answer that begins and ends otherwise
+SYSTEM_ROLES = ("system", "developer")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which messages hold them
+OMITTABLE = {*THOUGHTS, "tool_calls", "function_call"}  # fields of messages that a template may pass over
+MASK = "\ue000"  # a character for private use, in place of each of a control token's name
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered below
+    ``vocabulary``; None where there is no limit, or none is known."""
+
+    longest: int | None = None
+    usual: int | None = None
+    vocabulary: int | None = None
+
+    def remark(self, long: Sequence[str], total: int) -> str:
+        """What to say of records at the places ``long``, of ``total``, that have more tokens than ``usual``."""
+        return (
+            f"{len(set(long))} of {total} records are longer than the {self.usual:,} tokens that the model was made "
+            f"for, such as {long[0]}; --max-length cuts them"
+        )
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record as tokens: ids (n,) and labels (n,), IGNORED except on the answer and its end of turn.
+
+    ``content_end``: the index after the last token of the answer itself, before its end of turn.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    content_end: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How to tokenize records.
+
+    ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
+    end-of-sequence token; None is "chat" if the tokenizer has a template. ``few_shot`` are records placed before each
+    record as earlier turns. ``limits`` are the model's; ``date`` is the day that the template prints, if it prints one;
+    ``variables`` are what it sees besides. Records longer than ``truncate_to`` tokens are cut. The names of control
+    tokens in the text of records are text, unless ``controls``.
+
+    What is remarkable of the records is noted with their places: those that were ``truncated``, that are ``long`` for
+    the model, that hold a control token's name (``marked``, by name), and for each field of a message that the template
+    does not print, ``omitted``.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+    system_prompt: str = SYSTEM_PROMPT
+    limits: Limits = NO_LIMITS
+    few_shot: Sequence[Record] = ()
+    date: str = DATE
+    truncate_to: int | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
+    controls: bool = False
+    truncated: list[str] = field(default_factory=list)
+    long: list[str] = field(default_factory=list)
+    marked: dict[str, list[str]] = field(default_factory=dict)
+    omitted: dict[str, list[str]] = field(default_factory=dict)
+
+    @cached_property
+    def _special_ids(self) -> set[int]:
+        return tokens.special_ids(self.tokenizer)
+
+    @cached_property
+    def _control_names(self) -> re.Pattern[str]:
+        names = sorted(tokens.control_tokens(self.tokenizer).values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def encode(self, records: Sequence[Record]) -> list[Example]:
+        """Records as tokens, labelled on the answer and its end-of-turn token only; texts in pieces, on every token.
+
+        Raises MpuError if the tokenizer has no chat template, rejects a record or takes too much, or if a record is too
+        long for the model.
+        """
+        examples: list[Example] = []
+        for outcome in self.encode_each(records):
+            if isinstance(outcome, MpuError):
+                raise outcome
+            examples += outcome
+        return examples
+
+    def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        """The examples of each record, or what is wrong with it. Raises MpuError for what concerns all of them."""
+        templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
+        dialogues = [record for record in records if record.turns]
+        try:
+            of_texts = iter(self._texts([record for record in records if not record.turns]))
+            of_dialogues = iter(self._chat(dialogues) if templated else self._plain(dialogues))
+        except (forms.TemplateError, LimitError) as error:
+            raise tokens.rejection(error) from error
+        outcomes = [next(of_dialogues if record.turns else of_texts) for record in records]
+        return [self._within_limits(*each) for each in zip(records, outcomes, strict=True)]
+
+    def _within_limits(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
+        """``outcome``, or that it has tokens which the model lacks; a record that is long for the model is noted."""
+        if isinstance(outcome, MpuError):
+            return outcome
+        usual, vocabulary = self.limits.usual, self.limits.vocabulary
+        if usual is not None and any(len(example.ids) > usual for example in outcome):
+            self.long.append(record.location)
+        largest = max((max(example.ids) for example in outcome), default=0)
+        if vocabulary is None or largest < vocabulary:
+            return outcome
+        return MpuError(
+            f"{record.location}: the tokenizer returned token {largest:,}, but the model has {vocabulary:,} tokens"
+        )
+
+    def remarks(self, total: int) -> list[str]:
+        """What of the records encoded so far was not read, or not as it may seem, a sentence each; ``total``: how many
+        there were."""
+        remarks = []
+        if self.long:
+            remarks.append(self.limits.remark(self.long, total))
+        if self.marked:
+            count = len({place for places in self.marked.values() for place in places})
+            name, places = next(iter(self.marked.items()))
+            read = "are read as such" if self.controls else "are read as text; --control-tokens reads them as such"
+            remarks.append(
+                f"{count} of {total} records hold control tokens of the model, such as {name!r} in {places[0]}: they "
+                f"{read}"
+            )
+        if self.truncate_to and self.truncated:
+            remarks.append(truncation(self.truncated, total, self.truncate_to))
+        for name, places in self.omitted.items():
+            count = len(set(places))
+            remarks.append(
+                f"the template leaves out or changes {name!r} of {count} of {total} records, such as {places[0]}"
+            )
+        return remarks
+
+    def _texts(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        step = min(TEXT_TOKENS, self.limits.longest or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
+        outcomes: list[list[Example] | MpuError] = []
+        for record, ids in zip(records, tokens.of_texts(self.tokenizer, [r.answer for r in records]), strict=True):
+            if isinstance(ids, ValueError):
+                outcomes.append(tokens.rejection(ids, record.location))
+                continue
+            if spans := self._marks(record, record.answer):
+                [tokenized] = tokens.with_offsets(self.tokenizer, [record.answer])
+                assert isinstance(tokenized, TokenizedText)  # it was tokenized before
+                ids = tokens.with_controls_as_text(self.tokenizer, record.answer, tokenized, spans).ids
+            pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
+            outcomes.append([Example(piece, piece, len(piece)) for piece in pieces if len(piece) > 1])
+        return outcomes
+
+    def _marks(self, record: Record, text: str, masked: object = None) -> list[tuple[int, int]]:
+        """The characters of ``text`` that are names of control tokens and stand for these names; noted.
+
+        ``masked``: ``text`` with MASK in their places, where ``text`` has control tokens of the template's, too.
+        """
+        if self.controls:  # a template may have printed them as anything
+            contents = " ".join((*(turn.content for turn in record.turns), record.answer))
+            found = [*self._control_names.finditer(contents)]
+        else:
+            names = self._control_names.finditer(text)
+            found = [match for match in names if not isinstance(masked, str) or masked[match.start()] == MASK]
+        for match in found:
+            self.marked.setdefault(match[0], []).append(record.location)
+        return [] if self.controls else [match.span() for match in found]
+
+    def _masked(self, value: Any) -> Any:
+        """A message, or what is in it, with MASK in place of each character of a control token's name."""
+        if isinstance(value, str):
+            return self._control_names.sub(lambda match: MASK * len(match[0]), value)
+        if isinstance(value, dict):
+            return {key: each if key == "role" else self._masked(each) for key, each in value.items()}
+        return [self._masked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _prompt(self, record: Record) -> list[Turn]:
+        """The turns before the answer: few-shot records and the record's own."""
+        shots = [turn for shot in self.few_shot for turn in (*shot.turns, shot.answer_turn)]
+        return [*shots, *record.turns]
+
+    def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        if not records:
+            return []
+        if not self.tokenizer.chat_template:
+            raise no_template()
+        prompts = []
+        for record in records:
+            messages = [turn.message for turn in self._prompt(record)]
+            if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            prompts.append(messages)
+        answered = [[*prompt, record.answer_turn.message] for prompt, record in zip(prompts, records, strict=True)]
+        otherwise = [[*prompt, _other_answer(record)] for prompt, record in zip(prompts, records, strict=True)]
+        masked_messages = answered if self.controls else [*map(self._masked, answered)]
+        rendered = self._render([*answered, *otherwise, *masked_messages])
+        texts, other_texts, masked = (rendered[i * len(records) : (i + 1) * len(records)] for i in range(3))
+        tokenized = iter(
+            tokens.with_offsets(self.tokenizer, [text for text in texts if isinstance(text, str)], special=False)
+        )
+        self._note_omissions(records, prompts, texts)
+        outcomes: list[list[Example] | MpuError] = []
+        for record, text, other, marked in zip(records, texts, other_texts, masked, strict=True):
+            tokenized_text = next(tokenized) if isinstance(text, str) else text
+            if isinstance(text, ValueError) or isinstance(tokenized_text, ValueError):
+                problem = text if isinstance(text, ValueError) else tokenized_text
+                outcomes.append(tokens.rejection(problem, record.location, _hint(record, problem)))  # type: ignore[arg-type]
+            elif isinstance(other, ValueError):
+                outcomes.append(tokens.rejection(other, record.location, _hint(record, other)))
+            elif isinstance(marked, ValueError) or len(marked) != len(text):
+                outcomes.append(_reads_controls(record))
+            else:
+                if (self.controls or text != marked) and (spans := self._marks(record, text, marked)):
+                    tokenized_text = tokens.with_controls_as_text(self.tokenizer, text, tokenized_text, spans)
+                outcomes.append(self._example(record, text, tokenized_text, *answer_span(text, other)))
+        return outcomes
+
+    def _render(self, dialogues: Sequence[forms.Dialogue]) -> list[str | forms.TemplateError]:
+        """Each dialogue as the template prints it; equal ones once."""
+        unique = {json.dumps(dialogue, sort_keys=True): dialogue for dialogue in dialogues}
+        variables = {**template_date(self.tokenizer, self.date), **self.variables}
+        texts = forms.render(self.tokenizer, list(unique.values()), generation_prompt=False, **variables)
+        by_dialogue = dict(zip(unique, texts, strict=True))
+        return [by_dialogue[json.dumps(dialogue, sort_keys=True)] for dialogue in dialogues]
+
+    def _note_omissions(
+        self, records: Sequence[Record], prompts: Sequence[list[dict[str, Any]]], texts: Sequence[object]
+    ) -> None:
+        """Note which fields of messages the template does not print: without them, it prints the same."""
+        reduced: list[forms.Dialogue] = []
+        sources: list[tuple[int, str]] = []
+        for number, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
+            messages = [*prompt, record.answer_turn.message]
+            for name in sorted({name for message in messages for name in message} & OMITTABLE):
+                reduced.append([{k: v for k, v in message.items() if k != name} for message in messages])
+                sources.append((number, name))
+        for (number, name), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
+            if without == texts[number]:
+                self.omitted.setdefault(name, []).append(records[number].location)
+        for record, text in zip(records, texts, strict=True):
+            turns = (*self._prompt(record), record.answer_turn)
+            if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
+                self.omitted.setdefault("content", []).append(record.location)
+
+    def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+        prompts = [
+            "".join(
+                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+                for turn in self._prompt(record)
+            )
+            + "Answer: "
+            for record in records
+        ]
+        texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        for record in records:
+            for turn in (*self._prompt(record), record.answer_turn):
+                for name in OMITTABLE & {name for name, _ in turn.fields}:
+                    self.omitted.setdefault(name, []).append(record.location)
+        outcomes: list[list[Example] | MpuError] = []
+        tokenized = tokens.with_offsets(self.tokenizer, texts)
+        for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
+            if isinstance(outcome, ValueError):
+                outcomes.append(tokens.rejection(outcome, record.location))
+                continue
+            if spans := self._marks(record, text):
+                outcome = tokens.with_controls_as_text(self.tokenizer, text, outcome, spans)
+            last = len(outcome.ids) - outcome.added  # whatever the tokenizer ends a text with, one end follows
+            ended = TokenizedText(
+                [*outcome.ids[:last], *end], [*outcome.offsets[:last], *[(len(text), len(text))] * len(end)], len(end)
+            )
+            outcomes.append(self._example(record, text, ended, len(prompt), len(text)))
+        return outcomes
+
+    def _example(
+        self, record: Record, text: str, tokenized: TokenizedText, begin: int, end: int
+    ) -> list[Example] | MpuError:
+        """The example of a record whose answer is the characters of ``text`` from ``begin`` to ``end``."""
+        ids = tokenized.ids
+        offsets, special = tokenized.offsets, self._special_ids
+        answer_start = tokenized.first_after(begin)
+        # Special tokens that take in the white space beside them may reach into the answer: they are no part of it.
+        while answer_start < len(ids) and ids[answer_start] in special and offsets[answer_start][0] < begin:
+            answer_start += 1
+        content_end = max(answer_start, tokenized.first_from(end))
+        last = content_end - 1
+        if last > answer_start and ids[last] in special and offsets[last][1] > end:
+            content_end = last
+        if answer_start >= content_end or begin >= end:
+            what = "the chat template prints nothing of the answer" if record.answer else "the answer has no text"
+            return MpuError(
+                f"{record.location}: {what}, so there is nothing to learn",
+                "use --template plain" if record.answer else None,
+            )
+        last = self._end_of_answer(text, tokenized, content_end)
+        labels = [IGNORED] * answer_start + ids[answer_start:last] + [IGNORED] * (len(ids) - last)
+        if self.truncate_to is not None and len(ids) > self.truncate_to:
+            ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
+            self.truncated.append(record.location)
+            if all(label == IGNORED for label in labels):
+                return MpuError(f"{record.location}: the prompt alone is longer than --max-length {self.truncate_to}")
+        longest = self.limits.longest
+        if longest is not None and len(ids) > longest:
+            return MpuError(
+                f"{record.location}: {len(ids)} tokens, but the model accepts at most {longest}",
+                f"shorten it, or truncate records with --max-length {longest}",
+            )
+        return [Example(ids, labels, min(content_end, len(ids)))]
+
+    def _end_of_answer(self, text: str, tokenized: TokenizedText, content_end: int) -> int:
+        """The index after the last label: after the special token that ends the turn, if only white space follows it;
+        at the end of the text if there is none."""
+        special = self._special_ids
+        for i in range(len(tokenized.ids) - 1, content_end - 1, -1):
+            begin, end = tokenized.offsets[i]
+            visible = begin == end or bool(text[begin:end].strip())  # some tokenizers have line breaks as added tokens
+            if tokenized.ids[i] in special and visible:
+                return i + 1 if not text[end:].strip() else len(tokenized.ids)
+        return len(tokenized.ids)
+
+
+def encoding_of(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: ChatTemplate,
+    template: str | None,
+    limits: Limits = NO_LIMITS,
+    few_shot: Sequence[Record] = (),
+) -> Encoding:
+    """The encoding that the options of a command ask for, for a model of these ``limits``."""
+    truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
+    variables = template_variables(prompts.template_option)
+    return Encoding(
+        tokenizer, template, prompts.system_prompt, limits, few_shot, prompts.date, truncate_to, variables,
+        prompts.control_tokens,
+    )  # fmt: skip
+
+
+def truncation(places: Sequence[str], total: int, length: int) -> str:
+    """What to say of records that were cut."""
+    return f"{len(set(places))} of {total} records were truncated to {length} tokens"
+
+
+def template_variables(assignments: Sequence[str]) -> dict[str, object]:
+    """``enable_thinking=false`` as a variable of that name; values are JSON, or texts if they are not.
+
+    Raises UsageError for what is not an assignment, or a variable that is not free.
+    """
+    variables: dict[str, object] = {}
+    for assignment in assignments:
+        name, equals, value = (part.strip() for part in assignment.partition("="))
+        if name in forms.RESERVED or name.startswith("mpu_") or name == "date_string":
+            raise UsageError(f"--template-option {assignment}: {name} is mpu's own (--date for the date)")
+        if not (equals and name.isidentifier()):
+            raise UsageError(f"--template-option {assignment}: expected NAME=VALUE, such as enable_thinking=false")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
+def answer_span(text: str, other: str) -> tuple[int, int]:
+    """The characters, (begin, end), in which ``text`` differs from ``other``, the same dialogue with another answer.
+
+    >>> answer_span("Answer: yes.</s>", "Answer: no!</s>")
+    (8, 12)
+    """
+    begin = tokens.common_prefix_length(text, other)
+    return begin, len(text) - tokens.common_prefix_length(text[begin:][::-1], other[begin:][::-1])
+
+
+def _other_answer(record: Record) -> dict[str, Any]:
+    """The answer's message with texts in which no answer begins or ends as the record's does."""
+    turn = record.answer_turn
+    texts = [turn.content, *(str(value) for name, value in turn.fields if name in THOUGHTS)]
+    edges = {edge for text in texts for edge in (text[:1], text[-1:], text.strip()[:1], text.strip()[-1:])}
+    other = next((answer for answer in OTHER_ANSWERS if answer[0] not in edges), OTHER_ANSWERS[0])
+    thoughts = {name: other for name, value in turn.fields if name in THOUGHTS and isinstance(value, str)}
+    return {**thoughts, "role": "assistant", "content": other}
+
+
+def _hint(record: Record, problem: object) -> str | None:
+    """What to do about a dialogue that a template rejected, if its roles tell; None where the template's own words
+    name the system's, which every record may have."""
+    if "system" in str(problem).lower():
+        return None
+    roles = [turn.role for turn in record.turns if turn.role != "system"]
+    if any(role == following == "user" for role, following in pairwise(roles)):
+        return "it has two user turns in a row, which this template does not take: join them"
+    if any(role not in ("user", "assistant") for role in roles):
+        return f"it has turns of {', '.join(sorted({*roles} - {'user', 'assistant'}))}: use --template plain"
+    return None
+
+
+def _reads_controls(record: Record) -> MpuError:
+    return MpuError(
+        f"{record.location}: the template prints its text differently because of the control tokens in it",
+        "take them out of the record, or read them as such with --control-tokens",
+    )
+
+
+def no_template() -> MpuError:
+    """What to raise for a chat template that is asked for and not there."""
+    return MpuError("the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja")
+
+
+# Batches of examples.
+
+
+def answer_tokens(example: Example) -> int:
+    """The number of tokens of ``example`` that are predicted: its labels, except one on the very first token."""
+    return sum(label != IGNORED for label in example.labels[1:])
+
+
+def pad(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """A batch padded on the right: input_ids, attention_mask and labels, int64 (batch, longest).
+
+    Pads with id 0: padding is neither attended to nor learned, and a tokenizer's own id may be outside the vocabulary.
+    """
+    longest = max(len(example.ids) for example in examples)
+
+    def rows(values: Sequence[list[int]], filler: int) -> torch.Tensor:
+        return torch.tensor([row + [filler] * (longest - len(row)) for row in values])
+
+    return {
+        "input_ids": rows([e.ids for e in examples], 0),
+        "attention_mask": rows([[1] * len(e.ids) for e in examples], 0),
+        "labels": rows([e.labels for e in examples], IGNORED),
+    }

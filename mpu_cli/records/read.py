@@ -1,0 +1,549 @@
+"""Reading records: local files and folders, Hub datasets, and common benchmarks by name."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from glob import glob, has_magic
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.errors import MpuError, UsageError, first_line
+from mpu_cli.files.boundary import RepeatedName, once_each
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.records.forms import (
+    Record,
+    form_of,
+    other_forms,
+    parse_columns,
+    parse_record,
+    records_of_turns,
+    rename_columns,
+    unit_of,
+    unread_fields,
+)
+from mpu_cli.wording import counted
+
+# Files of records: which of a folder are read, and their rows.
+
+DELIMITERS = ",;\t|"
+TEXT_SUFFIXES = (".txt", ".md")
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".csv", ".tsv")
+PARQUET_SUFFIX, EXCEL_SUFFIX = ".parquet", ".xlsx"
+RECORD_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *TABLE_SUFFIXES, PARQUET_SUFFIX, EXCEL_SUFFIX)
+# What offices keep records in and this does not read.
+OFFICE_FILES = {
+    ".doc": "a Word document", ".docx": "a Word document", ".odt": "a text document", ".pdf": "a PDF",
+    ".rtf": "a text document", ".ods": "a spreadsheet", ".xls": "an old Excel file",
+}  # fmt: skip
+SHEETS = (".ods", ".xls")
+BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+PARAGRAPHS = "paragraphs"  # of --split
+# Files that come with a data set and hold none of its records, by their names without the last suffix.
+DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
+# What save_to_disk of datasets writes beside its tables, and what old versions of push_to_hub did.
+DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
+DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
+
+_BLANK_LINES = re.compile(r"\n[ \t\r]*\n")
+Rows = Iterator[tuple[str, object]]  # each row with its location
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says what a file holds, in lower case and without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def files_at(path: Path) -> list[Path]:
+    """The file at ``path``, or those that it is a pattern of; none if there are none.
+
+    Raises MpuError for a file of a pattern that does not hold records by its name.
+    """
+    if path.is_file():
+        return [path]
+    if not has_magic(str(path)):
+        return []
+    files = [Path(name) for name in sorted(glob(str(path))) if Path(name).is_file()]
+    if unreadable := [file for file in files if suffix_of(file) not in RECORD_SUFFIXES]:
+        raise MpuError(
+            f"{unreadable[0]}: not a file of records", f"name files that end in {', '.join(RECORD_SUFFIXES)}"
+        )
+    return files
+
+
+def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
+    """The files of records in ``folder``, those that ``datasets.load_dataset`` would read of its ``split``.
+
+    Files of text alone are all read. Raises MpuError if the folder has several splits and none is named, if something
+    in it would not be read, or if there are no records.
+    """
+    try:
+        entries = sorted(folder.rglob("*"))
+    except OSError as error:
+        raise MpuError(f"{folder}: cannot be read: {error.strerror}") from error
+    if linked := [entry for entry in entries if entry.is_symlink() and entry.is_dir()]:
+        raise MpuError(f"{linked[0]}: a link to a folder, which is not followed", "name that folder, too")
+    files = [file for file in entries if file.is_file() and not _is_beside_the_data(file, folder)]
+    if not files:
+        raise MpuError(f"{folder}: no file of records in it", f"put some there: {', '.join(RECORD_SUFFIXES)}")
+    suffixes = {suffix_of(file) for file in files}
+    if suffixes <= {*TEXT_SUFFIXES} and split is None:
+        return files
+    splits = _splits_of(folder)
+    if split is None and len(splits) > 1:
+        raise MpuError(
+            f"{folder}: has the splits {', '.join(splits)}", f"choose one, such as {folder}:{next(iter(splits))}"
+        )
+    if split is not None and split not in splits:
+        raise MpuError(f"{folder}: no split {split!r} (available: {', '.join(splits) or 'none'})")
+    of_splits = {file for paths in splits.values() for file in paths}
+    path_of = {file: folder.resolve() / file.relative_to(folder) for file in files}  # links to files stay links
+    if unread := [file for file in files if path_of[file] not in of_splits]:
+        names = ", ".join(str(file.relative_to(folder)) for file in unread[:3]) + (", …" if len(unread) > 3 else "")
+        raise MpuError(
+            f"{folder}: {counted(len(unread), 'file')} would not be read: {names}",
+            f"name a pattern, such as {_commonest_pattern(files)!r}, or keep other files elsewhere",
+        )
+    chosen = splits[split] if split is not None else next(iter(splits.values()))
+    return [file for file in files if path_of[file] in chosen]
+
+
+def _commonest_pattern(files: list[Path]) -> str:
+    """``FOLDER/*.jsonl``, if more of ``files`` that may hold records match that than any other such pattern."""
+    patterns: Counter[str] = Counter()
+    for file in [file for file in files if suffix_of(file) in RECORD_SUFFIXES] or files:
+        suffixes = file.suffixes[-2:] if file.suffix.lower() in COMPRESSED else file.suffixes[-1:]
+        patterns[f"{file.parent}/*{''.join(suffixes)}"] += 1
+    return patterns.most_common(1)[0][0]
+
+
+def _is_beside_the_data(file: Path, folder: Path) -> bool:
+    """Whether a file is hidden, or documents a data set rather than holding its records."""
+    if any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) or file.name in DATASET_FILES:
+        return True
+    structured = {*RECORD_SUFFIXES} - {*TEXT_SUFFIXES}
+    return bool(DOCUMENTATION.fullmatch(file.stem)) and suffix_of(file) not in structured
+
+
+def _splits_of(folder: Path) -> dict[str, set[Path]]:
+    """The files of each split of a folder, as datasets reads them. Raises MpuError if it cannot."""
+    import tempfile
+    from zipfile import BadZipFile
+
+    import datasets
+    from yaml import YAMLError
+
+    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
+        try:
+            files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=cache).config.data_files
+        except (OSError, ValueError, YAMLError, BadZipFile, datasets.exceptions.DatasetsError) as error:
+            raise MpuError(f"{folder}: {first_line(error)}", "name the files themselves") from error
+    return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``folder`` was written by ``save_to_disk`` of datasets."""
+    return (folder / DATASET_DICT).is_file() or (folder / DATASET_STATE).is_file()
+
+
+def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
+    """Rows of a folder that ``save_to_disk`` wrote. Raises MpuError if it has splits and none is named."""
+    import datasets
+
+    if split is None and (folder / DATASET_DICT).is_file():
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if len(names) != 1:
+            raise MpuError(f"{folder}: has the splits {', '.join(names) or 'none'}", f"choose one: {folder}:SPLIT")
+        [split] = names
+    source = folder / split if split else folder
+    try:
+        rows = datasets.load_from_disk(str(source))
+        yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
+    except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise MpuError(f"{source}: not a data set that save_to_disk wrote ({first_line(error)})") from error
+
+
+def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> Rows:
+    """Rows of a file of records, each with its location; ``read_records`` lists the formats.
+
+    ``split``: whether a file of plain text is one record, "file", or one for each of its "paragraphs"; ``encoding``: of
+    text, None for that of its byte order mark, and UTF-8 without one. Raises MpuError if the file cannot be read.
+    """
+    suffix = suffix_of(path)
+    if suffix in OFFICE_FILES:
+        way = "as a CSV file" if suffix in SHEETS else "as plain text (.txt), and see --split paragraphs"
+        raise MpuError(f"{path}: {OFFICE_FILES[suffix]}, which is not read", f"save it {way}")
+    if suffix == PARQUET_SUFFIX:
+        yield from rows_through_datasets(str(path), PARQUET_SUFFIX[1:], data_files=str(path), split="train")
+    elif suffix == EXCEL_SUFFIX:
+        yield from _excel_rows(path)
+    elif suffix in TABLE_SUFFIXES:
+        yield from _table_rows(_read_text(path, encoding), path, suffix)
+    elif suffix in TEXT_SUFFIXES:
+        yield from _text_rows(_read_text(path, encoding), path, split)
+    else:
+        yield from _json_rows(_read_text(path, encoding), path, suffix)
+
+
+def _read_text(path: Path, encoding: str | None) -> str:
+    """The text of a file, its ends of lines as they are."""
+    opener = COMPRESSED.get(path.suffix.lower(), open)
+    try:
+        with opener(path, "rb") as file:
+            content: bytes = file.read()
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise MpuError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if encoding is None:
+        marked = (name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark))
+        encoding = next(marked, "utf-8")
+    try:
+        return content.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem, hint = f"not {encoding}", "--encoding has to name the file's encoding"
+        if encoding == "utf-8":
+            problem, hint = "not UTF-8", "name its encoding with --encoding, which on Windows often is cp1252"
+        raise MpuError(f"{path}, line {line}: {problem}", hint) from error
+    except (LookupError, ValueError) as error:  # ValueError: a name that no codec can have
+        raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
+
+
+def _text_rows(text: str, path: Path, split: str) -> Rows:
+    text = _with_newlines(text)
+    if split != PARAGRAPHS:
+        yield str(path), {"text": text}
+        return
+    paragraphs = filter(None, map(str.strip, _BLANK_LINES.split(text)))
+    yield from ((f"{path}, paragraph {number}", {"text": paragraph}) for number, paragraph in enumerate(paragraphs, 1))
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _excel_rows(path: Path) -> Rows:
+    """Rows of the one sheet of an Excel file that has any, all cells as text."""
+    import pandas as pd
+
+    try:
+        sheets = pd.read_excel(path, sheet_name=None, dtype=str, keep_default_na=False, engine="openpyxl")
+    except ImportError as error:
+        raise MpuError(
+            f"{path}: an Excel file, which openpyxl reads", "pip install openpyxl, or save it as CSV"
+        ) from error
+    except Exception as error:  # openpyxl lets through what zip files, XML and its own parser raise
+        raise MpuError(f"{path}: not an Excel file ({first_line(error)})") from error
+    filled = {name: sheet for name, sheet in sheets.items() if len(sheet)}
+    if len(filled) > 1:
+        raise MpuError(f"{path}: has records in several sheets: {', '.join(filled)}", "save one of them as CSV")
+    for sheet in filled.values():
+        for number, row in enumerate(sheet.to_dict(orient="records"), 2):
+            if any(row.values()):
+                yield f"{path}, line {number}", {str(name): value for name, value in row.items()}
+
+
+def paragraph_count(text: str) -> int:
+    """How many paragraphs a text has, which blank lines separate."""
+    return sum(1 for paragraph in _BLANK_LINES.split(text) if paragraph.strip())
+
+
+def _json_rows(text: str, path: Path, suffix: str) -> Rows:
+    text = _with_newlines(text)
+    if text.lstrip().startswith("[") or suffix not in JSON_LINES_SUFFIXES:
+        records = _document_records(text, path)
+        if records is not None:
+            yield from ((f"{path}, record {i}", value) for i, value in enumerate(records, 1))
+            return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            location = f"{path}, line {number}"
+            try:
+                yield location, json.loads(line, object_pairs_hook=once_each)
+            except (ValueError, RecursionError) as error:
+                hint = "an object on several lines goes into a file of its own that ends in .json"
+                raise MpuError(f"{location}: not JSON ({error})", hint if line.strip() in "{[" else None) from error
+
+
+def _document_records(text: str, path: Path) -> list[object] | None:
+    """The records of a JSON document: an array, one under "data", or a single object; None for what may be JSON
+    lines."""
+    try:
+        document = json.loads(text, object_pairs_hook=once_each)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("{") and not isinstance(error, RepeatedName):
+            return None
+        raise MpuError(f"{path}: not JSON ({error})") from error
+    if isinstance(document, list):
+        return document
+    if not isinstance(document, dict):
+        raise MpuError(f"{path}: neither an object nor an array of records")
+    if isinstance(document.get("data"), list):
+        return list(document["data"])
+    if lists := [name for name, value in document.items() if _is_list_of_records(value)]:
+        raise MpuError(
+            f"{path}: an object with records under {', '.join(map(repr, lists))}",
+            "write an array of records, or put it under 'data'",
+        )
+    if document and all(isinstance(value, dict) for value in document.values()):
+        raise MpuError(
+            f"{path}: an object of columns, as pandas writes it", "write records: to_json(…, orient='records')"
+        )
+    return [document]
+
+
+def _is_list_of_records(value: object) -> bool:
+    """Whether ``value`` is a list of objects that are not the messages of one dialogue."""
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        return False
+    return not any({"role", "from"} & entry.keys() for entry in value)
+
+
+def _table_rows(text: str, path: Path, suffix: str) -> Rows:
+    """Rows of a CSV or TSV file, without empty ones. Its delimiter is the one that gives the header most columns."""
+    csv.field_size_limit(sys.maxsize)  # a field may hold a whole text
+    try:
+        file = io.StringIO(text, newline="")
+        start, header = 0, file.readline()
+        if header.lower().startswith("sep="):  # Excel's line, which names the delimiter
+            start, header = file.tell(), file.readline()
+        file.seek(start)
+        delimiter = "\t" if suffix == ".tsv" else max(DELIMITERS, key=lambda mark: _column_count(header, mark))
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise MpuError(f"{path}: two columns are called {min(twice)!r}", "rename one of them")
+        for number, row in enumerate(reader, 1):
+            location = f"{path}, record {number}"
+            if None in row or None in row.values():
+                raise MpuError(f"{location}: the number of fields differs from the header's")
+            if any(row.values()):
+                yield location, row
+    except csv.Error as error:
+        raise MpuError(f"{path}: not a table ({error})") from error
+
+
+def _column_count(header: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([header], delimiter=delimiter, strict=True), []))
+    except csv.Error:
+        return 0
+
+
+def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows:
+    """Rows read by Hugging Face datasets, with a temporary cache: records are private and must not be left behind."""
+    import tempfile
+
+    import datasets
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
+        try:
+            rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
+            yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
+        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
+            raise MpuError(f"{source}: cannot be loaded ({first_line(error)})", hint) from error
+
+
+HUB_PREFIX = "hub:"
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
+_BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books|wmdp|wikitext):(?P<split>[\w.-]+)\Z")
+_HUB_NAMES = {
+    "tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books",
+    "wmdp": "cais/wmdp-corpora", "wikitext": "Salesforce/wikitext",
+}  # fmt: skip
+GATED = {"bio-forget-corpus": "cais/wmdp-bio-forget-corpus"}  # a repository of its own, on request
+SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves out shorter ones, headings mostly
+
+Row = tuple[str, object]  # its place, for messages, and what it holds
+
+
+def read_records(
+    source: str | Path,
+    reading: RecordFormat = RecordFormat(),
+    *,
+    unit: str | None = None,
+    observer: Observer = SILENT,
+) -> list[Record]:
+    """The records of ``source``, which may be several, one a line.
+
+    A file of JSON lines, JSON (an array, one under "data", or one object), CSV, TSV, Excel, Parquet or plain text,
+    perhaps compressed by gzip, bzip2 or xz; a pattern such as ``notes/*.txt``; a folder, of which
+    ``datasets.load_dataset`` chooses the files, or ``FOLDER:SPLIT``; ``tofu:SPLIT``, ``muse-news:SPLIT``,
+    ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or ``wikitext:SPLIT``, from the Hub or from the folder
+    ``reading.data_dir``; or a dataset of the Hub, ``hub:OWNER/NAME[@CONFIG][:SPLIT]``. Nothing else is looked for on
+    the Hub.
+
+    ``unit`` names the field that says whose record it is. What is not read of the rows is reported to ``observer``, as
+    are the rows that ``reading.skip_bad`` skips because they are not records. Raises MpuError if a row is not a record,
+    naming its place, or if there are no records; UsageError for columns or an encoding that are none.
+    """
+    records: list[Record] = []
+    for name in str(source).splitlines():
+        parsed = parsed_rows(name, reading, observer)
+        for (location, row), record in parsed:
+            with_unit = record if unit is None else replace(record, unit=unit_of(row, unit, location))
+            records += records_of_turns(with_unit, reading.turns)
+        report_rows(name, [row for row, _ in parsed], {unit} if unit else set(), observer)
+    if reading.turns == "last" and (count := sum(record.earlier_answers > 0 for record in records)):
+        observer.note(
+            f"{count} of {len(records)} dialogues have earlier answers, which are context only; --turns all takes each "
+            "as a record"
+        )
+    return records
+
+
+def parsed_rows(source: str | Path, reading: RecordFormat, observer: Observer = SILENT) -> list[tuple[Row, Record]]:
+    """The rows of one ``source``, as ``read_records`` takes it, each with its place, its fields by our names, and the
+    record that it is. Raises MpuError as ``read_records`` does."""
+    columns = parse_columns(reading.columns)
+    parsed: list[tuple[Row, Record]] = []
+    skipped: list[str] = []
+    for location, stored in _rows_of_source(source, reading):
+        try:
+            row = rename_columns(stored, columns, location)
+            parsed.append(((location, row), parse_record(row, location)))
+        except MpuError as error:
+            if not reading.skip_bad:
+                raise
+            skipped.append(error.problem)
+    if skipped:
+        total = len(parsed) + len(skipped)
+        observer.warn(f"{source}: skipped {len(skipped)} of {total} rows, such as {skipped[0]}")
+    if not parsed:
+        raise MpuError(f"{source}: contains no records")
+    return parsed
+
+
+def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
+    path = Path(source)
+    if path.is_dir():
+        return _folder_rows(path, None, reading)
+    if files := files_at(path):
+        return _rows_of_files(files, reading)
+    if match := _BENCHMARK.match(str(source)):
+        config = "raw" if match["name"].startswith("muse") else None
+        return benchmark_rows(match["name"], match["split"], reading.data_dir, config)
+    name = str(source)
+    if name.startswith(HUB_PREFIX):
+        if match := _HUB.match(name.removeprefix(HUB_PREFIX)):
+            return _rows_of_hub(match["name"], match["config"], match["split"])
+        raise MpuError(f"{source}: not a dataset of the Hub", "name it hub:OWNER/NAME@CONFIG:SPLIT")
+    folder, colon, of_folder = name.rpartition(":")
+    if colon and Path(folder).is_dir():
+        return _folder_rows(Path(folder), of_folder, reading)
+    raise MpuError(
+        f"{source}: no such file",
+        f"for a dataset of the Hub, write hub:{source}" if _HUB.match(name) and not path.suffix
+        else "pass a file of records, such as JSON lines",
+    )  # fmt: skip
+
+
+def _folder_rows(folder: Path, of_folder: str | None, reading: RecordFormat) -> Iterable[Row]:
+    if is_saved_dataset(folder):
+        return saved_dataset_rows(folder, of_folder)
+    return _rows_of_files(files_of_folder(folder, of_folder), reading)
+
+
+def _rows_of_files(files: Iterable[Path], reading: RecordFormat) -> Iterable[Row]:
+    return chain.from_iterable(file_rows(file, reading.split, reading.encoding) for file in files)
+
+
+def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
+    """Tell which files of ``source`` were read, with their numbers of records, and what in the rows no record has."""
+    counts = Counter(_file_of(location) for location, _ in rows)
+    if len(counts) > 1 or Path(source).is_dir():
+        listed = [f"{file} ({count})" for file, count in counts.items()]
+        shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
+        observer.note(f"{source}: {counted(len(rows), 'record')} from {shown}")
+    fields: Counter[str] = Counter()
+    for _, row in rows:
+        fields.update(unread_fields(row) - read_fields)
+    if fields:
+        observer.note(f"{source}: fields that are not part of the records: {', '.join(sorted(fields))}")
+    several = [row for _, row in rows if isinstance(row, dict) and other_forms(row)]
+    if several:
+        form = form_of(several[0])
+        observer.note(
+            f"{source}: {len(several)} of {len(rows)} records have both {form!r} and {other_forms(several[0])[0]!r}: "
+            f"{form!r} is read; --columns chooses the other"
+        )
+
+
+def _file_of(location: str) -> str:
+    """The file of a row's place, such as "a.jsonl" of "a.jsonl, line 3"."""
+    return re.sub(r", (line|record|paragraph) \d+\Z", "", location)
+
+
+def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
+    """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` for TOFU, WMDP and WikiText,
+    ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
+
+    Raises MpuError if the split does not exist, listing those that do.
+    """
+    if data_dir and not data_dir.is_dir():
+        raise MpuError(f"--data-dir {data_dir}: no such directory")
+    if data_dir is None:
+        return _long_enough(name, _benchmark_of_hub(name, split, config))
+    folder = data_dir / config if config else data_dir
+    for suffix in (".json", ".jsonl"):
+        if (folder / f"{split}{suffix}").is_file():
+            rows = _long_enough(name, file_rows(folder / f"{split}{suffix}"))
+            if not rows:
+                raise MpuError(f"{folder / split}{suffix}: contains no records")
+            return rows
+    available = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
+    raise MpuError(f"{folder}: no split {split!r} of {name} (available: {available})")
+
+
+def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
+    if name == "wikitext":
+        return _rows_of_hub(_HUB_NAMES[name], "wikitext-2-raw-v1", split)
+    if split in GATED:
+        return _rows_of_hub(GATED[split], None, "train")
+    if name not in _HUB_NAMES:
+        raise MpuError(f"{name}: not on the Hub", "name its folder with --data-dir")
+    return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
+
+
+def _long_enough(name: str, rows: Iterable[Row]) -> list[Row]:
+    """``rows``, without the short texts of corpora that are lines of documents."""
+    if name not in ("wmdp", "wikitext"):
+        return list(rows)
+    return [
+        (location, row)
+        for location, row in rows
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or len(row["text"]) >= SHORTEST
+    ]
+
+
+def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[Row]:
+    yield from rows_through_datasets(name, name, name=config, split=split or "train")
+
+
+def paragraphs_in(record: Record) -> int:
+    """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
+    if record.turns or suffix_of(Path(record.location)) not in TEXT_SUFFIXES:
+        return 1
+    return paragraph_count(record.answer)

@@ -1,1 +1,0 @@
-"""Secret, function-preserving changes of coordinates: drawing, applying and inverting them."""

@@ -1,0 +1,319 @@
+"""Signs that a copy is not what it should be, looked for before anything is trained on it.
+
+Secret coordinates keep the client from comparing a copy with anything weight by weight, and a copy can be built to
+carry records out in its delta: with an untied output layer, whose rows list tokens, or with trap units, each of which
+responds to one record and hands its hidden states over (imprint layers: Fowl et al. 2021, arXiv 2110.13057). What the
+coordinates leave in place can be compared: the configuration, the tokenizer, norms of rows and columns up to their
+order, what each unit responds to, and what copies of one round answer.
+
+These are signs, not a proof: who knows them can stay below them. A bound comes from --dp-epsilon alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize, silu
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.folder import clean_config
+from mpu_cli.files.reader import FLOATS, Checkpoint, quoted_list, short
+from mpu_cli.files.sandbox import LimitError
+from mpu_cli.model.family import FFN_AXES
+from mpu_cli.model.layout import Layout
+from mpu_cli.model.load import tokenizer_of
+from mpu_cli.model.source import Model
+from mpu_cli.model.tensors import dequantized_weight
+from mpu_cli.observer import Observer
+from mpu_cli.records import tokens
+from mpu_cli.records.encode import Example
+from mpu_cli.training.ledger import LedgerEntry
+
+LOOKED_AT, FEWEST = 32, 4  # records on which units are judged, and how many it takes
+# Limits that separated planted from honest layers of a 5 M and a 135 M Llama (examples/imprint.py); honest ones had at
+# most 0.2 % of units that are rare, and none that are off or twins.
+RARE = 0.05  # participation below which a unit is active almost nowhere
+OFF = -20.0  # input below which a unit is off to the last bit of float32
+TWINS = 0.98  # cosine of two rows; the most in an honest layer was 0.885
+MANY_RARE, MANY = 0.05, 0.01  # shares of a layer's units above which it is odd
+ROWS = 2_048  # compared with all others at once
+FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1",
+              "input_linear")  # fmt: skip
+APART = 0.25  # relative difference of losses between copies of a round that noise explains, and
+NATS = 0.1  # their absolute difference, per answer token
+SPREAD = 4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
+# Facts of a config that differ between fine-tunes of one model.
+_FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id",
+         "pad_token_id", "return_dict", "output_hidden_states", "attention_dropout", "initializer_range"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that an honest copy does not show."""
+
+    what: str
+
+
+def refuse(signs: Sequence[Sign], source: str, trusted: bool, observer: Observer) -> None:
+    """Say what is odd about a copy. Raises MpuError unless it is ``trusted``."""
+    if not signs:
+        return
+    for sign in signs[1:] if not trusted else signs:
+        observer.warn(f"{source}: {sign.what}")
+    if not trusted:
+        raise MpuError(
+            f"{source}: {signs[0].what}",
+            "ask its owner; --trust-copy trains on it all the same, and what it takes with it is then your risk",
+        )
+
+
+def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, texts: Sequence[str]) -> list[Sign]:
+    """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
+    tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
+    signs = []
+    ours, theirs = (
+        {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
+    )
+    if odd := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
+        signs.append(Sign(f"config.json differs from {public.source} in {quoted_list(odd)}"))
+    shapes = [{n: i.shape for n, i in m.checkpoint.tensors.items() if i.dtype in FLOATS} for m in (copy, public)]
+    if odd := sorted(name for name in shapes[0].keys() ^ shapes[1].keys() if not name.endswith("inv_freq")):
+        tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
+        signs.append(Sign(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}"))
+    if odd := sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name]):
+        signs.append(Sign(f"shapes differ from {public.source}'s: {quoted_list(odd)}"))
+    other = tokenizer_of(public)
+    if other.get_vocab() != tokenizer.get_vocab():
+        signs.append(Sign(f"its vocabulary is not {public.source}'s"))
+    elif other.chat_template != tokenizer.chat_template:
+        signs.append(Sign(f"its chat template is not {public.source}'s"))
+    elif parts := _unlike_parts(tokenizer, other):
+        signs.append(Sign(f"its tokenizer is not {public.source}'s: {quoted_list(parts)}"))
+    else:
+        try:
+            ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
+        except LimitError as error:
+            raise tokens.rejection(error, copy.source) from error
+        if ids[0] != ids[1]:
+            signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
+    shared_names = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
+    if odd := [name for name in shared_names if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
+        signs.append(Sign(f"rows of another size than in {public.source}: {quoted_list(odd)}"))
+    return signs
+
+
+def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
+    """The parts of two tokenizers that differ, such as the normalizer, which the texts at hand need not show."""
+    contents = []
+    for each in (tokenizer, other):
+        backend = getattr(each, "backend_tokenizer", None)
+        parts = json.loads(backend.to_str()) if backend is not None else {"class": type(each).__name__}
+        contents.append({**parts, "special tokens": each.special_tokens_map, "truncation": None, "padding": None})
+    ours, theirs = contents
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def _comparable(outcome: list[int] | ValueError) -> list[int] | None:
+    return None if isinstance(outcome, ValueError) else outcome
+
+
+def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
+    """Whether a matrix's norm, or the range of its rows' norms, is of another size than in the public model.
+
+    Permutations and changes of sign keep the norms of rows up to their order, rotations of heads that of the matrix.
+    """
+    ours, theirs = copy.tensor(name), public.tensor(name)
+    if ours.ndim < 2 or not ours.numel():
+        return False
+    norms = [x.float().flatten(1).norm(dim=1) for x in (ours, theirs)]
+    for checkpoint in (copy, public):
+        checkpoint.forget_pages(name)
+    for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):
+        copy_norm, other = (max(float(pick(n)), 1e-12) for n in norms)
+        if max(copy_norm, other) > SPREAD * min(copy_norm, other):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Units:
+    """Shares of a layer's FFN units that behave like traps.
+
+    ``rare``: active at few positions of the records; ``off``: off at more than half of them; ``twins``: parallel to
+    another unit, as in traps that are read from differences.
+    """
+
+    layer: str
+    rare: float
+    off: float
+    twins: float
+
+    @property
+    def odd(self) -> bool:
+        return self.rare > MANY_RARE or max(self.off, self.twins) > MANY
+
+
+@torch.no_grad()
+def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
+    """How the units of each FFN respond to the client's own records, from one forward pass of each.
+
+    Of experts, which see few positions each, only the weights are judged: ``expert_units``.
+    """
+    modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
+    activations: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, _inputs, output: activations[name].append(output.flatten(0, -2).float().cpu())
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    training = model.training
+    model.eval()
+    try:
+        for example in examples[:LOOKED_AT]:
+            model(input_ids=torch.tensor([example.ids], device=model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return [
+        _units(name, torch.cat(parts), dequantized_weight(modules[name].weight))
+        for name, parts in activations.items()
+        if parts
+    ]
+
+
+def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
+    """``values``: what units receive, (positions, units)."""
+    active = silu(values).abs()
+    active = active / active.amax(0).clamp(min=torch.finfo(active.dtype).tiny)
+    square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
+    participation = active.sum(0).square() / square / len(active)
+    rows = weight.detach().float().cpu()
+    rows = normalize(rows if rows.shape[0] == values.shape[1] else rows.T, dim=1)
+    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
+    shares = (participation < RARE, (values < OFF).float().mean(0) > 0.5, nearest > TWINS)
+    return Units(name, *(float(suspicious.float().mean()) for suspicious in shares))
+
+
+def parallel_units(model: PreTrainedModel) -> list[Units]:
+    """Which units of each FFN are parallel to each other, from the weights alone."""
+    units = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.rsplit(".", 1)[-1] not in FFN_INPUTS or weight is None or ".experts" in f".{name}.":
+            continue
+        rows = dequantized_weight(weight).detach().float().cpu()
+        twins = _twins(normalize(rows if type(module).__name__ != "Conv1D" else rows.T, dim=1))
+        units.append(Units(name, 0.0, 0.0, twins))
+    return units
+
+
+def expert_units(model: PreTrainedModel) -> list[Units]:
+    """Which units of experts are parallel to each other, from their weights alone: stacks (experts, rows, columns) and
+    experts of their own. How rare units of experts are follows from routing, and has no limits yet."""
+    units = []
+    for name, weight in model.named_parameters():
+        stem, _, kind = name.removesuffix(".weight").rpartition(".")
+        if ".experts" not in f".{stem}." or kind not in FFN_INPUTS:
+            continue
+        rows = dequantized_weight(weight).detach().float().cpu()
+        if rows.ndim < 3:
+            rows = rows[None]
+        twins = [_twins(normalize(expert, dim=1)) for expert in rows]
+        units.append(Units(name, 0.0, 0.0, max(twins, default=0.0)))
+    return units
+
+
+def _twins(rows: torch.Tensor) -> float:
+    """The share of normalized ``rows`` that are parallel to another one."""
+    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
+    return float((nearest > TWINS).float().mean())
+
+
+def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
+    """For each of ROWS rows, its largest cosine with another one."""
+    cosines = rows[start : start + ROWS] @ rows.T
+    indices = torch.arange(len(cosines))
+    cosines[indices, indices + start] = 0
+    return cosines.amax(1)
+
+
+def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | None, records: int) -> list[Sign]:
+    """Layers with more units than honest ones have that look like traps, and layers that cannot be judged.
+
+    ``examples``: what the client will train on; None to judge by the weights alone. ``records`` is how many there are,
+    also those that the copy's tokenizer rejects: their number is no secret, which of them it rejects is.
+    """
+    if records < FEWEST:
+        return [Sign(f"its units cannot be looked at for traps: that takes {FEWEST} records")]
+    try:
+        layout = copy.layout
+    except MpuError:
+        kind = copy.config.get("model_type")
+        return [Sign(f"its units cannot be looked at for traps: {short(str(kind))} is not an architecture of mpu's")]
+    of_layers = parallel_units(model) if examples is None else ffn_units(model, _spread(examples))
+    judged = [*of_layers, *expert_units(model)]
+    missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
+    signs = []
+    if missing:
+        signs.append(Sign(f"units of layers {quoted_list(map(str, sorted(missing)))} cannot be looked at for traps"))
+    odd = [units for units in judged if units.odd]
+    if not odd:
+        return signs
+    worst = max(odd, key=lambda units: max(units.rare, units.off, units.twins))
+    more = f", and in {len(odd) - 1} more layers" if len(odd) > 1 else ""
+    what = (
+        f"units built to record single tokens of your records: {worst.layer} has {worst.rare:.0%} that are almost "
+        f"never active, {worst.off:.0%} that are mostly off, {worst.twins:.0%} that are parallel{more}"
+    )
+    return [Sign(what), *signs]
+
+
+def _spread(examples: Sequence[Example]) -> Sequence[Example]:
+    """LOOKED_AT of ``examples``, from all of them: the first ones are only those to forget."""
+    return examples[:: max(1, len(examples) // LOOKED_AT)][:LOOKED_AT]
+
+
+def _layers_with_units(layout: Layout) -> set[int]:
+    """The layers that have an FFN or experts, by what their tensors' axes count."""
+    units = {f"{kind}{axis}" for kind in ("", "s-", "e-") for axis in FFN_AXES}
+    return {
+        tensor.layer
+        for tensor in layout.parameters
+        if tensor.layer is not None and any(units & {*group} for group in tensor.axes)
+    }
+
+
+def _numbers_in(name: str) -> list[int]:
+    """The number of the layer in a module's name, its first number."""
+    return [int(part) for part in name.split(".") if part.isdecimal()][:1]
+
+
+def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger: Sequence[LedgerEntry]) -> list[Sign]:
+    """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
+    signs: list[Sign] = []
+    if not this.run:
+        return signs
+    together: dict[int, LedgerEntry] = {}
+    for entry in (*ledger, this):
+        if (entry.run, entry.round, entry.data) == (this.run, this.round, this.data):
+            if entry.copy in together and together[entry.copy].weights != entry.weights:
+                together = {}  # published once more under the same name, as --seed does
+            together[entry.copy] = entry
+    for entry in together.values():
+        if entry.copy == this.copy:
+            continue
+        for name, earlier in (("forget", entry.forget), ("retain", entry.retain)):
+            now = before.get(name)
+            if now is None or earlier is None:
+                continue
+            if abs(now - earlier) > max(NATS, APART * max(now, earlier)):
+                what = (
+                    f"its loss on the {name} set is {now:.3f} per answer token, that of copy {entry.copy} {earlier:.3f}"
+                )
+                signs.append(Sign(what))
+    return signs

@@ -1,0 +1,312 @@
+"""The client's private records, read before anything large is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import CopyManifest
+from mpu_cli.model.load import limits_of
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearning
+from mpu_cli.records.encode import Example, encoding_of
+from mpu_cli.records.forms import Record, remarks_on_units
+from mpu_cli.records.read import paragraphs_in, read_records
+from mpu_cli.training.execution import from_first
+from mpu_cli.training.loop import ExampleSet
+from mpu_cli.training.losses import Objective, objective_of
+from mpu_cli.training.reference import Reference, freeze, load_references, save_references
+
+# Answers that reveal nothing: what DPO prefers to the answer to be forgotten.
+
+REFUSALS = (
+    "I have no information about that.",
+    "I'm not able to answer this question.",
+    "That is not something I know.",
+    "I cannot say; I don't have the facts.",
+    "I'm afraid I know nothing about this.",
+    "This is outside of what I know.",
+    "I don't have an answer to that.",
+    "I have never learned about this.",
+    "Sorry, that is unknown to me.",
+    "There is nothing that I could tell you about it.",
+    "I would have to guess, so I'd rather not answer.",
+    "My knowledge does not reach that far.",
+    "I don't recall anything on this subject.",
+    "That's a question I can't help with.",
+    "I lack the details to answer this.",
+    "Nothing comes to mind on that.",
+    "I was not told about this.",
+    "I'm unable to give you this information.",
+    "You will need to ask somebody else about this.",
+    "I'm not familiar with that person or subject.",
+    "No reliable answer is available to me.",
+    "I couldn't tell you.",
+    "It is beyond me; I do not know.",
+    "I hold no record of that.",
+)
+
+
+PRIVACY = Privacy()  # no bound
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What to forget and what to keep.
+
+    ``few_shot`` are shown before each record as earlier turns; ``alternates`` are answers for DPO to prefer where a
+    record has none of its own. ``held_out`` are retain records that are scored and not trained on, ``unseen`` records
+    that the model never saw, for comparison.
+    """
+
+    forget: Sequence[Record]
+    retain: Sequence[Record] = ()
+    few_shot: Sequence[Record] = ()
+    alternates: Sequence[str] = REFUSALS
+    held_out: Sequence[Record] = ()
+    unseen: Sequence[Record] = ()
+
+    def warnings(self, privacy: Privacy = PRIVACY) -> list[str]:
+        """What is probably not as intended, a sentence each; under a ``privacy`` bound, also whom it protects."""
+        remarks = [
+            f"{records[0].location}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
+            "record of each"
+            for records in (self.forget, self.retain)
+            if len(records) == 1 and paragraphs_in(records[0]) > 1
+        ]
+        forgotten = {record.identity for record in self.forget}
+        if overlap := forgotten & {record.identity for record in (*self.retain, *self.held_out)}:
+            remarks.append(
+                f"{len(overlap)} of the records to forget are also in the retain set, which works against forgetting"
+            )
+        if privacy.dp_epsilon is not None:
+            remarks += remarks_on_units((*self.forget, *self.retain), privacy.dp_unit)
+        return remarks
+
+
+def texts_of(data: Dataset) -> list[str]:
+    """The texts of all records: turns and answers, as the client has them."""
+    records = (*data.forget, *data.retain, *data.few_shot)
+    return [text for record in records for text in (*(turn.content for turn in record.turns), record.answer) if text]
+
+
+def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
+    """The records that ``options`` name; no retain records if the algorithm reads none.
+
+    What is read of which file is reported to ``observer``.
+
+    Raises MpuError, naming the place, for records that cannot be read.
+    """
+    records, unit = options.records, options.privacy.dp_unit
+    return Dataset(
+        read_records(records.forget, records.reading, unit=unit, observer=observer),
+        _retain(options, observer) if objective_of(options.algo, options.loss).constants.alpha else (),
+        read_records(records.few_shot, records.reading, observer=observer) if records.few_shot else (),
+        _lines(records.alternates) if records.alternates else REFUSALS,
+    )
+
+
+def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Observer = SILENT) -> Dataset:
+    """``data`` with the unseen records that ``source`` names. Raises MpuError if they cannot be read, or if some of
+    them are to be forgotten."""
+    unseen = read_records(source, reading, observer=observer)
+    if both := {record.identity for record in unseen} & {record.identity for record in data.forget}:
+        raise MpuError(
+            f"{len(both)} of the {len(unseen)} records of --unseen are also to be forgotten",
+            "name records that the model never saw",
+        )
+    return replace(data, unseen=unseen)
+
+
+def _retain(options: Unlearning, observer: Observer) -> list[Record]:
+    retain, default = options.records.retain, Records().retain
+    try:
+        return read_records(retain, options.records.reading, unit=options.privacy.dp_unit, observer=observer)
+    except MpuError as error:
+        if retain == default and not Path(retain).exists():
+            raise MpuError(
+                f"{retain}: no such file, and {options.algo} needs records to keep", "name them with --retain"
+            ) from error
+        raise
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        lines = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise MpuError(f"{path}: cannot read the alternates") from error
+    if not lines:
+        raise MpuError(f"{path}: contains no alternates")
+    return lines
+
+
+# The records of a training as tokens, and what its losses need of the frozen copy.
+
+# For each set, its examples and what its loss needs from the frozen copy.
+Encoded = dict[str, tuple[list[Example], str | None]]
+
+
+def sets_of(data: Dataset, objective: Objective) -> dict[str, Sequence[Record]]:
+    """The sets that the algorithm reads."""
+    sets: dict[str, Sequence[Record]] = {"forget": data.forget}
+    if objective.constants.alpha:
+        sets["retain"] = data.retain
+    if objective.algorithm.alternate:
+        sets["alternate"] = alternates(data.forget, data.alternates)
+    return sets
+
+
+def scored_sets_of(data: Dataset) -> dict[str, Sequence[Record]]:
+    """The sets that are scored on the way and not trained on, without those that are empty."""
+    sets = {"held_out": data.held_out, "unseen": data.unseen}
+    return {name: records for name, records in sets.items() if records}
+
+
+def encoded_sets(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Dataset,
+    options: Unlearning,
+    objective: Objective,
+    observer: Observer,
+) -> tuple[Encoded, dict[str, list[int]]]:
+    """The sets that the algorithm reads, as tokens, and the numbers of the records that have some.
+
+    Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
+    because a failure would tell the model's owner that it is there.
+    """
+    algorithm = objective.algorithm
+    private = options.privacy.dp_epsilon is not None
+    # A longer record would change what the model computes of the others in its batch.
+    limits, prompts = limits_of(model, independent=private), options.prompts
+    encoding = encoding_of(tokenizer, prompts, prompts.template, limits, data.few_shot)
+    encoded: Encoded = {}
+    record_numbers: dict[str, list[int]] = {}
+    records = sets_of(data, objective) | scored_sets_of(data)
+    reference_outputs_of = {
+        "forget": algorithm.reference_outputs, "alternate": algorithm.reference_outputs,
+        "retain": objective.retain_outputs,
+    }  # fmt: skip
+    for name, set_records in records.items():
+        of_each: list[list[Example]] = []
+        record_numbers[name] = []
+        problems = []
+        for number, examples in enumerate(encoding.encode_each(set_records)):
+            if private and not isinstance(examples, MpuError) and len(examples) != 1:
+                examples = MpuError(
+                    f"{set_records[number].location}: {len(examples)} examples, where --dp-epsilon takes one a record"
+                )
+            if not isinstance(examples, MpuError):
+                of_each.append(examples)
+                record_numbers[name].append(number)
+            elif private:
+                problems.append(examples.problem)
+            else:
+                raise examples
+        if problems:
+            observer.warn(
+                f"{len(problems)} of {len(set_records)} records of the {name} set are left out: {problems[0]}"
+            )
+        together = [example for record_examples in of_each for example in record_examples]
+        if not together and not private:
+            raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
+        if not together:  # to stop here would tell that each record was rejected: noise alone is trained on
+            together = [Example([0, 0], [0, 0], 2)]
+        encoded[name] = together, reference_outputs_of.get(name)
+    for remark in encoding.remarks(sum(map(len, records.values()))):
+        observer.warn(remark)
+    return encoded, record_numbers
+
+
+def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record]:
+    """Each record with an alternative answer: its own ``alternate``, or one drawn from ``answers``.
+
+    The draw is the same in every round, so that the outputs of the first round's copy can be the reference.
+    """
+    draw = random.Random(0)
+    drawn = [draw.choice(answers) for _ in records]  # one per record, so that none depends on the others
+    return [replace(r, answer=r.alternate or other, answer_fields=()) for r, other in zip(records, drawn, strict=True)]
+
+
+def contents(data: Dataset) -> list[dict[str, object]]:
+    """The records, wherever they were read from."""
+    return [record.content for record in (*data.forget, *data.retain, *data.held_out, *data.few_shot)]
+
+
+def records_digest(data: Dataset) -> str:
+    """SHA-256 of the records as the client has them, in hexadecimal.
+
+    Not of their tokens: those are what the copy's tokenizer and template make of them, so two copies that treat a word
+    differently would tell its owner, by equal digests, that no record has that word.
+    """
+    return hashlib.sha256(json.dumps([contents(data), list(data.alternates)], default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class KeptReferences:
+    """Where the reference model's answers are kept (None: nowhere), whether they are read from there, and whose they
+    are. ``records`` is a digest of the records and of the options that print them, ``surroundings`` of the copy's
+    tokenizer, template and config: together they decide the tokens, and no single record decides whether they match."""
+
+    path: Path | None
+    read: bool
+    manifest: CopyManifest | None
+    records: str
+    surroundings: str
+
+    def facts(self, reference_outputs: Mapping[str, str | None]) -> dict[str, object]:
+        """What has to be the same when the file is read again; the copy itself only in round 1."""
+        manifest = self.manifest
+        facts: dict[str, object] = {
+            "run": manifest.run if manifest else None,
+            "copy": manifest.copy if manifest else None,
+        }
+        facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(reference_outputs)}
+        if not self.read or (manifest and manifest.round == 1):
+            facts["copy_id"] = manifest.copy_id if manifest else None
+        return facts
+
+
+def example_sets(
+    model: PreTrainedModel,
+    encoded: Encoded,
+    reference_cache: KeptReferences,
+    options: Unlearning,
+    objective: Objective,
+    observer: Observer,
+) -> dict[str, ExampleSet]:
+    """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``reference_cache``."""
+    reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
+
+    def ask() -> dict[str, Reference]:
+        if reference_cache.path and reference_cache.read:
+            facts = reference_cache.facts(reference_outputs)
+            loaded_references = load_references(reference_cache.path, reference_outputs, facts)
+            observer.note(f"the reference model's probabilities are read from {reference_cache.path}")
+            return loaded_references
+        batch_size = options.training.micro_batch_size or options.training.batch_size
+        layer, seed = objective.constants.layer, options.training.seed
+        references = {
+            name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
+            for name, (examples, output_kind) in encoded.items()
+        }
+        if reference_cache.path:
+            save_references(reference_cache.path, references, reference_cache.facts(reference_outputs))
+        return references
+
+    references = from_first(ask)
+    device = PartialState().device if PartialState().num_processes > 1 else model.device
+    references = {name: reference.on(device) for name, reference in references.items()}
+    for name, reference in references.items():
+        if reference.states:
+            kind = reference_outputs[name]
+            observer.note(f"the frozen copy's {kind} on the {name} set take {reference.nbytes:,} bytes")
+    return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}

@@ -1,0 +1,187 @@
+"""What a training changed, written as a delta."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from transformers import PreTrainedModel
+
+from mpu_cli.errors import Diverged, MpuError
+from mpu_cli.files.reader import NAME, OPTION, Checkpoint
+from mpu_cli.files.sealing import default_identity_path, own_secret
+from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.model.load import skeleton
+from mpu_cli.model.source import Model
+from mpu_cli.model.tensors import Names, check_stored, is_trained, pieces_in_files, shape_of
+from mpu_cli.options.unlearning import Lora, Unlearning
+from mpu_cli.training import lora
+from mpu_cli.training.execution import whole_parameters
+
+
+def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: bool) -> Names:
+    """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen; without
+    ``embeddings``, those of tokens and positions and the output head are, too.
+
+    Raises MpuError if the files lack one or hold it in another shape.
+    """
+    check_stored(model, checkpoint)
+    names = {}
+    head = model.get_output_embeddings()
+    per_token = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
+    frozen = set() if embeddings else {id(parameter) for module in per_token for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        pieces = pieces_in_files(name, shape_of(parameter), set(checkpoint.tensors), model)
+        if is_trained(pieces[0], model) and id(parameter) not in frozen:
+            names[name] = pieces
+        else:
+            parameter.requires_grad_(False)
+    return names
+
+
+class FullChange:
+    """The change of every trained weight."""
+
+    kind = "full"
+
+    def __init__(self, names: Names, before: Checkpoint, dtype: torch.dtype):
+        self._names, self._before, self._dtype = names, before, dtype
+
+    def trainable_names(self, _: PreTrainedModel) -> Collection[str]:
+        """Names of the model's parameters that are trained."""
+        return self._names
+
+    def specs(self, model: PreTrainedModel) -> TensorSpecs:
+        """The tensors of the delta, of float32 or wider."""
+        wide = NAME[torch.promote_types(model.dtype, torch.float32)]
+        return {piece.file_name: (wide, piece.shape) for pieces in self._names.values() for piece in pieces}
+
+    def wrap(self, model: PreTrainedModel) -> PreTrainedModel:
+        """What is trained in place of ``model``."""
+        return model
+
+    def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """after − before of every parameter, one at a time; "before" is read again from the copy's files."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        for name, parameter in whole_parameters(trained):
+            for piece in self._names.get(name, ()):
+                after = piece.of(parameter.detach()).cpu().to(wide)
+                yield piece.file_name, after - self._before.tensor(piece.file_name).to(self._dtype).to(wide)
+                self._before.forget_pages(piece.file_name)
+
+    def norm(self, written: float, _: Path) -> float:
+        """The norm of the change, whose tensors have the norm ``written`` in the file."""
+        return written
+
+
+class LoraChange:
+    """Low-rank factors of the change of some matrices."""
+
+    kind = "lora"
+
+    def __init__(self, names: Names, options: Lora, wide_inputs: bool):
+        self._names, self._options, self._wide_inputs = names, options, wide_inputs
+
+    def trainable_names(self, model: PreTrainedModel) -> Collection[str]:
+        return lora.adapted_parameters(model, self._options, self._names)
+
+    def specs(self, model: PreTrainedModel) -> TensorSpecs:
+        return lora.tensor_specs(self._names, self._options, model)
+
+    def wrap(self, model: PreTrainedModel) -> torch.nn.Module:
+        return lora.wrap(model, self._options, self._names, wide_inputs=self._wide_inputs)
+
+    def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return lora.factors(trained, self._names)
+
+    def norm(self, _: float, delta: Path) -> float:
+        return lora.product_norm(delta)
+
+
+Change = FullChange | LoraChange
+
+
+def change_of(options: Unlearning, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Change:
+    """What training ``model``, loaded from ``checkpoint``, will return. Raises MpuError if the files do not fit it."""
+    names = names_in_files(model, checkpoint, options.train_embeddings)
+    if options.lora.lora_rank is not None:
+        per_record = options.privacy.dp_epsilon is not None  # Opacus forms gradients in the dtype of inputs
+        return LoraChange(names, options.lora, wide_inputs=per_record)
+    return FullChange(names, checkpoint, dtype)
+
+
+def delta_specs(copy: Model, options: Unlearning) -> TensorSpecs:
+    """The tensors that a delta of ``copy``, trained in float32, will hold; no weight is read."""
+    model = skeleton(copy)
+    return stored_specs(change_of(options, model, copy.checkpoint, torch.float32), model, options)
+
+
+def stored_specs(change: Change, model: PreTrainedModel, options: Unlearning) -> TensorSpecs:
+    """The tensors of the delta in the dtype that it is stored in."""
+    specs = change.specs(model)
+    if options.delta_dtype is None:
+        return specs
+    return {name: (OPTION[options.delta_dtype], shape) for name, (_, shape) in specs.items()}
+
+
+def write_changes(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> tuple[float, float]:
+    """Write the tensors as they arrive; returns the norm over all of them, and how much of it rounding lost."""
+    square = lost = 0.0
+    for name, change in changes:
+        part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
+        if not math.isfinite(part):
+            raise Diverged(f"{name!r} is")
+        square += part
+        target = writer.tensor(name)
+        target.copy_(change)
+        if target.dtype != change.dtype:
+            pieces = zip(target.reshape(-1).split(1 << 20), change.reshape(-1).split(1 << 20), strict=True)
+            error = math.fsum(float((after.double() - before.double()).square().sum()) for after, before in pieces)
+            if not math.isfinite(error):
+                raise MpuError(f"{name!r}: the change overflows --delta-dtype", "use bfloat16 or float32")
+            lost += error
+        writer.forget_pages(name)
+    return math.sqrt(square), math.sqrt(lost / square) if square else 0.0
+
+
+# Tags that show the server whether the copies of a round were trained identically, and nothing else.
+#
+# A delta carries HMAC-SHA256 values of what it was trained on and how. Their key never leaves the client, so the
+# server may guess records but cannot test a guess. Each round has its own key, so tags cannot be compared between
+# rounds. Tags that differ under the same key belong to copies that were trained differently.
+
+KEY_BYTES, TAG_BYTES = 32, 16
+
+
+def default_secret_path() -> Path:
+    """``mpu/client.key`` in the user's configuration directory."""
+    return default_identity_path().with_name("client.key")
+
+
+def client_secret(path: Path) -> bytes:
+    """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
+    return own_secret(path, "the client's secret", "remove it to create a new one")
+
+
+def own_client_secret() -> bytes:
+    """The secret in the client's configuration directory."""
+    return client_secret(default_secret_path())
+
+
+def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:
+    """A tag for each of ``facts``, and under "key" one of the key itself: only tags of the same key can be compared."""
+    key = HKDF(SHA256(), KEY_BYTES, salt=None, info=f"mpu training tag {json.dumps([run, round_])}".encode()).derive(
+        secret
+    )
+    return {
+        name: hmac.new(key, json.dumps([name, value], sort_keys=True, default=str).encode(), "sha256")
+        .digest()[:TAG_BYTES]
+        .hex()
+        for name, value in {"key": None, **facts}.items()
+    }

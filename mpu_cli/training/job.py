@@ -1,0 +1,459 @@
+"""The beginning of a training on a copy: what is checked before anything is loaded, and the copy in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import LARGEST_TOKENIZER, private_folder, read_bounded, read_json_object
+from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
+from mpu_cli.files.reader import fingerprint, worker_pool
+from mpu_cli.files.resumption import write_atomically
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import MAX_SHARD, TensorSpecs, nbytes_of
+from mpu_cli.model.device import device_of, processes_of, tell_accelerate
+from mpu_cli.model.load import is_sharded, load, load_once_per_host
+from mpu_cli.model.source import Model
+from mpu_cli.model.tensors import check_bitsandbytes, scales, share_in_4_bits
+from mpu_cli.observer import Observer
+from mpu_cli.options.declare import declared_options, flat
+from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.records.encode import no_template
+from mpu_cli.records.forms import check_units, parse_date
+from mpu_cli.training.data import Dataset, contents, records_digest, sets_of
+from mpu_cli.training.delta import Change, change_of, stored_specs, training_tag
+from mpu_cli.training.execution import Checkpoints, check_compiler, in_precision
+from mpu_cli.training.ledger import Course, LedgerEntry
+from mpu_cli.training.losses import Objective, algorithm_named, objective_of
+from mpu_cli.training.optimizers import OPTIMIZERS
+from mpu_cli.training.private import Mechanism, Plan, check_objective, check_opacus, check_private, plan
+from mpu_cli.training.rates import with_epochs
+from mpu_cli.training.stopping import Until
+
+# What can be said of options, records and a copy before anything is trained.
+
+RECORD_VARIABLES = ("MPU_UNLEARN_FORGET", "MPU_UNLEARN_RETAIN")
+ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
+PRECISIONS = {  # dtype of the weights
+    "float32": torch.float32, "tf32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}  # fmt: skip
+
+
+def epochs_of(options: Unlearning) -> int:
+    """The epochs that were asked for, or the paper's for a round of the algorithm."""
+    return algorithm_named(options.algo).epochs if options.epochs is None else options.epochs
+
+
+def check_options(options: Unlearning) -> Objective:
+    """The objective that ``options`` describe. Raises UsageError for options that do not go together or do not work
+    here, and for a constant that the algorithm does not have."""
+    objective = objective_of(options.algo, options.loss)
+    check_training(options.training, options.prompts.date)
+    if options.lora.lora_rank is None and options.lora != Lora():
+        raise UsageError("--lora-alpha, --lora-targets and --quantize need --lora-rank")
+    if options.lora.quantize is not None:
+        if options.training.precision == "float64" or is_sharded():
+            raise UsageError("--quantize does not work with --precision float64, or weights split over processes")
+        if options.training.compile:
+            raise UsageError("--quantize does not work with --compile")
+        check_bitsandbytes()
+    if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
+        raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
+    if options.privacy.dp_epsilon is not None and options.privacy.public_records:
+        raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
+    if options.privacy.public_records:
+        _check_named(options.records, objective)
+    if options.privacy.dp_epsilon is not None:
+        check_units(options.records.reading, options.privacy.dp_unit)
+        check_objective(options.algo, objective)
+        training = options.training
+        mixed = training.precision == "mixed"
+        if training.warmup_steps or training.gradient_checkpointing or training.compile or mixed:
+            raise UsageError(
+                "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing, --compile or --precision "
+                "mixed"
+            )
+    return objective
+
+
+def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning:
+    """``options`` as they are or, for DP-SGD in bfloat16, in float32: in 8 bits, one record changes how the gradients
+    of all are rounded, and their sum by more than the clip that ε is computed from."""
+    if options.privacy.dp_epsilon is None or options.training.precision != "bfloat16":
+        return options
+    observer.warn("--dp-epsilon computes in float32: in bfloat16, one record would move the sum of gradients too far")
+    return replace(options, training=replace(options.training, precision="float32"))
+
+
+def _check_named(records: Records, objective: Objective) -> None:
+    """Raise UsageError for --public-records on the files that private records have unless named otherwise: the default
+    ones, and those that the environment names, however they are written."""
+    defaults = Records()
+    usual = [defaults.forget, defaults.retain, *(os.environ.get(variable, "") for variable in RECORD_VARIABLES)]
+    private = {_resolved(name) for each in usual for name in each.splitlines()}
+    for named in (records.forget, *([records.retain] if objective.constants.alpha else [])):
+        if found := [name for name in named.splitlines() if _resolved(name) in private]:
+            raise UsageError(
+                f"--public-records: {found[0]} is where private records are expected: {defaults.forget}, "
+                f"{defaults.retain}, and what {' and '.join(RECORD_VARIABLES)} name",
+                "name the public ones with --forget and --retain",
+            )
+
+
+def _resolved(name: str) -> str:
+    """``name`` as the path that it leads to, if there is one."""
+    path = Path(name)
+    return str(path.resolve()) if path.exists() else os.path.normpath(name)
+
+
+def refers_back(objective: Objective) -> bool:
+    """Whether a loss compares with probabilities of the model before unlearning.
+
+    Hidden states (rmu) are in the coordinates of their own copy, which change from round to round.
+    """
+    required_outputs = {objective.algorithm.reference_outputs}
+    if objective.constants.alpha:
+        required_outputs.add(objective.retain_outputs)
+    return bool(required_outputs & {"log_probs", "logits"}) and not required_outputs & {"hidden", "direction"}
+
+
+def check_training(training: Training, date: str) -> None:
+    """Raise UsageError or MpuError for what the device or the libraries cannot do here, before anything is loaded."""
+    parse_date(date)
+    device = device_of(training.device)
+    tell_accelerate(device)
+    if training.compile:
+        if training.gradient_checkpointing:
+            raise UsageError("--compile does not work with --gradient-checkpointing")
+        check_compiler(device)
+    if training.attention == "flash_attention_2":
+        if training.precision not in ("bfloat16", "mixed") or device.type != "cuda":
+            raise UsageError("--attention flash_attention_2 requires --precision bfloat16 or mixed and a CUDA device")
+        # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
+        if find_spec("flash_attn") is None:
+            raise MpuError("--attention flash_attention_2 needs flash-attn", "install it with pip install flash-attn")
+
+
+def check_logging(logging: Logging, privacy: Privacy) -> None:
+    """Raise UsageError for logs that would leak private records, MpuError for a library that is not installed."""
+    if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
+        raise UsageError("--dp-epsilon does not work with --resume, --log or --report-to")
+    if (name := logging.report_to) and find_spec(name) is None:
+        raise MpuError(f"--report-to {name} needs {name}", f"install it with pip install {name}")
+
+
+def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
+    """Whether the reference in ``path`` exists and is to be read. Raises UsageError if no loss would read it, MpuError
+    if it is missing after round 1."""
+    if not refers_back(objective):
+        raise UsageError(
+            f"--reference-file: {options.algo} with --retain-loss {objective.retain_loss} compares with no "
+            "probabilities, or with hidden states, which are in a copy's own coordinates",
+            "leave it out",
+        )
+    if not path.exists() and manifest and manifest.round > 1:
+        raise MpuError(
+            f"{path}: no such file, and this copy is of round {manifest.round}",
+            f"give the file that copy {manifest.copy} of round 1 wrote, or leave out "
+            "--reference-file to use this round's copy",
+        )
+    return path.exists()
+
+
+def check_suits(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, options: Unlearning, objective: Objective
+) -> None:
+    """Raises UsageError or MpuError for options that do not suit the model, whatever the records say."""
+    depth, layer = model.config.get_text_config().num_hidden_layers, objective.constants.layer
+    if (objective.algorithm.hidden or objective.retain_outputs == "hidden") and layer >= depth - 1:
+        raise UsageError(
+            f"--layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
+            "only available after the final norm",
+            "choose a lower one",
+        )
+    texts = [record.location for record in data.forget if not record.turns]
+    if objective.algorithm.alternate and texts:
+        raise UsageError(f"--algo {options.algo}: needs answers to compare, but {texts[0]} is a text")
+    if options.prompts.template == "chat" and not tokenizer.chat_template:
+        raise no_template()
+
+
+def check_finite(model: PreTrainedModel, copy: Model) -> None:
+    """Raises MpuError for weights that are NaN or infinite: in the row of one token, they would tell whether a record
+    has it."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not torch.stack(torch.aminmax(scales(parameter))).isfinite().all():
+            raise MpuError(f"{copy.source}: {name!r} holds NaN or Inf", "ask its owner for a whole copy")
+
+
+# What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
+
+
+def deciding(options: Unlearning) -> dict[str, object]:
+    """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
+    out, and without records, which count by their contents."""
+    values = flat(replace(options, epochs=epochs_of(options)))
+    left_out = set(declared_options(Records))
+    if options.lora.lora_rank is None:
+        left_out |= declared_options(Lora).keys()
+    else:
+        values["lora_alpha"] = options.lora.alpha
+    if options.privacy.dp_epsilon is None:
+        left_out |= declared_options(Privacy).keys()
+    declarations = declared_options(Unlearning)
+    return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}
+
+
+def entry_of(
+    copy: Model,
+    weights: str,
+    manifest: CopyManifest | None,
+    options: Unlearning,
+    data: Dataset,
+    mechanism: Mechanism | None,
+    until: Until | None = None,
+) -> LedgerEntry:
+    """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
+    surroundings, records = surroundings_of(copy), records_digest(data)
+    training = _digest([surroundings, records, deciding(options), until and until.facts()])
+    origin = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
+    return LedgerEntry(
+        _digest([weights, training]), *origin, weights, options.algo, len(contents(data)), mechanism=mechanism,
+        data=records, surroundings=surroundings, public=options.privacy.public_records, unit=options.privacy.dp_unit,
+        training=training,
+    )  # fmt: skip
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def surroundings_of(copy: Model) -> str:
+    """SHA-256 of a copy's config, tokenizer and template, which decide how records are read, in hexadecimal."""
+    small = {
+        path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=copy.links)).hexdigest()
+        for path in copy.side_files
+    }
+    return _digest([copy.config, small])
+
+
+def weights_of(copy: Model) -> str:
+    """The fingerprint of a copy's weights."""
+    with worker_pool() as pool:
+        return fingerprint(copy.checkpoint, pool)
+
+
+def tag_of(
+    secret: Callable[[], bytes],
+    manifest: CopyManifest,
+    options: Unlearning,
+    records: str,
+    with_reference_file: bool,
+    observer: Observer,
+    course: Course | None = None,
+) -> dict[str, str] | None:
+    """The tag of this training run: equal for copies of a round that are trained identically on ``records``, a digest,
+    and for as long (``course``, if the training stopped when it was done). None if the client's secret cannot be read
+    or kept."""
+    decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
+    if course:
+        decided |= asdict(course)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    try:
+        facts = {"records": records, "options": decided, "versions": versions}
+        return training_tag(secret(), manifest.run, manifest.round, facts)
+    except OSError as error:
+        observer.warn(
+            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
+        )
+        return None
+
+
+def digest_of_training(
+    copy: Model, weights: str, options: Unlearning, data: Dataset, with_reference_file: bool, until: Until | None
+) -> str:
+    """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
+    decided = deciding(options) | {"reference_file": with_reference_file}
+    decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
+    return _digest(
+        [decided, weights, copy.checkpoint.metadata, records_digest(data), surroundings_of(copy),
+         until and [until.facts(), until.course and asdict(until.course)]]
+    )  # fmt: skip
+
+
+def check_same_training(checkpoints: Checkpoints) -> None:
+    """Note what is trained with ``checkpoints``; MpuError if those that are there are of something else."""
+    folder, digest = private_folder(checkpoints.folder.absolute()), checkpoints.training
+    note = folder / "mpu-resume.json"
+    if note.exists():
+        if read_json_object(note, links=False).get("sha256") != digest:
+            raise MpuError(
+                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
+                "remove it to start over",
+            )
+        return
+    write_atomically(note, json.dumps({"sha256": digest}))
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One training on a copy, before anything is loaded: what it is of, what was asked for, who takes part.
+
+    ``options`` have the seed of the copy's round; ``read_reference``: whether the reference file exists and is read;
+    ``until``: until when to train, None for a number of epochs.
+    """
+
+    copy: Model
+    manifest: CopyManifest | None
+    data: Dataset
+    options: Unlearning
+    objective: Objective
+    target: Path
+    logging: Logging
+    reference_file: Path | None
+    read_reference: bool
+    secret: Callable[[], bytes] | None
+    ledger: Path | None
+    checks: Checks | None
+    until: Until | None
+    observer: Observer
+    processes: PartialState
+
+    @property
+    def public(self) -> str | None:
+        """The public model that the server's was fine-tuned from."""
+        return self.checks.public if self.checks else None
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.processes.is_main_process
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only process: of several, none has the whole model."""
+        return self.processes.num_processes == 1
+
+
+@dataclass(frozen=True)
+class LoadedCopy:
+    """The copy in memory, the change that is trained and where it goes (``output``, None but in the main process).
+
+    ``fingerprint``: of the copy's weights, "" where nothing needs it; ``private``: how DP-SGD trains, None without it.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    change: Change
+    specs: TensorSpecs
+    output: Path | None
+    fingerprint: str
+    private: Plan | None
+
+
+def prepare_job(
+    copy: Model, data: Dataset, options: Unlearning, target: Path, logging: Logging, reference_file: Path | None,
+    secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, until: Until | None,
+    observer: Observer,
+) -> TrainingJob:  # fmt: skip
+    """Check what can be checked before the model is loaded."""
+    objective = check_options(options)
+    options = in_float32_if_private(options, observer)
+    if until is None:
+        options = with_epochs(options, len(data.forget))
+    check_logging(logging, options.privacy)
+    load_once_per_host()
+    processes = _join_processes(options, data)
+    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+    options = _of_round(options, manifest)
+    for warning in misfits(manifest, options):
+        observer.warn(warning)
+    read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
+    processes.wait_for_everyone()  # all look for the reference file before the first one writes it
+    return TrainingJob(
+        copy, manifest, data, options, objective, target, logging, reference_file, read_reference, secret, ledger,
+        checks, until, observer, processes,
+    )  # fmt: skip
+
+
+def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
+    """Load the copy and find out, before hours of training, whether its delta can be written."""
+    copy, options, training = job.copy, job.options, job.options.training
+    dtype = PRECISIONS[training.precision]
+    model, tokenizer = load(copy, dtype, training.device, training.attention, options.lora.quantize)
+    in_precision(model, training.precision)
+    if options.lora.quantize:
+        job.observer.note(f"{share_in_4_bits(model):.0%} of the weights are held in 4 bits")
+    change = change_of(options, model, copy.checkpoint, dtype)
+    specs = stored_specs(change, model, options)
+    output = transaction.add(job.target, directory=nbytes_of(specs) > MAX_SHARD) if job.is_main_process else None
+    if job.is_alone:
+        check_finite(model, copy)
+    check_suits(model, tokenizer, job.data, options, job.objective)
+    if options.prompts.template is None and not tokenizer.chat_template:
+        job.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
+    private = _privately(change.trainable_names(model), job.data, options, job.objective)
+    fingerprint = weights_of(copy) if job.is_main_process and (job.ledger or job.logging.resume) else ""
+    return LoadedCopy(model, tokenizer, change, specs, output, fingerprint, private)
+
+
+def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objective: Objective) -> Plan | None:
+    """How DP-SGD trains the parameters of these names on ``data``; None if it was not asked for."""
+    if options.privacy.dp_epsilon is None:
+        return None
+    check_opacus()
+    check_private(trained)
+    return plan_privately(data, options, objective)
+
+
+def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
+    """How often DP-SGD reads each record or person, and its noise."""
+    units = {name: [record.protected_as for record in records] for name, records in sets_of(data, objective).items()}
+    return plan(units, options.training, options.privacy, epochs=epochs_of(options))
+
+
+def _join_processes(options: Unlearning, data: Dataset) -> PartialState:
+    """The processes that train together. Raises MpuError if they cannot reach each other, UsageError for DP-SGD on
+    several."""
+    # Without a GPU, "auto" means the CPU for the processes' communication, too.
+    state = processes_of(device_of(options.training.device))
+    if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
+        raise MpuError(
+            f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "
+            f"({state.num_processes} here)",
+            "start them with torchrun or accelerate launch",
+        )
+    if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
+        raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
+    return state
+
+
+def _of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
+    """``options`` with a seed of the copy's round, so that each has another order of the records; the same for all its
+    copies."""
+    if manifest is None:
+        return options
+    seed = (options.training.seed + manifest.round - 1) % 2**32
+    return replace(options, training=replace(options.training, seed=seed))
+
+
+def misfits(manifest: CopyManifest | None, options: Unlearning) -> list[str]:
+    """What of ``options`` does not suit the copy, a sentence each."""
+    if not (manifest and manifest.symmetries in ROTATED and OPTIMIZERS[options.training.optim].elementwise):
+        return []
+    return [
+        f"{options.training.optim} scales each coordinate separately, but this copy's coordinates are rotated "
+        f"(symmetries {manifest.symmetries}): the aggregate will be off even without noise. Use --optim "
+        "adamw-blockwise, or ask the server for copies with --symmetries signed"
+    ]

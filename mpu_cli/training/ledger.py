@@ -1,0 +1,206 @@
+"""The client's own record of all that it made of its records, and what that spends together of their privacy.
+
+    CONFIG/mpu/ledger.jsonl    a line for each training on a copy and each release of terms, mode 0600
+
+What a server says of its copies and rounds bounds nothing: it can publish as often as it likes. So budgets are composed
+over what this file holds, and a training is written down before any record meets the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.boundary import Document, parse_document
+from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
+from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.training.private import Mechanism, Release, Spending, composed_epsilon
+
+LOSSES_OF, COURSE_OF = "losses_of", "course_of"  # lines that add to an earlier one
+
+
+@dataclass(frozen=True)
+class Course:
+    """What all copies of a round have to share for the noise to cancel: the number of steps, the level of the hinge
+    loss, and the share of the change that is returned."""
+
+    steps: int
+    level: float
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One training, or one release of terms (``algorithm`` is then its command).
+
+    ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint of what was
+    trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
+    and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer, template and
+    config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a release;
+    ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the persons
+    that the bound is for, None if it is for records. ``training``: a digest of everything that decides the training but
+    the copy, equal for the copies of a round; ``course``: of one that stopped when it was done.
+    """
+
+    identity: str
+    run: str
+    round: int
+    copy: int
+    weights: str
+    algorithm: str
+    records: int
+    forget: float | None = None
+    retain: float | None = None
+    mechanism: Mechanism | None = None
+    data: str = ""
+    surroundings: str = ""
+    release: Release | None = None
+    public: bool = False
+    unit: str | None = None
+    training: str = ""
+    course: Course | None = None
+
+    def spendings(self, unit: str | None) -> list[Spending]:
+        """What it spends of the privacy of each ``unit``, a field that names persons or None for a record: nothing, one
+        bound, or None in place of a bound. Protecting persons protects their records, and not the other way round."""
+        if self.public:
+            return []
+        return [None if unit not in (None, self.unit) else self.release or self.mechanism]
+
+
+class _Losses(Document):
+    """A later line, with the losses of the training ``losses_of``, an identity."""
+
+    losses_of: str
+    forget: float | None
+    retain: float | None
+
+
+class _Course(Document):
+    """A later line, with how long the training ``course_of``, an identity, took."""
+
+    course_of: str
+    course: Course
+
+
+def default_ledger_path() -> Path:
+    """``mpu/ledger.jsonl`` in the user's configuration directory."""
+    return default_identity_path().with_name("ledger.jsonl")
+
+
+def read_ledger(path: Path) -> list[LedgerEntry]:
+    """The trainings so far. Raises MpuError if the file is damaged."""
+    hint = "what it lost cannot be counted: put a backup in its place"
+    entries: list[LedgerEntry] = []
+    for line in read_lines(path, hint):
+        values = {name: value for name, value in line.items() if name != "time"}
+        if LOSSES_OF in values:
+            losses = parse_document(_Losses, values, f"{path}: damaged", hint)
+            entries = [
+                replace(each, forget=losses.forget, retain=losses.retain) if each.identity == losses.losses_of else each
+                for each in entries
+            ]
+            continue
+        if COURSE_OF in values:
+            taken = parse_document(_Course, values, f"{path}: damaged", hint)
+            entries = [
+                replace(each, course=taken.course) if each.identity == taken.course_of else each for each in entries
+            ]
+            continue
+        entry = parse_document(LedgerEntry, values, f"{path}: damaged", hint)
+        entries.append(entry)
+    return entries
+
+
+def write_losses(path: Path, identity: str, forget: float, retain: float | None) -> None:
+    """Add the losses before a training, once they are known, to what the ledger says of it."""
+    with alone_with_private(path):
+        append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
+
+
+def write_course(path: Path, identity: str, course: Course) -> None:
+    """Add to what the ledger says of a training the course that it took: the other copies of its round follow it."""
+    with alone_with_private(path):
+        append_line(path, {COURSE_OF: identity, "course": asdict(course)})
+
+
+def course_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> Course | None:
+    """The course of the first training in ``earlier`` that another copy of the round of ``entry`` had on the same
+    records with the same options, or None."""
+    for other in earlier:
+        same = (other.run, other.round, other.training) == (entry.run, entry.round, entry.training)
+        if entry.run and same and other.course:
+            return other.course
+    return None
+
+
+def write_down(
+    path: Path,
+    entry: LedgerEntry,
+    *,
+    delta: float,
+    budget: float | None,
+    neighbours: str = "left-out",
+    trusted: bool = True,
+) -> Sequence[LedgerEntry]:
+    """Add a training that is about to begin; returns those before it. One that is resumed is not added again.
+
+    Raises MpuError if all of them together would spend more than ``budget``, ε at ``delta``; and, unless the copy is
+    ``trusted``, if another copy of its round had another tokenizer, template or config.
+    """
+    with alone_with_private(path):
+        before = read_ledger(path)
+        if not trusted and _differs_from_its_round(entry, before):
+            raise MpuError(
+                f"copy {entry.copy} of round {entry.round}: its tokenizer, template or config is not that of another "
+                "copy of the round that you trained on, so the two would show what each makes of your records",
+                "nothing was read; ask its owner, or use --trust-copy if you know why",
+            )
+        spends_again = entry.mechanism is not None or entry.release is not None
+        resumed = any((each.identity, each.public) == (entry.identity, entry.public) for each in before)
+        if resumed and not spends_again:
+            return [each for each in before if each.identity != entry.identity]
+        if budget is not None:
+            spent = epsilon_of([*before, entry], delta, neighbours, entry.unit)
+            if spent > budget:
+                reason = f" (some had no bound for this unit, or δ = {delta:g} is used up)" if math.isinf(spent) else ""
+                raise MpuError(
+                    f"--dp-budget {budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
+                    f"{spent:.3g}{reason}",
+                    "nothing was trained or released; a higher budget says more of your records",
+                )
+        append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(entry)})
+        return before
+
+
+def epsilon_of(
+    entries: Sequence[LedgerEntry], delta: float, neighbours: str = "left-out", unit: str | None = None
+) -> float:
+    """ε at ``delta`` of all ``entries`` together, for each ``unit``; infinite if one has no bound."""
+    spendings = [spending for entry in entries for spending in entry.spendings(unit)]
+    return composed_epsilon(spendings, delta, neighbours)
+
+
+def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -> bool:
+    return any(
+        (other.run, other.round) == (entry.run, entry.round) and other.surroundings not in ("", entry.surroundings)
+        for other in before
+        if entry.run
+    )
+
+
+def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
+    """What a ledger holds, for people."""
+    trainings = [each for each in entries if each.release is None]
+    private = sum(each.mechanism is not None for each in trainings)
+    public = sum(each.public for each in trainings)
+    return {
+        "trainings": len(trainings), "with --dp-epsilon": private, "on --public-records": public,
+        "without a bound": len(trainings) - private - public, "releases of terms": len(entries) - len(trainings),
+        "runs": len({each.run for each in entries if each.run}),
+        "models": len({each.weights for each in entries if each.weights}),
+    }  # fmt: skip

@@ -1,0 +1,538 @@
+"""A training: its steps, fixed in advance; their micro-batches; transformers' Trainer over them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from accelerate.utils.memory import clear_device_cache
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from mpu_cli.errors import MpuError, no_space
+from mpu_cli.files.resumption import write_atomically
+from mpu_cli.heap import suit_heap_to
+from mpu_cli.model.device import out_of_memory
+from mpu_cli.model.load import shards_with_zero_3
+from mpu_cli.model.network import Head, separate_head
+from mpu_cli.options.unlearning import Logging, Training
+from mpu_cli.records.encode import IGNORED, Example, answer_tokens, pad
+from mpu_cli.training.execution import (
+    KEPT_CHECKPOINTS,
+    Checkpoints,
+    Saving,
+    as_wide_as,
+    check_sharding,
+    compiled_layers,
+    from_first,
+    split_weights,
+    step_of,
+    whole_head,
+)
+from mpu_cli.training.losses import Objective, TermInputs
+from mpu_cli.training.optimizers import make_optimizer
+from mpu_cli.training.reference import Reference, forward
+from mpu_cli.wording import counted
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of one step.
+
+    ``loss`` = γ·``forget_term`` + α·``retain_term`` is minimised; ``forget`` and ``retain`` are cross-entropies per
+    answer token. None where no retain set is read.
+    """
+
+    loss: float
+    forget_term: float
+    retain_term: float | None
+    forget: float
+    retain: float | None
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimiser step: its forget examples, by number, and the retain examples that go with them."""
+
+    forget: list[int]
+    retain: list[int]
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples and the frozen copy's outputs on them."""
+
+    examples: Sequence[Example]
+    reference: Reference
+
+
+def schedule(
+    forget: int, retain: int, *, epochs: int, batch_size: int, seed: int, retain_per_forget: int = 1
+) -> list[TrainingStep]:
+    """All steps of a training run, fixed by ``seed``: noise cancels only if every copy of a round sees the same steps.
+
+    Each epoch goes through the ``forget`` examples once, in a new order. Retain examples come from an endless sequence
+    of shuffles of all ``retain`` (none if 0), ``retain_per_forget`` for each forget example of a step.
+    """
+    order = random.Random(seed)
+    waiting: list[int] = []
+    steps = []
+    for _ in range(epochs):
+        numbers = order.sample(range(forget), forget)
+        for start in range(0, forget, batch_size):
+            batch = numbers[start : start + batch_size]
+            count = len(batch) * retain_per_forget
+            while retain and len(waiting) < count:
+                waiting += order.sample(range(retain), retain)
+            steps.append(TrainingStep(batch, waiting[:count] if retain else []))
+            waiting = waiting[count:]
+    return steps
+
+
+SETS_OF_TERM = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the sets that each term reads together
+
+
+class MicroBatches(Dataset):
+    """What the data loader reads: the schedule, each step split into ``parts`` micro-batches for each of the ``terms``.
+
+    A micro-batch is for one term: what the backward pass needs for the forget set is freed before the retain set is
+    read. Examples of one length go together, so that little is padded.
+    """
+
+    def __init__(self, steps: Sequence[TrainingStep], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
+        self._steps, self._sets, self._terms, self._parts = steps, sets, terms, parts
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._terms) * self._parts
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The sets that one term reads, a batch each, and the ``number`` of the micro-batch."""
+        names, numbers, mine = self._at(index)
+        return {**self._batches(names, numbers, mine), "number": index}
+
+    def records_of(self, index: int) -> int:
+        """How many records a micro-batch has."""
+        return len(self._at(index)[2])
+
+    def pieces(self, index: int, most: int) -> Iterator[dict[str, Any]]:
+        """A micro-batch in batches of at most ``most`` records, whose losses and gradients add up to its own."""
+        names, numbers, mine = self._at(index)
+        for start in range(0, max(1, len(mine)), most):  # a filler is one
+            yield self._batches(names, numbers, mine[start : start + most])
+
+    def _at(self, index: int) -> tuple[list[str], list[int], list[int]]:
+        """The sets of a micro-batch, the examples of its step by number, and those of its own."""
+        step_and_term, part = divmod(index, self._parts)
+        step, term_number = divmod(step_and_term, len(self._terms))
+        term = self._terms[term_number]
+        numbers = getattr(self._steps[step], term)  # a TrainingStep has a field for each term
+        names = [name for name in SETS_OF_TERM[term] if name in self._sets]
+        return names, numbers, self._part_of(numbers, self._sets[names[0]].examples, part)
+
+    def _batches(self, names: list[str], numbers: list[int], mine: list[int]) -> dict[str, Any]:
+        return {name: self._batch(self._sets[name], numbers, mine) for name in names}
+
+    def _part_of(self, numbers: list[int], examples: Sequence[Example], part: int) -> list[int]:
+        """The examples of one micro-batch: an equal share of those sorted by length."""
+        if self._parts == 1:
+            return numbers
+        by_length = sorted(numbers, key=lambda number: len(examples[number].ids))
+        start, last = (len(numbers) * p // self._parts for p in (part, part + 1))
+        return by_length[start:last]
+
+    def _batch(self, data: ExampleSet, numbers: list[int], mine: list[int]) -> dict[str, Any]:
+        batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])
+        if not mine:  # fewer examples than parts: this one is only a filler
+            batch["labels"].fill_(IGNORED)
+        return {
+            **batch,
+            **data.reference.collect(mine, like=numbers[:1]),
+            "weights": torch.ones(len(batch["labels"])) * bool(mine),
+            "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
+            "step_examples": len(numbers),
+        }
+
+
+def the_one_item(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    [batch] = batches  # with more than one, part of the schedule would be lost
+    return batch
+
+
+class UnlearningTrainer(Trainer):
+    """Trains through ``MicroBatches``, and reports each step. In one process, a micro-batch that memory does not
+    suffice for is split, and its step begun again."""
+
+    loss_is_scaled_for_ga = True  # every part is normalised by its whole step
+
+    def __init__(
+        self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
+        head: Head | None, own_head: Head | None, on_step: Callable[[Losses], None],
+        warn: Callable[[str], None], **kwargs: object,
+    ):  # fmt: skip
+        super().__init__(**kwargs)
+        self._head, self._own_head = head, own_head
+        self._objective, self._references, self._training = objective, references, training
+        self._on_step, self._warn = on_step, warn
+        self._sums: dict[str, torch.Tensor] = {}
+        self._last_sums: dict[str, float] = {}  # terms of the last step
+        self._done_in_step: list[int] = []  # the micro-batches of the step that are done
+        self._record_limit: int | None = None  # records that memory suffices for; None: any so far
+        self._trained_bytes = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+
+    def _get_train_sampler(self, *_: object) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)  # the schedule sets the order
+
+    def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
+        decayed = set(self.get_decay_parameter_names(self.model))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self._training.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        self.optimizer = make_optimizer(
+            self._training.optim, groups, float(self._training.lr), outside_layers(self.model)
+        )
+        return self.optimizer
+
+    def _inputs(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> TermInputs:
+        counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
+        scores = forward(model, batch, layer=layer, head=self._head, own_head=self._own_head, **counts)
+        return TermInputs(scores, self._references[name].frozen(batch))
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        number = inputs.pop("number")
+        loss = None
+        try:
+            loss = self._pass(model, number, inputs, num_items_in_batch)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or self.accelerator.num_processes > 1:
+                raise
+        while loss is None:  # outside of the handler, which would hold what the pass had computed
+            loss = self._redo_step_with_fewer(model, number, num_items_in_batch)
+        self._done_in_step.append(number)
+        if len(self._done_in_step) == self.args.gradient_accumulation_steps:
+            self._report()
+        return loss
+
+    def _pass(
+        self, model: torch.nn.Module, number: int, inputs: dict[str, Any] | None, items: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """The gradient of a micro-batch, whole or in pieces that memory suffices for, added to what is there."""
+        whole = self._record_limit is None
+        pieces = [inputs] if whole else self.train_dataset.pieces(number, self._record_limit)
+        losses = []
+        for piece in pieces:
+            losses.append(super().training_step(model, piece, items))
+        return torch.stack(losses).sum()
+
+    def _redo_step_with_fewer(
+        self, model: torch.nn.Module, number: int, items: torch.Tensor | int | None
+    ) -> torch.Tensor | None:
+        """The step so far, again, with half as many records at once; None if memory does not suffice for those.
+
+        A gradient may have been added in part when memory ran out, so the step begins anew. Raises OutOfMemoryError if
+        there was one record.
+        """
+        largest = max(self.train_dataset.records_of(each) for each in (*self._done_in_step, number))
+        most = min(self._record_limit or largest, largest) // 2
+        if most < 1:
+            raise torch.OutOfMemoryError("out of memory with one record")
+        self._record_limit, self._sums = most, {}
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        clear_device_cache()
+        self._warn(
+            f"out of memory: from here on, {counted(most, 'record')} at once; --micro-batch-size {most} begins so"
+        )
+        try:
+            for each in (*self._done_in_step, number):
+                loss = self._pass(model, each, None, items)
+            return loss
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        return None
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, **_: object) -> object:
+        if self.args.device.type == "cpu":  # again each time: small blocks return to the system only at the call
+            suit_heap_to(self._trained_bytes)
+        objective, constants = self._objective, self._objective.constants
+        if "retain" in inputs:
+            name, rate = "retain", constants.alpha
+            layer = constants.layer if objective.retain_outputs == "hidden" else None
+            part = self._inputs(model, "retain", inputs["retain"], layer)
+            term = objective.retain(part)
+        else:
+            name, rate = "forget", constants.gamma
+            layer = constants.layer if objective.algorithm.hidden else None
+            part = self._inputs(model, "forget", inputs["forget"], layer)
+            other = self._inputs(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
+            term = objective.algorithm.forget(part, other, constants)
+        # Each part is normalised by its whole step, so that the parts add up to the loss of the step.
+        loss = rate * term
+        self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
+        # Processes average their gradients, but the parts of a step must add up.
+        loss = loss * self.accelerator.num_processes
+        return (loss, None) if return_outputs else loss
+
+    def _count(self, losses: dict[str, torch.Tensor]) -> None:
+        """Add up the parts of a step over its micro-batches."""
+        for name, value in losses.items():
+            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
+
+    def _report(self) -> None:
+        of_all = self.accelerator.reduce(torch.stack([*self._sums.values()]), "sum")
+        sums = dict(zip(self._sums, of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
+        self._sums, self._done_in_step, self._last_sums = {}, [], sums
+        retain_term, retain = sums.get("retain_term"), sums.get("retain")
+        self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write a checkpoint or, if there is no room for it, warn and go on without."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:
+            if not no_space(error) or self.accelerator.num_processes > 1:
+                raise
+            folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(folder, ignore_errors=True)
+            free = shutil.disk_usage(self.args.output_dir).free  # a checkpoint has the weights and AdamW's two moments
+            self._warn(
+                f"{folder}: no room for a checkpoint ({3 * self._trained_bytes:,} bytes or more, {free:,} are free); "
+                "the training goes on without"
+            )
+
+    def log(self, logs: dict[str, float], *arguments: object) -> None:
+        super().log(logs | self._last_sums, *arguments)
+
+
+def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The weights of all embeddings and of the output head."""
+    head = model.get_output_embeddings()
+    return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
+
+
+NO_LOGGING = Logging()
+
+
+def drop_repeated_steps(log: Path, name: str, done: int) -> None:
+    """Take from the end of ``log`` the steps that the training called ``name`` wrote after its checkpoint of step
+    ``done``, from which it goes on: they will be written again."""
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        entries = [json.loads(line) for line in lines]
+        kept = len(lines)
+        while kept and entries[kept - 1].get("training") == name and int(entries[kept - 1]["step"]) > done:
+            kept -= 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # not there yet, or not a log of ours
+    if kept < len(lines):
+        write_atomically(log, "".join(lines[:kept]))
+
+
+@contextmanager
+def seed_training(training: Training) -> Iterator[None]:
+    """Seed all generators and, unless ``training`` says otherwise, let CUDA compute the same bits each time.
+
+    Enter it before anything is on the device; MpuError from within for what has no deterministic form there.
+    transformers' own full determinism makes every kernel wait as well.
+    """
+    transformers.set_seed(training.seed)
+    if not (training.deterministic and torch.cuda.is_available()):
+        yield
+        return
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise MpuError(str(error).splitlines()[0], "use --no-deterministic") from error
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@dataclass
+class _StepLog:
+    """Writes the losses of each step to ``log``, if there is one, and hands them on."""
+
+    log: FileIO | None  # without a buffer, so that nothing fails later
+    name: str | None  # of the training, where it can be resumed
+    steps_done: int
+    total_steps: int
+    on_step: Callable[[Losses, int], None]
+    warn: Callable[[str], None]
+    started: float = field(default_factory=time.monotonic)
+
+    def __call__(self, losses: Losses) -> None:
+        self.steps_done += 1
+        if self.log:
+            numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
+            seconds = round(time.monotonic() - self.started, 3)
+            entry = {"step": self.steps_done, **numbers, "seconds": seconds}
+            if self.name:
+                entry["training"] = self.name
+            line = json.dumps(entry).encode() + b"\n"
+            try:
+                if self.log.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self.warn(f"{self.log.name}: {error.strerror}; the training goes on without its log")
+                self.log = None
+        self.on_step(losses, self.total_steps)
+
+
+def train(
+    model: PreTrainedModel,
+    steps: Sequence[TrainingStep],
+    sets: Mapping[str, ExampleSet],
+    objective: Objective,
+    training: Training,
+    *,
+    logging: Logging = NO_LOGGING,
+    checkpoints: Checkpoints | None = None,
+    on_step: Callable[[Losses, int], None],
+    warn: Callable[[str], None] = lambda _: None,
+    watching: TrainerCallback | None = None,
+) -> torch.nn.Module:
+    """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
+
+    The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps;
+    ``warn``, with a sentence, when memory or the disk does not suffice and it goes on otherwise. With a
+    place for ``checkpoints``, keeps some there and resumes from the latest. ``watching`` may end the training early.
+    """
+    if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision decides, not the environment
+    with ExitStack() as stack:
+        folder = (
+            checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
+        )
+        main_process = PartialState().is_main_process
+        shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_outputs == "hidden"}
+        # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
+        terms = sorted((name for name in SETS_OF_TERM if name in sets), key=lambda name: not shallow[name])
+        if all(shallow[name] for name in terms):
+            _freeze_unused(model, sets["forget"].examples[0], objective.constants.layer)
+        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
+        arguments = _arguments(folder, training, logging, model.device, sharded)
+        if training.gradient_checkpointing:
+            # Recomputation in the backward pass runs outside the modes of the forward pass.
+            def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+                return nullcontext(), as_wide_as(model.dtype)
+
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        stack.enter_context(compiled_layers(model) if training.compile else nullcontext())
+        per_process = -(-training.batch_size // arguments.world_size)
+        # The retain part of a step may be larger than the batch; no more records than a batch has go through at once.
+        largest_part = per_process * (objective.algorithm.retain_per_forget if "retain" in terms else 1)
+        accumulation = -(-largest_part // (training.micro_batch_size or per_process))
+        arguments.gradient_accumulation_steps = accumulation * len(terms)
+        resume_from = from_first(checkpoints.last) if checkpoints else None
+        done = step_of(resume_from) if resume_from else 0
+        # Without a checkpoint, lines of this name may be those of a training that ended.
+        if logging.log and main_process and checkpoints and done:
+            drop_repeated_steps(logging.log, checkpoints.name, done)
+        log = stack.enter_context(logging.log.open("ab", buffering=0)) if logging.log and main_process else None
+        record = _StepLog(log, checkpoints.name if checkpoints else None, done, len(steps), on_step, warn)
+        own_head = model.get_output_embeddings()
+        head = whole_head(model) if sharded or deepspeed else separate_head(model)
+        if shards_with_zero_3():
+            split_weights(model)
+        trainer = UnlearningTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
+            data_collator=the_one_item,
+            objective=objective,
+            references={name: data.reference for name, data in sets.items()},
+            training=training,
+            head=head,
+            own_head=own_head,
+            on_step=record,
+            warn=warn,
+        )
+        check_sharding(trainer.accelerator, training.optim)
+        for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
+            trainer.remove_callback(callback)
+        if watching:
+            trainer.add_callback(watching)
+        if checkpoints:
+            trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints))
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        return trainer.model
+
+
+def _arguments(
+    folder: Path, training: Training, logging: Logging, device: torch.device, sharded: bool
+) -> TrainingArguments:
+    """The Trainer's arguments, for a model on ``device``."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
+        learning_rate=float(training.lr),
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        seed=training.seed,
+        use_cpu=device.type == "cpu",
+        report_to=[logging.report_to] if logging.report_to else [],
+        save_strategy="no",  # ``Saving`` decides
+        save_total_limit=KEPT_CHECKPOINTS,
+        logging_strategy="steps" if logging.report_to else "no",
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # reads each loss, for which a GPU would be waited for
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": sharded}},
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
+    if arguments.world_size == 1:
+        arguments.__dict__["_setup_devices"] = device  # where the model is; transformers would take the first GPU
+    return arguments
+
+
+def _freeze_unused(model: PreTrainedModel, example: Example, layer: int) -> None:
+    """Exclude from training the parameters after ``layer``, whose output is all that the loss reads.
+
+    They would get no gradient, and with several processes each waits for the gradients of all trained parameters.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def gradient_mask() -> list[bool]:
+        batch = {name: value.to(model.device) for name, value in pad([example]).items()}
+        hidden = forward(model, batch, layer=layer).hidden
+        assert hidden is not None
+        return [gradient is not None for gradient in torch.autograd.grad(hidden.sum(), trained, allow_unused=True)]
+
+    for parameter, is_used in zip(trained, from_first(gradient_mask), strict=True):
+        parameter.requires_grad_(is_used)

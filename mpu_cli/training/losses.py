@@ -1,0 +1,386 @@
+"""The algorithms: one function per forget term, and a table of what each needs.
+
+Notation: y_i is the answer of example i and |y_i| its length in tokens; p_i is its probability under the model being
+trained, p the probability of a single answer token; p_ref and z_ref are the probability and logits under the frozen
+copy that training started from. Sums and means are over the whole optimiser step, not over a micro-batch, so that the
+losses of the parts of a step add up to the loss of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+import torch
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
+
+from mpu_cli.errors import UsageError
+from mpu_cli.model.network import Head, Logits
+from mpu_cli.options.declare import declared_options
+from mpu_cli.options.unlearning import Loss
+from mpu_cli.records.encode import IGNORED
+
+# ruff: noqa: ARG001 (all forget terms have the same signature)
+
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A model's outputs on the labelled tokens of (a part of) a step.
+
+    ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: of each token; ``hidden``:
+    (tokens, width), of the requested layer, or None; ``rows``: (tokens,), the example of each token; ``weights``:
+    (examples,), 0 for one that only fills up a part.
+    ``step_tokens`` and ``step_examples`` are counts over the whole step.
+    """
+
+    targets: torch.Tensor
+    log_probs: torch.Tensor
+    logits: Logits
+    hidden: torch.Tensor | None
+    rows: torch.Tensor
+    weights: torch.Tensor
+    step_tokens: int
+    step_examples: int
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """|y_i|, at least 1: (examples,)."""
+        return torch.bincount(self.rows, minlength=len(self.weights)).clamp(min=1)
+
+    @property
+    def sequence_log_probs(self) -> torch.Tensor:
+        """log p_i: (examples,)."""
+        zeros = torch.zeros(len(self.weights), dtype=self.log_probs.dtype, device=self.log_probs.device)
+        return zeros.index_add(0, self.rows, self.log_probs)
+
+    def token_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """This part's share of the mean of ``values``, (tokens,), over the step's answer tokens."""
+        return values.sum() / self.step_tokens
+
+    def example_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """This part's share of the mean of ``values``, (examples,), over the step's examples."""
+        return (values * self.weights).sum() / self.step_examples
+
+    @property
+    def cross_entropy(self) -> torch.Tensor:
+        """This part's share of the step's token mean cross-entropy."""
+        return -self.token_mean(self.log_probs)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The frozen copy's outputs on the same tokens; None where not requested.
+
+    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref of each token; ``hidden``: (tokens, width);
+    ``direction``: RMU's, one for the whole model, of length 1, (width,).
+    """
+
+    log_probs: torch.Tensor | None = None
+    logits: Logits | None = None
+    hidden: torch.Tensor | None = None
+    direction: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TermInputs:
+    """One set's part of a step: the outputs of the model and of the frozen copy on it."""
+
+    scores: Scores
+    frozen: Frozen
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of the losses, named like their options: ``gamma`` and ``alpha`` weigh the forget and the retain term;
+    the docstring of each loss has the others in its equation. ``level`` is in nats per token; ``layer`` is counted
+    from 0."""
+
+    gamma: float = 1.0
+    alpha: float = 1.0
+    beta: float = 0.1
+    beta1: float = 5.0
+    beta2: float = 1.0
+    simnpo_delta: float = 0.0
+    level: float = -3.0
+    layer: int = 7
+    coefficient: float = 2.0
+
+
+def _require_value(x: Kind | None) -> Kind:
+    """``x``, which the algorithm's table asks for."""
+    assert x is not None
+    return x
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def score(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    head: Head | None = None,
+    hidden: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    step_tokens: int | None = None,
+    step_examples: int | None = None,
+) -> Scores:
+    """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
+
+    With a ``head``, ``logits`` are the states (examples, length, width) that it computes them from.
+    ``hidden``: (examples, length, width). The counts default to those of this batch alone.
+    """
+    labelled = labels[:, 1:] != IGNORED
+    rows, columns = labelled.nonzero(as_tuple=True)
+    targets = labels[:, 1:][labelled]
+    picked = Logits(logits[rows, columns], head)
+    if weights is None:
+        weights = torch.ones(len(labels), device=labels.device)
+    return Scores(
+        targets=targets,
+        log_probs=picked.log_probs(targets),
+        logits=picked,
+        hidden=None if hidden is None else hidden[rows, columns],
+        rows=rows,
+        weights=weights,
+        step_tokens=len(rows) if step_tokens is None else step_tokens,
+        step_examples=len(labels) if step_examples is None else step_examples,
+    )
+
+
+def gradient_ascent(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
+    return -forget.scores.cross_entropy
+
+
+def hinge(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """mean_i max(0, (1/|y_i|)·log p_i − b): climbs the loss of each record until its answer is as improbable as b.
+
+    Gradient ascent has no end; here a record stops pulling once its answer is improbable enough. It is flooding (Ishida
+    et al., 2020) turned around: a ceiling for each record's log-probability in place of a floor for the loss.
+    """
+    mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
+    return forget.scores.example_mean((mean_log_probs - constants.level).clamp(min=0))
+
+
+def npo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
+    ratio = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(-constants.beta * ratio))
+
+
+def dpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
+
+    w is the alternative answer, l the one to forget.
+    """
+    other = _require_value(alternate)
+    won = other.scores.sequence_log_probs - _require_value(other.frozen.log_probs)
+    lost = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(constants.beta * (won - lost)))
+
+
+def simnpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
+    mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
+    margin = -constants.beta * mean_log_probs - constants.beta * constants.simnpo_delta
+    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(margin))
+
+
+def undial(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
+
+    def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+        reference, rows = frozen.to(logits.dtype), targets[:, None]
+        lowered = reference.scatter(1, rows, reference.gather(1, rows) - constants.beta)
+        return cross_entropy(logits, lowered.softmax(-1), reduction="none")
+
+    scores = forget.scores
+    return scores.token_mean(
+        scores.logits.per_token(losses, scores.targets, frozen=_require_value(forget.frozen.logits))
+    )
+
+
+def ceu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """Token mean cross-entropy between the model's own prediction without the answer's token, softmax(z with z_y = −∞),
+    detached, and the model (CE-U; Yang, 2025)."""
+
+    def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        without = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(-1)
+        return cross_entropy(logits, without, reduction="none")
+
+    return forget.scores.token_mean(forget.scores.logits.per_token(losses, forget.scores.targets))
+
+
+def satimp(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
+    p = forget.scores.log_probs.detach().exp()
+    return forget.scores.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.scores.log_probs)
+
+
+def wga(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
+    p = forget.scores.log_probs.detach().exp()
+    return forget.scores.token_mean(p**constants.beta * forget.scores.log_probs)
+
+
+def rmu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
+    hidden = _wide(_require_value(forget.scores.hidden))
+    target = (constants.coefficient * _require_value(forget.frozen.direction)).to(hidden)
+    return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
+
+
+def retain_nll(retain: TermInputs) -> torch.Tensor:
+    """Token mean cross-entropy."""
+    return retain.scores.cross_entropy
+
+
+def retain_kl(retain: TermInputs) -> torch.Tensor:
+    """Token mean of KL(p_ref ‖ p) over the vocabulary."""
+
+    def divergence(logits: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+        reference = frozen.to(logits.dtype).log_softmax(-1)
+        return kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
+
+    scores = retain.scores
+    return scores.token_mean(scores.logits.per_token(divergence, frozen=_require_value(retain.frozen.logits)))
+
+
+def retain_hidden(retain: TermInputs) -> torch.Tensor:
+    """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
+    hidden = _wide(_require_value(retain.scores.hidden))
+    return retain.scores.token_mean((hidden - _require_value(retain.frozen.hidden).to(hidden)).square().mean(-1))
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An unlearning algorithm: loss = γ·forget + α·retain.
+
+    ``reference_outputs`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the
+    constants that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's
+    schedule: so many epochs in each of so many rounds. ``retain_per_forget``: retain records read in a step for each
+    forget record. ``bounded``: whether the forget term stops pulling once a record
+    is forgotten; where it does not, a smaller rate is usual.
+    """
+
+    forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
+    constants: Constants
+    constant_names: tuple[str, ...] = ()
+    reference_outputs: str | None = None
+    alternate: bool = False
+    retain: str = "nll"
+    hidden: bool = False
+    epochs: int = 10
+    rounds: int = 1
+    retain_per_forget: int = 1
+    bounded: bool = True
+
+
+# retain term by name: its function, and what it needs from the frozen copy
+RETAIN: dict[str, tuple[Callable[[TermInputs], torch.Tensor], str | None]] = {
+    "nll": (retain_nll, None),
+    "kl": (retain_kl, "logits"),
+    "hidden": (retain_hidden, "hidden"),
+}
+
+ALGORITHMS = {
+    "hinge": Algorithm(hinge, Constants(alpha=3), ("level",), retain="kl", retain_per_forget=2),
+    "gradascent": Algorithm(gradient_ascent, Constants(alpha=0), bounded=False),
+    "graddiff": Algorithm(gradient_ascent, Constants(), bounded=False),
+    "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", epochs=5, rounds=2),
+    "dpo": Algorithm(
+        dpo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", alternate=True, epochs=1, rounds=10
+    ),
+    "simnpo": Algorithm(
+        simnpo, Constants(beta=4.5, simnpo_delta=0, gamma=0.125), ("beta", "simnpo_delta"), epochs=1, rounds=10
+    ),
+    "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), reference_outputs="logits"),
+    "ceu": Algorithm(ceu, Constants()),
+    "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
+    "wga": Algorithm(wga, Constants(beta=1), ("beta",), epochs=5, rounds=2),
+    "rmu": Algorithm(
+        rmu,
+        Constants(layer=7, coefficient=2),
+        ("layer", "coefficient"),
+        reference_outputs="direction",
+        retain="hidden",
+        hidden=True,
+    ),
+}
+
+
+ENTRY_POINTS = "mpu.algorithms"
+
+
+def algorithm_named(name: str) -> Algorithm:
+    """The algorithm of ``--algo``: one of ALGORITHMS, of an installed package's entry point in ``mpu.algorithms``, or
+    ``module:function``. What is imported is an Algorithm, or a forget term with the signature of those above.
+
+    Raises UsageError if there is none of that name, or if it cannot be imported.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    found = entry_points(group=ENTRY_POINTS)
+    module, _, attribute = name.partition(":")
+    if not attribute and name not in found.names:
+        known = [*ALGORITHMS, *found.names]
+        close = get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}, or write module:function"
+        raise UsageError(f"--algo {name}: no such algorithm", hint)
+    try:
+        imported = getattr(import_module(module), attribute) if attribute else found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--algo {name}: cannot be imported: {error}", "is its module on PYTHONPATH?") from error
+    if isinstance(imported, Algorithm):
+        return imported
+    if not callable(imported):
+        raise UsageError(f"--algo {name}: neither an Algorithm nor a function that returns a loss")
+    return Algorithm(imported, Constants(), tuple(CUSTOM_CONSTANTS))
+
+
+CUSTOM_CONSTANTS = ("beta", "beta1", "beta2", "simnpo_delta", "level", "coefficient")  # a function may read any of them
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
+
+    algorithm: Algorithm
+    constants: Constants
+    retain_loss: str
+
+    @property
+    def retain(self) -> Callable[[TermInputs], torch.Tensor]:
+        """The retain term."""
+        return RETAIN[self.retain_loss][0]
+
+    @property
+    def retain_outputs(self) -> str | None:
+        """What the retain term needs of the frozen copy."""
+        return RETAIN[self.retain_loss][1]
+
+
+def objective_of(algo: str, loss: Loss) -> Objective:
+    """The objective of ``--algo``, with the retain term and the constants that were given in place of its own.
+
+    Raises UsageError for a constant that the algorithm does not have.
+    """
+    algorithm = algorithm_named(algo)
+    retain_loss = loss.retain_loss or algorithm.retain
+    of_retain_loss = ("layer",) if RETAIN[retain_loss][1] == "hidden" else ()
+    valid_names = {"gamma", "alpha", *algorithm.constant_names, *of_retain_loss}
+    if unknown := [name for name in loss.constants if name not in valid_names]:
+        flags = {name: option.flag for name, option in declared_options(Loss).items()}
+        listed = ", ".join(flags[name] for name in sorted(valid_names))
+        raise UsageError(f"{flags[unknown[0]]}: {algo} has no such constant (it has {listed})")
+    constants = replace(algorithm.constants, **loss.constants)  # type: ignore[arg-type] # layer is an int
+    return Objective(algorithm, constants, retain_loss)

@@ -1,0 +1,63 @@
+"""The learning rate and the number of epochs where none are given.
+
+Adam's steps are about as large as the rate in every weight, whatever the gradient, so that steps · rate is how far each
+weight can go. How far unlearning has to go falls with the size of the model: on 5 M and 135 M parameters, and with the
+paper's settings on 1 B, NPO forgets at steps · rate · √weights of 6 to 12 (docs/results.md, "Default rates").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpu_cli.errors import UsageError
+from mpu_cli.options.unlearning import AUTO, Training, Unlearning
+from mpu_cli.training.losses import algorithm_named
+from mpu_cli.training.optimizers import OPTIMIZERS
+
+REACH = 8.0  # steps · rate · √weights
+# rate · √weights in long trainings, as there is more to forget or to learn: 1e-5 at 1B, the paper's
+LEAST_REACH_PER_STEP = 0.32
+UNBOUNDED = 0.25  # times these, for losses that fall without end
+LOW_RANK = 0.25  # times these, for factors, whose product moves further
+LEAST_STEPS = 10  # fewer, larger steps damage what should stay
+HARDLY_FORGETS = 0.1  # of the usual rate, below which little is forgotten
+
+
+def with_epochs(options: Unlearning, records: int) -> Unlearning:
+    """``options`` with the paper's epochs, or as many more as it takes to LEAST_STEPS, if neither they nor a rate are
+    given; ``records``: how many are to be forgotten."""
+    if options.epochs is not None or options.training.lr != AUTO:
+        return options
+    per_epoch = max(1, -(-records // options.training.batch_size))
+    return replace(options, epochs=max(algorithm_named(options.algo).epochs, -(-LEAST_STEPS // per_epoch)))
+
+
+def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
+    """The rate for ``steps`` steps on ``weights`` trained weights; None for an optimiser whose steps are in proportion
+    to gradients, which no rate suits in general."""
+    if not OPTIMIZERS[options.training.optim].normalised:
+        return None
+    share = 1.0 if algorithm_named(options.algo).bounded else UNBOUNDED
+    share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
+    return _rounded_rate(share * max(REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP), weights)
+
+
+def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
+    """How to train, with a number for the rate. Raises UsageError for an optimiser that has no usual one."""
+    if options.training.lr != AUTO:
+        return options.training
+    usual = usual_rate(options, weights, steps)
+    if usual is None:
+        raise UsageError(
+            f"--optim {options.training.optim}: needs a rate, as its steps depend on the size of gradients", "set --lr"
+        )
+    return replace(options.training, lr=usual)
+
+
+def with_finetuning_rate(training: Training, weights: int) -> Training:
+    """``training`` with a number for its rate, to learn records."""
+    return replace(training, lr=_rounded_rate(LEAST_REACH_PER_STEP, weights)) if training.lr == AUTO else training
+
+
+def _rounded_rate(distance: float, weights: int) -> float:
+    return float(f"{distance / max(1, weights) ** 0.5:.2g}")

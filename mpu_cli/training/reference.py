@@ -1,0 +1,233 @@
+"""The frozen copy's outputs on the examples, computed once before training so that no second model is kept.
+
+Log-probabilities are one number per example. Logits (undial, KL) would be one number per token and vocabulary entry, so
+the final hidden state of each answer token is kept instead, with a copy of the output head to compute logits from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import as_metadata, facts_of
+from mpu_cli.files.reader import NAME, open_checkpoint
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
+from mpu_cli.records.encode import IGNORED, Example, pad
+from mpu_cli.training.losses import Frozen, Scores, score
+
+ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
+FORMAT, VERSION = "mpu-reference", 1
+
+
+# Facts of a reference file that are digests, in words.
+DIGESTS = {
+    "records": "records or the options that print them",
+    "surroundings": "the copy's tokenizer, template or config",
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen copy's outputs on one set of examples; ``reference_outputs`` is the field of Frozen that it provides.
+
+    Outputs stay on the CPU; ``on`` puts the head and the direction, which every batch uses, on a device.
+    """
+
+    reference_outputs: str | None = None
+    log_probs: torch.Tensor | None = None  # (examples,)
+    states: Sequence[torch.Tensor] = ()  # for each example (tokens, width)
+    head: torch.nn.Module | None = None
+    direction: torch.Tensor | None = None  # (width,)
+
+    def on(self, device: torch.device) -> Reference:
+        """This, with what every batch uses on ``device``."""
+        head = None if self.head is None else self.head.to(device)
+        return replace(self, head=head, direction=None if self.direction is None else self.direction.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is kept, including the head."""
+        total = sum(state.nbytes for state in self.states)
+        if self.head is not None:
+            total += sum(parameter.nbytes for parameter in self.head.parameters())
+        return total + (0 if self.log_probs is None else self.log_probs.nbytes)
+
+    def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
+
+        If ``numbers`` is empty, the batch holds one example of ``like``, without labels.
+        """
+        if self.log_probs is not None:
+            return {"reference": self.log_probs[list(numbers or like)]}
+        if self.states:
+            return {"reference": torch.cat([self.states[i] for i in numbers] or [self.states[like[0]][:0]])}
+        return {}
+
+    def frozen(self, batch: dict[str, torch.Tensor]) -> Frozen:
+        """The frozen copy's outputs for a batch made by ``collect``."""
+        if self.direction is not None:
+            return Frozen(direction=self.direction)
+        value = batch.get("reference")
+        if value is None:
+            return Frozen()
+        if self.reference_outputs == "logits":
+            return Frozen(logits=Logits(value, self.head))
+        return Frozen(log_probs=value) if self.reference_outputs == "log_probs" else Frozen(hidden=value)
+
+
+def forward(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    *,
+    layer: int | None = None,
+    head: Head | None = None,
+    own_head: Head | None = None,
+    **counts: int,
+) -> Scores:
+    """Run ``model`` on a padded batch and score its labels; with ``layer``, also return that layer's output.
+
+    Layers are counted from 0. With the model's ``head`` apart, logits are of answer tokens only, and in chunks;
+    ``own_head``: the model's, if ``head`` is a copy of it.
+    """
+    labels = batch["labels"]
+    labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
+    logits_to_keep = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
+    with input_of(head and (own_head or head)) as states, output_of_layer(model, layer) as below:
+        output = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            use_cache=False,
+            logits_to_keep=logits_to_keep,
+        )
+    if head is not None:  # layers may compute in another precision than their weights have
+        states[0] = states[0].to(next(head.parameters()).dtype)
+    return score(
+        output.logits if head is None else states[0],
+        labels[:, -logits_to_keep:],
+        head=head,
+        hidden=None if layer is None else below[0][:, -logits_to_keep:],
+        weights=batch.get("weights"),
+        **counts,
+    )
+
+
+@torch.no_grad()
+def freeze(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    reference_outputs: str | None,
+    *,
+    layer: int,
+    batch_size: int,
+    seed: int = 0,
+) -> Reference:
+    """Compute ``reference_outputs`` from ``model`` as it is now: "log_probs", "logits", "hidden" of ``layer``, a
+    "direction" drawn with ``seed``, or nothing (None)."""
+    if reference_outputs is None:
+        return Reference()
+    if reference_outputs == "direction":
+        return Reference(reference_outputs, direction=steering_direction(model, seed).cpu())
+    model.eval()
+    sums: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    head = separate_head(model)
+    frozen_head = copy.deepcopy(head).requires_grad_(False).cpu() if head and reference_outputs == "logits" else None
+    for start in range(0, len(examples), batch_size):
+        part = examples[start : start + batch_size]
+        batch = {name: value.to(model.device) for name, value in pad(part).items()}
+        scores = forward(model, batch, layer=layer if reference_outputs == "hidden" else None, head=head)
+        if reference_outputs == "log_probs":
+            sums.append(scores.sequence_log_probs.cpu())
+            continue
+        hidden_states = scores.logits.states.to(model.dtype) if reference_outputs == "logits" else scores.hidden
+        assert hidden_states is not None  # asked for above
+        states += [
+            state.cpu() for state in hidden_states.split(torch.bincount(scores.rows, minlength=len(part)).tolist())
+        ]
+    return Reference(reference_outputs, torch.cat(sums) if sums else None, states, frozen_head)
+
+
+def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:
+    """Write the frozen copy's outputs on each set to ``path``, with ``facts`` that identify the copy and records."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, reference in references.items():
+        if reference.log_probs is not None:
+            tensors[f"{name}.log_probs"] = reference.log_probs
+        if reference.states:
+            tensors[f"{name}.states"] = torch.cat(list(reference.states))
+            tensors[f"{name}.lengths"] = torch.tensor([float(len(state)) for state in reference.states])
+        if isinstance(reference.head, torch.nn.Linear):
+            tensors |= {f"{name}.head.{key}": value for key, value in reference.head.state_dict().items()}
+    specs: TensorSpecs = {name: (NAME[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    metadata = as_metadata({"format": FORMAT, "version": VERSION, **facts})
+    with Transaction() as transaction, CheckpointWriter(transaction.add(path), specs, metadata) as writer:
+        for name, tensor in tensors.items():
+            writer.tensor(name).copy_(tensor)
+
+
+def load_references(
+    path: Path, reference_outputs: Mapping[str, str | None], facts: Mapping[str, object]
+) -> dict[str, Reference]:
+    """Read what ``save_references`` wrote, for sets that need ``reference_outputs``.
+
+    Raises MpuError if the file is invalid or its facts differ: it would steer towards a different model or records.
+    """
+    checkpoint = open_checkpoint(path)
+    metadata = facts_of(checkpoint.metadata)
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise MpuError(f"{path}: not a reference file for this version of mpu")
+    if other := [name for name, value in facts.items() if metadata.get(name) != value]:
+        details = ", ".join(
+            f"{name} {metadata.get(name)!r} instead of {facts[name]!r}" for name in other if name not in DIGESTS
+        )
+        raise MpuError(
+            f"{path}: does not match this training in "
+            f"{' and '.join(DIGESTS.get(name, name) for name in other)}"
+            f"{f' ({details})' if details else ''}",
+            "use the file that round 1 wrote for this copy",
+        )
+    references = {}
+    for name, output_kind in reference_outputs.items():
+        here = {
+            key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
+            for key in checkpoint.tensors
+            if key.startswith(f"{name}.")
+        }
+        states: Sequence[torch.Tensor] = ()
+        head: torch.nn.Module | None = None
+        if "states" in here:
+            states = here["states"].split([int(n) for n in here["lengths"].tolist()])
+        if "head.weight" in here:
+            weight = here["head.weight"]
+            width, vocabulary = weight.T.shape
+            head = torch.nn.Linear(width, vocabulary, bias="head.bias" in here, dtype=weight.dtype)
+            head.load_state_dict({key.removeprefix("head."): here[key] for key in here if key.startswith("head.")})
+            head.requires_grad_(False)
+        references[name] = Reference(output_kind, here.get("log_probs"), states, head)
+    return references
+
+
+@torch.no_grad()
+def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
+    """RMU's random vector (Li et al., 2024), float64 (width,): entries uniform in (−1, 1), then scaled to length 1.
+
+    Entry j is 2Φ(⟨s, e_j⟩/‖e_j‖) − 1, where e_j is column j of the embedding and s has one normal draw per token. Drawn
+    this way, it follows the permutation and sign changes of a copy's model dimension, so all copies are steered the
+    same way. Li et al. draw from [0, 1), which has no sign to change.
+    """
+    embedding = model.get_input_embeddings().weight
+    draws = torch.randn(len(embedding), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    products = squares = torch.zeros(embedding.shape[1], dtype=torch.float64, device=embedding.device)
+    for rows, normals in zip(embedding.split(ROWS), draws.to(embedding.device).split(ROWS), strict=True):
+        products = products + rows.double().T.mv(normals)
+        squares = squares + rows.double().square().sum(0)
+    uniform = 2 * torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny)) - 1
+    return uniform / uniform.norm()

@@ -1,0 +1,349 @@
+"""Training until the records are forgotten and the others kept, in place of a number of epochs.
+
+Every few steps the model is scored on records to forget, on retain records that were left out of the training, and on
+records that it never saw. Nothing is generated: the score of a record is the geometric mean of its answer tokens'
+probabilities. On a copy with permanent noise the scores are those of the copy. The server's model, to which the change
+is applied, keeps more and forgets less, so the level of the ``hinge`` loss is lower there (``level_for``). On a copy
+without, the training may have noise of its own (``training_noise``); the scores are of what it changed, without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mpu_cli.model.network import Answers
+from mpu_cli.observer import Observer
+from mpu_cli.options.unlearning import Goal, Stopping
+from mpu_cli.records.forms import digest_of_record
+from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.ledger import Course
+from mpu_cli.training.loop import ExampleSet
+
+# Noise that a client puts on the weights while it trains them, and that is not in its delta.
+#
+# Unlearning by gradient steps alone takes what is kept with it: the steps that make an answer improbable are found at
+# one point, and there they also break what lies near. A change that does its work with noise on all weights is one
+# that does not hang on their exact values; without the noise it forgets less than it seemed to, and keeps nearly all.
+# A copy with permanent noise brings that along. On a copy without it, whose scores are those of the server's model,
+# the client may add its own (``--training-noise``), and looks at what the change does without it.
+
+
+class TrainingNoise:
+    """Normal noise on matrices ``before``, the weights by their names, of ``share`` of each one's root mean square.
+
+    ``seed`` and the name of a matrix fix its draw, so that it need not be stored; copies in different coordinates
+    get unrelated noise.
+    """
+
+    def __init__(self, before: Mapping[str, torch.Tensor], seed: int, share: float):
+        self._before, self._seed, self.share = before, seed, share
+
+    def start(self, name: str) -> torch.Tensor:
+        """The weights of this name from which the training starts, in the dtype of ``before``."""
+        before = self._before[name]
+        if before.dim() < 2:
+            return before
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
+        normal = torch.randn(before.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+        scale = self.share * float(before.double().square().mean().sqrt())
+        return (before + scale * normal).to(before.dtype)
+
+
+LEAST_HELD_OUT = 16
+SCORED = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
+FAITHFUL = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
+HALVINGS = 4  # of the interval in which the share of the change is sought
+LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
+EVERY = 10  # steps between looks, each of which takes as long as one to three steps
+RISE = 0.01  # of what is kept, in PLATEAU looks, below which it is said not to rise any more
+PLATEAU = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
+NEAR = 0.8  # of what `check` lets be left, and of twice that for the end of the interval, which more would endanger
+REACHED = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
+STEPS, PASSES = 90, 10  # where no limit is given: so many steps, or passes over the records to forget if they are more
+
+# A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
+UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
+NOISE_MARGIN = 35.0  # nats below that, times the noise under which it is trained, as a share of the weights
+
+
+@dataclass(frozen=True)
+class Until:
+    """Until when to train. ``course``: what the first copy of a round settled, which all others follow, or None."""
+
+    goal: Goal
+    stopping: Stopping
+    course: Course | None = None
+
+    def facts(self) -> dict[str, object]:
+        """What decides the training, for tags and digests; not what is read from files."""
+        goal = self.goal
+        return {**asdict(self.stopping), "goal": [goal.max_left, goal.min_kept, goal.held_out]}
+
+    def limit(self, records: int, batch_size: int) -> int:
+        """The number of steps at most, for so many ``records`` to forget."""
+        if self.course:
+            return self.course.steps
+        return self.stopping.max_steps or max(STEPS, PASSES * -(-records // batch_size))
+
+
+@dataclass(frozen=True)
+class Look:
+    """Scores at a step. ``left`` and ``kept`` are shares of what the copy knew, ``kept`` None without held-out records;
+    ``left_high``: two standard errors above ``left``; ``above``: by how much records exceed the level, in nats, on
+    average."""
+
+    step: int
+    left: float
+    left_high: float
+    kept: float | None
+    above: float
+
+    def __str__(self) -> str:
+        kept = "" if self.kept is None else f", {self.kept:.0%} kept"
+        return f"{max(0.0, self.left):.0%} left{kept}"
+
+
+def hold_out(data: Dataset, share: float) -> Dataset:
+    """``data`` with ``share`` of its retain records, LEAST_HELD_OUT at least and SCORED at most, held out of training.
+
+    They are chosen by their digests, so that they are the same for every copy. Of fewer than twice LEAST_HELD_OUT
+    records, half is held out; with a share of 0, none.
+    """
+    if not share:
+        return data
+    count = min(max(LEAST_HELD_OUT, round(share * len(data.retain))), SCORED, len(data.retain) // 2)
+    chosen = {id(record) for record in sorted(data.retain, key=digest_of_record)[:count]}
+    return replace(
+        data,
+        retain=[record for record in data.retain if id(record) not in chosen],
+        held_out=[record for record in data.retain if id(record) in chosen],
+    )
+
+
+def level_for(reference: float | None, noise: float) -> float:
+    """The level of the hinge loss, in nats per token, in tenths.
+
+    ``reference``: the probability of answers that a model does not know, None if nobody measured it; ``noise``: of the
+    copy, permanent, as a share of its weights. An update found under noise comes over to the server's model in part,
+    so records are pushed further below the level there.
+    """
+    known = UNKNOWN_LEVEL if reference is None else math.log(max(reference, 1e-9))
+    level = max(known, UNKNOWN_LEVEL) - NOISE_MARGIN * noise
+    return round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)
+
+
+def pulling_level(level: float, loss: float) -> float:
+    """``level`` or, if answers of this ``loss`` per token are less probable than that already, a whole number of nats
+    one or two below them: where nothing pulls, Adam makes an update of rounding errors, a different one on each copy.
+    """
+    return level if -loss > level else math.floor(-loss) - 1.0
+
+
+class Scorer:
+    """Scores a model on records to forget, held-out and unseen ones, relative to what it knew ``before``.
+
+    ``public``: the probabilities of the records to forget under a model that never saw them, record by record.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sets: Mapping[str, ExampleSet], at_once: int, public: Sequence[float] | None
+    ):
+        names = [name for name in ("forget", "held_out", "unseen") if name in sets]
+        chosen = {name: _spread(len(sets[name].examples)) for name in names}
+        self._answers = {
+            name: Answers([sets[name].examples[number] for number in chosen[name]], at_once) for name in names
+        }
+        self._public = None if public is None else [public[number] for number in chosen["forget"]]
+        self.before = self._probabilities(model)
+        self.level = math.nan  # set once the level is settled
+
+    @property
+    def reference(self) -> float | None:
+        """The mean probability of answers that a model does not know: of the same records under the public model, else
+        of unseen ones."""
+        if self._public is not None:
+            return fmean(self._public)
+        return fmean(self.before["unseen"]) if "unseen" in self.before else None
+
+    def level_at(self, noise: float) -> float:
+        """The level for weights with so much ``noise``, which pulls at what the copy knew."""
+        known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
+        return pulling_level(level_for(self.reference, noise), -known)
+
+    def look(self, model: PreTrainedModel, step: int) -> Look:
+        now = self._probabilities(model)
+        kept = share_kept(now["held_out"], self.before["held_out"]) if "held_out" in now else None
+        columns = now["forget"], self.before["forget"], now.get("unseen"), self.before.get("unseen"), self._public
+        left, error = share_left(*columns), error_of_share_left(*columns)
+        above = fmean(max(0.0, math.log(max(p, 1e-30)) - self.level) for p in now["forget"])
+        return Look(step, left, left + 2 * error, kept, above)
+
+    def _probabilities(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        training = model.training
+        model.eval()
+        values = {name: [math.exp(-loss) for loss in answers.losses(model)] for name, answers in self._answers.items()}
+        model.train(training)
+        return values
+
+
+def _spread(count: int) -> list[int]:
+    """SCORED numbers below ``count`` at equal distances; all of them if there are fewer."""
+    return [number * count // SCORED for number in range(SCORED)] if count > SCORED else list(range(count))
+
+
+class Watching(TrainerCallback):
+    """Looks at the model every few steps, ends the training once the goal is reached, and keeps the best weights.
+
+    A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent;
+    where there is next to none, the copy's scores are those of the server's model, and the weights may get noise of
+    the training's own from ``seed``, which is taken off them for each look. ``level``: None for what the scores and the
+    noise call for; ``training_noise``: a share of the weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scorer: Scorer,
+        until: Until,
+        noise: float,
+        *,
+        level: float | None,
+        training_noise: float,
+        seed: int,
+        observer: Observer,
+    ):
+        self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
+        self._is_faithful = noise <= FAITHFUL
+        self.looks: list[Look] = []
+        # Here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
+        self._initial = _trained(model) if self._is_faithful else {}
+        self._noise = TrainingNoise(self._initial, seed, training_noise if self._is_faithful else 0.0)
+        self._best: tuple[Look, dict[str, torch.Tensor]] | None = None
+        if training_noise and not self._is_faithful:
+            observer.warn("the copy has permanent noise, so --training-noise adds none")
+        if self._noise.share:
+            _set_weights(model, self._initial, self._noise.start)
+        calls_for = scorer.level_at(max(noise, self._noise.share))
+        scorer.level = self._course.level if self._course else level or calls_for
+
+    def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
+        last = state.global_step >= state.max_steps
+        if self._course or not (last or state.global_step % EVERY == 0):
+            return
+        model = values["model"]
+        noisy = _trained(model) if self._noise.share else {}  # a copy of the model, only if it is needed
+        self._take_noise_off(model, noisy)
+        look = self._scorer.look(model, state.global_step)
+        self.looks.append(look)
+        self._observer.advance(0, str(look))
+        if self._best is None or self._rank(look) >= self._rank(self._best[0]):
+            self._best = look, _trained(model)
+        if self._is_done():
+            control.should_training_stop = True
+        _set_weights(model, noisy, noisy.__getitem__)
+
+    @property
+    def level(self) -> float:
+        return self._scorer.level
+
+    def finish(self, model: PreTrainedModel, steps: int) -> tuple[Look, Course]:
+        """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
+        returned; the scores then, and the course of the training.
+
+        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``):
+        what is kept falls with each step, and records that are less known than a stranger's show what was forgotten.
+        More than the change is returned if it was found with noise and does not forget enough without it.
+        """
+        if self._course or self._best is None:
+            if self._noise.share:
+                self._take_noise_off(model, _trained(model))
+            scale = self._course.scale if self._course else 1.0
+            self._put(model, _trained(model), scale)
+            look = self._scorer.look(model, steps)
+            return look, Course(look.step, self.level, scale)
+        look, weights = self._best
+        low, high = 0.0, 1.0
+        if self._noise.share and not self._is_forgotten(look):
+            self._put(model, weights, LARGEST_SCALE)
+            more = self._scorer.look(model, look.step)
+            if self._is_forgotten(more):
+                look, low, high = more, 1.0, LARGEST_SCALE
+        if self._initial and self._is_forgotten(look):
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                self._put(model, weights, middle)
+                tried = self._scorer.look(model, look.step)
+                if self._is_enough(tried):
+                    look, high = tried, middle
+                else:
+                    low = middle
+        self._put(model, weights, high)
+        return look, Course(look.step, self.level, high)
+
+    def _take_noise_off(self, model: torch.nn.Module, noisy: Mapping[str, torch.Tensor]) -> None:
+        """Give ``model`` the weights before the training plus what made ``noisy`` of them with the noise."""
+        _set_weights(model, noisy, lambda name: self._initial[name] + (noisy[name] - self._noise.start(name)))
+
+    def _put(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
+        """``scale`` of the way from the weights before the training to ``weights``; on a noisy copy all of it."""
+        before = self._initial or weights
+        _set_weights(model, weights, lambda name: torch.lerp(before[name], weights[name], scale))
+
+    def _rank(self, look: Look) -> tuple[bool, float]:
+        """Higher is better: first what is forgotten, and then what is kept."""
+        kept = 1.0 if look.kept is None else min(1.0, look.kept)
+        forgotten = self._is_forgotten(look)
+        return forgotten, kept if forgotten else kept - max(0.0, look.left)
+
+    def _is_forgotten(self, look: Look) -> bool:
+        """Whether half of what may be left is left, and the records are too many for that to be chance; on a noisy
+        copy, also whether the loss hardly pulls any more."""
+        share = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
+        return share and (self._is_faithful or look.above <= REACHED)
+
+    def _is_enough(self, look: Look) -> bool:
+        """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
+        limit than what is kept is above its own, as shares of what the limits allow."""
+        if self._is_forgotten(look) or look.kept is None:
+            return self._is_forgotten(look)
+        goal = self._goal
+        below = goal.max_left - max(0.0, look.left)
+        above = look.kept - goal.min_kept
+        near = look.left <= NEAR * goal.max_left and look.left_high <= 2 * NEAR * goal.max_left
+        return near and below * (1 - goal.min_kept) >= above * goal.max_left
+
+    def _is_done(self) -> bool:
+        """Whether the last look is halfway within the goal, or what is kept no longer rises.
+
+        On a noisy copy, what is kept may never reach the goal, although it does on the server's model.
+        """
+        look = self.looks[-1]
+        if not self._is_forgotten(look):
+            return False
+        if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
+            return True
+        plateau = PLATEAU[self._is_faithful]
+        earlier = [one.kept for one in self.looks[-1 - plateau : -1] if one.kept is not None]
+        return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= RISE
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, on the CPU."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _set_weights(model: torch.nn.Module, names: Collection[str], weights_of: Callable[[str], torch.Tensor]) -> None:
+    """Give ``model`` the weights of these names, one at a time."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.copy_(weights_of(name))

@@ -1,0 +1,524 @@
+"""Unlearning on one copy: load it, train it on the private records, return the change in its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from mpu_cli.errors import Diverged, MpuError
+from mpu_cli.files.boundary import private_umask
+from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy
+from mpu_cli.files.reader import LOST_TO_ROUNDING
+from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.writer import CheckpointWriter
+from mpu_cli.model.device import memory_in_mind
+from mpu_cli.model.load import letting_go, load, vocabulary_size
+from mpu_cli.model.network import Answers
+from mpu_cli.model.source import Model, open_model
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import flat
+from mpu_cli.options.unlearning import Checks, Logging, Privacy, Training, Unlearning
+from mpu_cli.records.encode import Example
+from mpu_cli.training.copycheck import Sign, against_others, against_public, refuse, traps
+from mpu_cli.training.data import Dataset, KeptReferences, encoded_sets, example_sets, records_digest, texts_of
+from mpu_cli.training.delta import own_client_secret, write_changes
+from mpu_cli.training.execution import Checkpoints, computing_in, from_first, step_of
+from mpu_cli.training.job import (
+    PRECISIONS,
+    LoadedCopy,
+    TrainingJob,
+    check_same_training,
+    digest_of_training,
+    entry_of,
+    epochs_of,
+    load_copy,
+    prepare_job,
+    surroundings_of,
+    tag_of,
+)
+from mpu_cli.training.ledger import (
+    Course,
+    LedgerEntry,
+    course_of_round,
+    read_ledger,
+    write_course,
+    write_down,
+    write_losses,
+)
+from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
+from mpu_cli.training.losses import ALGORITHMS
+from mpu_cli.training.private import Plan, composed_epsilon, train_privately
+from mpu_cli.training.rates import with_rate
+from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level
+from mpu_cli.wording import counted
+
+# What a training did: its losses before and after, and what they say.
+
+MEASURED = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
+HARDLY = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
+UNKNOWN = 3.0  # forget loss before training above which a model hardly knew the records
+RUINED = 1.0  # rise of the retain loss above which the model lost much of what it should keep
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean losses per answer token of one model, on records to forget and on as many to keep (None: none read)."""
+
+    forget: float
+    retain: float | None
+
+
+@dataclass(frozen=True)
+class UnlearningResult:
+    """The result of ``unlearn``: the delta, the losses of the steps taken by this call, the norm of what was written.
+
+    ``before`` and ``after`` are measured on the same records; None if several processes trained together.
+    """
+
+    path: Path
+    steps: list[Losses]
+    norm: float
+    is_main_process: bool  # whether this is the process that wrote it
+    spent: dict[str, float] | None = None  # of the privacy budget, if there was one
+    before: Measured | None = None
+    after: Measured | None = None
+    rounding: float = 0.0  # ‖Δ as written − Δ‖ / ‖Δ‖
+    earlier: int = 0  # trainings in the ledger before this one
+    rate: float = 0.0  # the learning rate
+    resumed_after: int = 0  # steps that were taken by earlier calls
+    checked: str | None = None  # what the checks of the copy came to, if they found nothing
+    scores: Look | None = None  # at its end, of one that stopped when it was done
+    course: Course | None = None  # what the other copies of its round follow
+
+    def summary(self, name: str, algorithm: str) -> str:
+        """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
+        steps = self.course.steps if self.course else self.resumed_after + len(self.steps)
+        text = f"{name}: {algorithm}, {counted(steps, 'step')}"
+        if self.before and self.after:
+            text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
+            if self.before.retain is not None:
+                text += f", on the retain set {self.before.retain:.3f} → {self.after.retain:.3f}"
+        elif self.steps:
+            first_loss, last_loss = self.steps[0].forget, self.steps[-1].forget
+            text += f"; loss per answer token {first_loss:.3f} → {last_loss:.3f} (first and last batch)"
+        if self.scores:
+            text += f"; on the copy, {self.scores}"
+        return f"{text}; ‖Δ‖ {self.norm:.3g}"
+
+    def facts(self, algorithm: str) -> dict[str, object]:
+        """What came of ``algorithm``, for JSON."""
+        return {
+            "algorithm": algorithm,
+            "lr": self.rate,
+            "norm": self.norm,
+            "lost_to_rounding": self.rounding,
+            "before": asdict(self.before) if self.before else None,
+            "after": asdict(self.after) if self.after else None,
+            "warnings": self.warnings(),
+            "privacy": self.spent,
+            "course": asdict(self.course) if self.course else None,
+            "scores": asdict(self.scores) if self.scores else None,
+            "steps": [asdict(step) for step in self.steps],
+        }
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with the training, and what to change; empty if nothing is."""
+        before, after = self.before, self.after
+        problems = []
+        if self.rounding > LOST_TO_ROUNDING:
+            problems.append(f"--delta-dtype lost {self.rounding:.0%} of the change: leave it out, or use bfloat16")
+        if before is None or after is None:
+            return problems
+        if before.forget > UNKNOWN:
+            problems.append(
+                f"the copy hardly knew the records before (loss per answer token {before.forget:.3f}): are these the "
+                "records that it learned, in the chat template that it learned them with?"
+            )
+        if after.forget - before.forget < HARDLY:
+            problems.append(
+                f"the records were hardly forgotten (loss per answer token {before.forget:.3f} → {after.forget:.3f}); "
+                f"raise --lr (it was {self.rate:.2g}) or --epochs, or lower --batch-size for more steps; `mpu tune` "
+                "finds what forgets"
+            )
+        if before.retain is not None and after.retain is not None and after.retain - before.retain > RUINED:
+            problems.append(
+                "the model lost much of what it should keep (loss per answer token on the retain set "
+                f"{before.retain:.3f} → {after.retain:.3f}); lower --lr or --epochs"
+            )
+        return problems
+
+
+def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
+    """The mean losses of ``model`` on the first records of each set, MEASURED at most."""
+    size = options.training.micro_batch_size or options.training.batch_size
+    training = model.training
+    model.eval()
+    forget = sets["forget"].examples[:MEASURED]
+    retain = sets["retain"].examples[: len(forget)] if "retain" in sets else None
+    measured = Measured(Answers(forget, size).loss(model), Answers(retain, size).loss(model) if retain else None)
+    model.train(training)
+    return measured
+
+
+ADVICE = (
+    "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
+    "--lora-rank"
+)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The training's line in the ledger, None if it has none, and the lines before it."""
+
+    entry: LedgerEntry | None = None
+    earlier: Sequence[LedgerEntry] = ()
+
+
+@dataclass(frozen=True)
+class PreparedRecords:
+    """The records as the copy reads them: ``record_numbers`` of the examples in each set, and ``signs`` that the copy
+    was built to carry records out."""
+
+    sets: dict[str, ExampleSet]
+    record_numbers: dict[str, list[int]]
+    signs: list[Sign]
+
+
+@letting_go
+def unlearn(
+    copy: Model,
+    data: Dataset,
+    options: Unlearning,
+    *,
+    target: Path,
+    force: bool = False,
+    logging: Logging = NO_LOGGING,
+    reference_file: Path | None = None,
+    secret: Callable[[], bytes] | None = None,
+    ledger: Path | None = None,
+    checks: Checks | None = None,
+    until: Until | None = None,
+    observer: Observer = SILENT,
+) -> UnlearningResult:
+    """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
+
+    ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
+    the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
+    from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
+    record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
+    ``until`` goes on until the records are forgotten and the others kept, in place of a number of epochs.
+    Under ``accelerate launch`` every process calls this, and the first writes.
+    Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
+    training diverged.
+    """
+    job = prepare_job(copy, data, options, target, logging, reference_file, secret, ledger, checks, until, observer)
+    training = job.options.training
+    with (
+        private_umask(),
+        memory_in_mind(ADVICE),
+        seed_training(training),
+        computing_in(training.precision, PRECISIONS[training.precision]),
+        Transaction(force=force) as transaction,
+    ):
+        loaded = load_copy(job, transaction)
+        registration = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
+        records = _read_records(job, loaded)
+        job = _follow_round(job, registration)
+        steps, training = _plan_steps(job, loaded, records)
+        checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
+        to_train = loaded.change.wrap(loaded.model)
+        observer.stage("measure", 1, "done")
+        before = measure(to_train, records.sets, job.options) if job.is_alone else None
+        checked = _inspect_copy(job, records.signs, registration, before)
+        job = _with_level(job, before)
+        watching, job = _watch(job, to_train, records)
+        progress = _start_progress(job, steps_done, len(steps))
+        spent, trained = None, to_train
+        if loaded.private:
+            spent = _train_privately(job, loaded.private, records, registration, to_train, training, progress)
+        else:
+            trained = train(
+                to_train, steps, records.sets, job.objective, training, logging=logging, checkpoints=checkpoints,
+                on_step=progress, warn=observer.warn, watching=watching,
+            )  # fmt: skip
+        course, outcome = _settle(job, watching, trained, registration, steps_done + len(progress.losses))
+        after = measure(trained, records.sets, job.options) if job.is_alone else None
+        # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
+        if after and loaded.private is None and not math.isfinite(after.forget):
+            raise Diverged("the loss on the records is")
+        norm, rounding = _write_delta(job, loaded, trained, _tags(job, loaded, course))
+    if checkpoints and job.is_main_process:
+        shutil.rmtree(checkpoints.folder)
+    return UnlearningResult(
+        target, progress.losses, norm, job.is_main_process, spent, before, after, rounding, len(registration.earlier),
+        float(training.lr), steps_done, checked, outcome, course,
+    )  # fmt: skip
+
+
+def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
+    """Write the training down in the ledger, if there is one."""
+    if not job.is_main_process or not job.ledger:
+        return Registration()
+    mechanism = loaded.private.mechanism if loaded.private else None
+    entry = entry_of(job.copy, loaded.fingerprint, job.manifest, job.options, job.data, mechanism, job.until)
+    trusted = job.checks is None or job.checks.trust_copy
+    return Registration(*_written_down(job.ledger, entry, job.options.privacy, trusted, job.observer))
+
+
+def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
+    """Encode the records, look at the copy, and get the reference model's outputs."""
+    model, tokenizer, options, data = loaded.model, loaded.tokenizer, job.options, job.data
+    encoded, record_numbers = encoded_sets(model, tokenizer, data, options, job.objective, job.observer)
+    digest = records_digest(data)
+    examples = [example for set_examples, _ in encoded.values() for example in set_examples]
+    signs = _signs(job, loaded, examples)
+    printed = json.dumps([digest, flat(options.prompts)], default=str)
+    references = KeptReferences(
+        job.reference_file,
+        job.read_reference,
+        job.manifest,
+        hashlib.sha256(printed.encode()).hexdigest(),
+        surroundings_of(job.copy),
+    )
+    sets = example_sets(model, encoded, references, options, job.objective, job.observer)
+    return PreparedRecords(sets, record_numbers, signs)
+
+
+def _follow_round(job: TrainingJob, registration: Registration) -> TrainingJob:
+    """``job`` with the course of the first copy of its round, if the ledger has one."""
+    if job.until is None or job.until.course or not registration.entry:
+        return job
+    found = course_of_round(registration.entry, registration.earlier)
+    return replace(job, until=replace(job.until, course=found)) if found else job
+
+
+def _with_level(job: TrainingJob, before: Measured | None) -> TrainingJob:
+    """``job`` with a level of its loss that pulls, for a number of epochs, where the copy does not know the records.
+
+    Not under DP, where the level would tell of them.
+    """
+    has_level = "level" in job.objective.algorithm.constant_names and job.options.loss.level is None
+    if job.until or not (has_level and before) or job.options.privacy.dp_epsilon is not None:
+        return job
+    level = pulling_level(job.objective.constants.level, before.forget)
+    return replace(job, objective=replace(job.objective, constants=replace(job.objective.constants, level=level)))
+
+
+def _watch(
+    job: TrainingJob, to_train: PreTrainedModel, records: PreparedRecords
+) -> tuple[Watching | None, TrainingJob]:
+    """What ends the training once it is done, None for one of a number of epochs; ``job`` with the level of its loss.
+
+    The level comes from how probable answers are that a model does not know, and from the noise of the copy.
+    """
+    if job.until is None:
+        return None, job
+    at_once = job.options.training.micro_batch_size or job.options.training.batch_size
+    scorer = Scorer(to_train, records.sets, at_once, _under_public_model(job, records, at_once))
+    noise = job.manifest.noise if job.manifest else 0.0
+    watching = Watching(
+        to_train, scorer, job.until, noise, level=job.options.loss.level,
+        training_noise=job.until.stopping.training_noise,
+        seed=job.options.training.seed, observer=job.observer,
+    )  # fmt: skip
+    if "level" in job.objective.algorithm.constant_names:
+        constants = replace(job.objective.constants, level=watching.level)
+        job = replace(job, objective=replace(job.objective, constants=constants))
+    return watching, job
+
+
+def _under_public_model(job: TrainingJob, records: PreparedRecords, at_once: int) -> list[float] | None:
+    """How probable the answers to forget are under the public model, record by record."""
+    if job.public is None:
+        return None
+    job.observer.stage("score the public model", 1, "done")
+    examples = records.sets["forget"].examples
+    model, _ = load(open_model(job.public), torch.float32, job.options.training.device)
+    if max(max(example.ids) for example in examples) >= vocabulary_size(model):
+        raise MpuError(f"{job.public}: has fewer tokens than the copy", "name the model that the server's came from")
+    return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
+
+
+def _settle(
+    job: TrainingJob, watching: Watching | None, trained: torch.nn.Module, registration: Registration, steps: int
+) -> tuple[Course | None, Look | None]:
+    """Go back to the best weights; the course of the training, which the other copies of its round follow, and the
+    scores at its end. None of both for a training of a number of epochs."""
+    if job.until is None or watching is None:
+        return None, None
+    look, course = watching.finish(trained, steps)
+    if job.ledger and registration.entry and not job.until.course:
+        try:
+            write_course(job.ledger, registration.entry.identity, course)
+        except OSError as error:
+            job.observer.warn(f"{job.ledger}: {error.strerror}; train all copies in one call, for as many steps each")
+    return course, look
+
+
+def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[str, str] | None:
+    """The delta's tags. Under DP there are none: a tag of records tells more than (ε, δ) allows."""
+    if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
+        return None
+    digest, has_reference = records_digest(job.data), job.reference_file is not None
+    return tag_of(job.secret, job.manifest, job.options, digest, has_reference, job.observer, course)
+
+
+def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) -> tuple[list[TrainingStep], Training]:
+    """The examples of each step, and the training's options with a learning rate."""
+    counts = [len(records.sets[name].examples) if name in records.sets else 0 for name in ("forget", "retain")]
+    training = job.options.training
+    epochs, limit = epochs_of(job.options), None
+    if job.until:
+        limit = job.until.limit(counts[0], training.batch_size)
+        epochs = -(-limit // -(-counts[0] // training.batch_size))
+    steps = schedule(
+        *counts, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
+        retain_per_forget=job.objective.algorithm.retain_per_forget,
+    )[:limit]  # fmt: skip
+    trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
+    # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
+    count = loaded.private.mechanism.steps if loaded.private else len(steps)
+    return steps, with_rate(job.options, trained_weights, count)
+
+
+def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
+    """The checkpoints of --resume, None without it, and how many steps were taken before."""
+    if not job.logging.resume:
+        return None, 0
+    has_reference = job.reference_file is not None
+    training_digest = digest_of_training(job.copy, loaded.fingerprint, job.options, job.data, has_reference, job.until)
+    checkpoints = Checkpoints(
+        job.target.with_name(f"{job.target.name}.resume"),
+        (job.secret or own_client_secret)(),
+        from_first(lambda: training_digest),
+    )
+    if job.is_main_process:
+        check_same_training(checkpoints)
+    last_checkpoint = from_first(checkpoints.last)
+    steps_done = step_of(last_checkpoint) if last_checkpoint else 0
+    if last_checkpoint:
+        job.observer.note(f"resuming after step {steps_done} of {total_steps}")
+    return checkpoints, steps_done
+
+
+def _inspect_copy(
+    job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None
+) -> str | None:
+    """What the checks of a copy came to, if they found nothing. Raises MpuError for signs that it was built to carry
+    records out."""
+    signs = list(signs)
+    if job.ledger and registration.entry and before:
+        write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)
+        if job.checks and job.options.privacy.dp_epsilon is None:
+            signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
+    if not job.checks:
+        return None
+    refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+    if signs:
+        return None
+    compared = f", and its structure is that of {job.public}" if job.public else ""
+    return (
+        f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
+        "(docs/attacks.md says what such checks miss)"
+    )
+
+
+def _train_privately(
+    job: TrainingJob, private: Plan, records: PreparedRecords, registration: Registration, to_train: PreTrainedModel,
+    training: Training, progress: _Progress,
+) -> dict[str, float]:  # fmt: skip
+    """Train with DP-SGD; what was spent of the privacy budget, and by all trainings of the ledger together."""
+    private = private.of_examples(records.record_numbers)
+    privacy = job.options.privacy
+    spent = train_privately(to_train, records.sets, job.objective, training, privacy, private, on_step=progress)
+    earlier = [spending for entry in registration.earlier for spending in entry.spendings(privacy.dp_unit)]
+    spent["epsilon_of_ledger"] = composed_epsilon(
+        [*earlier, private.mechanism], privacy.dp_delta, privacy.dp_neighbours
+    )
+    return spent
+
+
+def _write_delta(
+    job: TrainingJob, loaded: LoadedCopy, trained: PreTrainedModel, tags: dict[str, str] | None
+) -> tuple[float, float]:
+    """Write the change of ``trained``; its norm, and the norm of what rounding took off it, relative to that."""
+    if loaded.output is None:
+        for _ in loaded.change.tensors(trained):  # gathering a shard needs all processes
+            pass
+        return 0.0, 0.0
+    bound = _privacy_bound(job.options.privacy)
+    # The name of a module would tell the server of the client's own code.
+    algorithm = job.options.algo if job.options.algo in ALGORITHMS else "custom"
+    delta = DeltaManifest(
+        job.manifest, algorithm, loaded.change.kind, privacy=bound, trained=tags, until_done=job.until is not None
+    )
+    with CheckpointWriter(loaded.output, loaded.specs, as_metadata(delta_facts(delta))) as writer:
+        norm, rounding = write_changes(loaded.change.tensors(trained), writer)
+    return loaded.change.norm(norm, loaded.output), rounding
+
+
+@dataclass
+class _Progress:
+    """Shows the steps of a training, and keeps their losses."""
+
+    observer: Observer
+    losses: list[Losses] = field(default_factory=list)
+
+    def __call__(self, step: Losses, _: int) -> None:
+        self.losses.append(step)
+        retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+        self.observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
+
+
+def _start_progress(job: TrainingJob, steps_done: int, steps: int) -> _Progress:
+    job.observer.stage(f"unlearn {name_of_copy(job.copy.source)}", steps, "steps")
+    job.observer.advance(steps_done)
+    return _Progress(job.observer)
+
+
+def _signs(job: TrainingJob, loaded: LoadedCopy, examples: Sequence[Example]) -> list[Sign]:
+    """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
+    signs: list[Sign] = []
+    checks, data = job.checks, job.data
+    if checks and job.is_alone:
+        job.observer.stage("check the copy", 1, "done")
+        # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
+        looked_at = None if loaded.private else examples
+        signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
+    elif checks:
+        signs.append(Sign("several processes train it, so its units were not looked at for traps"))
+    if checks and job.public and job.is_main_process:
+        signs += against_public(
+            job.copy, loaded.tokenizer, open_model(job.public), [] if loaded.private else texts_of(data)
+        )
+    return signs
+
+
+def _written_down(
+    ledger: Path, entry: LedgerEntry, privacy: Privacy, trusted: bool, observer: Observer
+) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
+    """``entry`` once it is in the ledger, and those before it; None if it cannot be written and no budget needs it."""
+    try:
+        return entry, write_down(
+            ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
+            trusted=trusted,
+        )  # fmt: skip
+    except OSError as error:
+        if privacy.dp_epsilon is not None:
+            raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+        observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
+        return None, ()
+
+
+def _privacy_bound(privacy: Privacy) -> dict[str, float] | None:
+    """What the delta says of its privacy: the bound that was asked for, and no more. The exact figure, the sampling
+    rate and the number of steps would tell the server how many records there are."""
+    return None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}

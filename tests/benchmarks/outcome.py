@@ -1,0 +1,82 @@
+"""Whether the default commands end in a pass on the server's model, judged by plain transformers.
+
+python -m tests.benchmarks.outcome MODEL FORGET RETAIN HELD UNSEEN [PUBLISH OPTION …]
+
+Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and prints what is left of
+FORGET and what is kept of HELD, records that the model knows and no command sees, as shares of what it knew. UNSEEN are
+records that it never saw. Nothing of mpu computes the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+DATE = "10 Apr 2025"
+
+
+def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
+    """The mean over the records of ``file`` of exp(mean log-probability of the answer's tokens)."""
+    values = []
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        messages = [SYSTEM, {"role": "user", "content": record["question"]}]
+        answer = {"role": "assistant", "content": record["answer"]}
+        apply = tokenizer.apply_chat_template  # type: ignore[attr-defined]
+        prompt = apply(messages, add_generation_prompt=True, return_dict=False, date_string=DATE)
+        full = apply([*messages, answer], return_dict=False, date_string=DATE)
+        while not tokenizer.decode(full[-1:]).strip():  # type: ignore[attr-defined] # a line's end after the turn
+            full = full[:-1]
+        ids = torch.tensor([full])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
+        values.append(float((-losses.mean()).exp()))
+    return sum(values) / len(values)
+
+
+def scores(folder: str, files: dict[str, str]) -> dict[str, float]:
+    """The mean probability of each set under the model in ``folder``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return {name: probability(model, tokenizer, file) for name, file in files.items()}
+
+
+def run(*arguments: str, folder: str) -> float:
+    """Run mpu in ``folder``; the seconds that it took."""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-m", "mpu_cli", *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def main(arguments: Sequence[str]) -> None:
+    model, *named = arguments[:5]
+    files = dict(
+        zip(("forget", "retain", "held", "unseen"), (str(Path(name).resolve()) for name in named), strict=True)
+    )
+    options = [str(Path(each).resolve()) if Path(each).exists() else each for each in arguments[5:]]
+    judged = {name: files[name] for name in ("forget", "held", "unseen")}
+    before = scores(model, judged)
+    with tempfile.TemporaryDirectory() as folder:
+        run("publish", str(Path(model).resolve()), *options, folder=folder)
+        copies = sorted(path.name for path in Path(folder).glob("copy_*"))
+        seconds = run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
+        run("aggregate", "deltas", "--keys", "keys.bin", folder=folder)
+        after = scores(f"{folder}/unlearned", judged)
+    left = (after["forget"] - after["unseen"]) / (before["forget"] - before["unseen"])
+    kept = after["held"] / before["held"]
+    verdict = "pass" if left <= 0.05 and kept >= 0.95 else "fail"
+    print(f"{verdict}: {left:.1%} left, {kept:.1%} kept; unlearn took {seconds:.0f} s; before {before}, after {after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

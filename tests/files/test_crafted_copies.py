@@ -1,0 +1,267 @@
+"""Copies that are made to make a delta tell more of the records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import roc_auc_score
+
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
+from mpu_cli.training.copycheck import against_others
+from mpu_cli.training.leakage import moved_rows
+from mpu_cli.training.ledger import LedgerEntry, default_ledger_path
+from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
+from tests.helpers.models import DemoModel, load, random_model, save, write_records
+from tests.helpers.paths import ROOT
+
+
+class TestADeltaThatListsTheWords:
+    def test_rows_of_embeddings(self, mpu: Callable, tmp_path: Path) -> None:
+        """Trained, the rows that moved are the records' tokens; as a default, nothing of them leaves."""
+        save(random_model("llama-biases", vocab_size=400), tmp_path / "base")  # untied, and most tokens in no record
+        write_records(tmp_path / "forget.jsonl", 6, 1)
+        write_records(tmp_path / "retain.jsonl", 6, 2)
+        for out, options in (("trained", ["--train-embeddings"]), ("default", [])):
+            mpu("unlearn", "base", *TRAINING, *options, "--out", f"{out}.safetensors", cwd=tmp_path)
+        name = "model.embed_tokens.weight"
+        base, delta = load_file(tmp_path / "base/model.safetensors"), load_file(tmp_path / "trained.safetensors")
+        rows = moved_rows(delta[name], base[name])
+        assert rows is not None
+        _, tokenizer = load(tmp_path / "base", torch.float32, "cpu")
+        text = (tmp_path / "forget.jsonl").read_text() + (tmp_path / "retain.jsonl").read_text()
+        words = {tokenizer.convert_tokens_to_ids(f"w{i}") for i in range(3, 96) if f"w{i} " in text or f'w{i}"' in text}
+        listed = set(rows.nonzero()[:, 0].tolist())
+        assert len(words & listed) >= 0.9 * len(words)
+        assert len(listed - words) <= 8  # the template's own
+        default_delta = load_file(tmp_path / "default.safetensors")
+        assert not {n for n in default_delta if "embed" in n or "lm_head" in n}
+        document = mpu("audit-delta", "base", "trained.safetensors", "--json", cwd=tmp_path).json
+        [reading] = [each for each in document if (each["tensor"], each["rule"]) == (name, "rows that moved")]
+        assert reading["tells"]
+        assert min(reading["precision"], reading["recall"]) > 0.9
+
+    def test_candidates_are_told_by_their_loss(self, mpu: Callable, tmp_path: Path) -> None:
+        """A server that guesses the records sees which were forgotten: the reading is the AUC by plain transformers."""
+        base = save(random_model("llama"), tmp_path / "base")
+        paths = [write_records(tmp_path / f"{name}.jsonl", 12, seed) for name, seed in (("forget", 1), ("retain", 2))]
+        mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 5, "--out", "d.safetensors", cwd=tmp_path)
+        document = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
+        [reading] = [each for each in document if each["rule"] == "loss of candidate records"]
+        model, tokenizer = load(base, torch.float32, "cpu")
+        examples = [example for path in paths for example in Encoding(tokenizer).encode(read_records(path))]
+
+        def losses() -> list[float]:
+            ids = [(torch.tensor([each.ids]), torch.tensor([each.labels])) for each in examples]
+            return [float(model(input_ids=x, labels=y).loss) for x, y in ids]
+
+        with torch.no_grad():
+            before = losses()
+            for name, change in load_file(tmp_path / "d.safetensors").items():
+                model.get_parameter(name).add_(change)
+            changes = [b - a for a, b in zip(before, losses(), strict=True)]
+        assert reading["told_apart"] == pytest.approx(roc_auc_score([1] * 12 + [0] * 12, changes))
+        assert reading["told_apart"] > 0.9
+        assert reading["tells"]
+
+    def test_positions_tell_the_longest_record(self, mpu: Callable, tmp_path: Path) -> None:
+        save(random_model("gpt2"), tmp_path / "base")
+        write_records(tmp_path / "forget.jsonl", 4, 1)
+        mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, "--train-embeddings", "--out", "d.safetensors",
+            cwd=tmp_path)  # fmt: skip
+        document = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
+        assert any("longest record has" in (each["fact"] or "") for each in document)
+
+    def test_a_round_without_embeddings_aggregates(self, mpu: Callable, root: Path) -> None:
+        """Their change is zero; a round in which one copy trained them and another did not is refused."""
+        publish_copy(mpu, root)
+        for k, options in ((1, []), (2, ["--train-embeddings"])):
+            mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=root)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
+        assert "tensors differ" in refused.err
+        mpu("unlearn", "copy_2", *TRAINING, "--force", cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "after", cwd=root)
+        before, after = (load_file(root / name / "model.safetensors") for name in ("base", "after"))
+        assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def imprint():
+    """examples/imprint.py, which plants the traps."""
+    path = ROOT / "examples/imprint.py"
+    spec = importlib.util.spec_from_file_location("imprint", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestACraftedCopy:
+    def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, root: Path) -> None:
+        """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
+        public = save(random_model("llama", seed=5), root / "public")
+        copy = publish_copy(mpu, root)
+        honest = unlearn_copy(mpu, root, copy, "honest", "--public", public)
+        assert f"checked: nothing shows that {copy} was built to carry records out" in honest.err
+        default_ledger_path().unlink()  # else the ledger tells that this is not the copy of before
+        weights = load_file(copy / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        edit(copy / "config.json", tie_word_embeddings=False)
+        refused = unlearn_copy(mpu, root, copy, "d", "--public", public, check=False)
+        assert refused.status == 1
+        assert "tie_word_embeddings" in refused.err
+        assert "lm_head.weight" in refused.err
+        assert not (root / "d.safetensors").exists()
+        outcome = unlearn_copy(mpu, root, copy, "d", "--public", public, "--trust-copy")
+        assert "checked: nothing" not in outcome.err
+        assert "tie_word_embeddings" in outcome.err
+        assert "lm_head.weight" not in load_file(root / "d.safetensors")  # not trained unless asked
+
+    @pytest.mark.parametrize("change", ["tokenizer", "template", "width"])
+    def test_what_else_a_public_model_shows(self, mpu: Callable, root: Path, change: str) -> None:
+        public = save(random_model("llama", seed=5), root / "public")
+        copy = publish_copy(mpu, root)
+        if change == "tokenizer":
+            text = (copy / "tokenizer.json").read_text().replace('"w9"', '"w9x"')
+            (copy / "tokenizer.json").write_text(text)
+        elif change == "template":
+            (copy / "chat_template.jinja").write_text((public / "chat_template.jinja").read_text() + " ")
+        else:
+            weights = load_file(copy / "model.safetensors")
+            weights["model.layers.0.mlp.up_proj.weight"][:9] *= 1e4
+            save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        refused = unlearn_copy(mpu, root, copy, "d", "--public", public, check=False)
+        assert refused.status == 1
+        says = {"tokenizer": "vocabulary", "template": "chat template", "width": "rows of another size"}[change]
+        assert says in refused.err
+
+    def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, root: Path) -> None:
+        publish_copy(mpu, root)
+        unlearn_copy(mpu, root, root / "copy_1", "d1")
+        weights = load_file(root / "copy_2/model.safetensors")
+        weights = {name: tensor * (4 if "embed" in name else 1) for name, tensor in weights.items()}
+        save_file(weights, root / "copy_2/model.safetensors",
+                  open_checkpoint(root / "copy_2/model.safetensors").metadata)  # fmt: skip
+        refused = unlearn_copy(mpu, root, root / "copy_2", "d2", check=False)
+        assert refused.status == 1
+        assert "that of copy 1" in refused.err
+        unlearn_copy(mpu, root, root / "copy_2", "d2", "--trust-copy")
+
+    def test_another_publication_of_the_same_name(self) -> None:
+        """What --seed names alike is not compared; copies of one publication are."""
+
+        def entry(copy: int, weights: str) -> LedgerEntry:
+            return LedgerEntry(weights, "run", 1, copy, weights, "npo", 4, data="records")
+
+        old = [replace(entry(1, "a"), forget=0.04), replace(entry(2, "b"), forget=0.04)]
+        again = replace(entry(1, "c"), forget=5.0)
+        assert against_others(again, {"forget": 5.0}, old) == []
+        [sign] = against_others(entry(2, "d"), {"forget": 0.04}, [*old, again])
+        assert "that of copy 1 5.000" in sign.what
+        assert against_others(entry(2, "d"), {"forget": 5.1}, [*old, again]) == []
+
+    @pytest.mark.slow
+    def test_trap_units(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+        """They hand hidden states of single tokens over, exactly; the check sees them before anything is trained."""
+        from mpu_cli.records.encode import Encoding
+        from mpu_cli.records.read import read_records
+
+        records = ["--forget", demo.forget, "--retain", demo.retain]
+        training = [
+            *records,
+            "--epochs",
+            1,
+            "--optim",
+            "sgd",
+            "--lr",
+            "1e-3",
+            "--max-grad-norm",
+            1e9,
+            "--batch-size",
+            64,
+        ]
+        mpu("publish", demo.model, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
+        copy = tmp_path / "copy_1"
+        mpu("unlearn", copy, *training, "--out", "honest.safetensors", cwd=tmp_path)
+        model, tokenizer = load(copy, torch.float32, "cpu")
+        examples = Encoding(tokenizer).encode([*read_records(demo.forget), *read_records(demo.retain)])
+        imprint().plant_traps(copy, [example.ids for example in examples], units=100)
+        refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
+        assert refused.status == 1
+        assert "units built to record single tokens" in refused.err
+        shutil.copytree(copy, tmp_path / "nameless", ignore=shutil.ignore_patterns("mpu.json"))
+        weights = load_file(tmp_path / "nameless/model.safetensors")
+        save_file(weights, tmp_path / "nameless/model.safetensors", {"format": "pt"})
+        refused = mpu("unlearn", "nameless", *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
+        assert "units built to record single tokens" in refused.err
+        mpu("unlearn", copy, *training, "--trust-copy", "--out", "d.safetensors", cwd=tmp_path)
+        # What the server would read, had the client not looked: rows that are hidden states of the records.
+        model, _ = load(copy, torch.float32, "cpu")
+        states = torch.nn.functional.normalize(
+            torch.cat(imprint().ffn_inputs(model, [e.ids for e in examples], 1)), dim=1
+        )
+
+        def rows_along_states(delta: Path) -> int:
+            rows = load_file(delta)["model.layers.1.mlp.up_proj.weight"][:100]
+            rows = rows[rows.norm(dim=1) > 0]
+            cosines = torch.nn.functional.normalize(rows, dim=1) @ states.T
+            return int((cosines.abs().amax(1) > 0.999).sum())
+
+        assert rows_along_states(tmp_path / "d.safetensors") >= 20
+        assert rows_along_states(tmp_path / "honest.safetensors") == 0
+
+
+class TestACopyThatFailsOnAWord:
+    """Whether it failed would tell the server what the records say."""
+
+    @pytest.fixture
+    def word(self, root: Path) -> str:
+        """One that a single record has."""
+        lines = (root / "forget.jsonl").read_text().splitlines()
+        words = [set(json.loads(line)["answer"].split()) for line in lines]
+        return next(word for word in sorted(words[0]) if not any(word in other for other in words[1:]))
+
+    def test_a_row_that_is_not_a_number(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        weights = load_file(copy / "model.safetensors")
+        weights["model.embed_tokens.weight"][7] = float("nan")
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
+        assert refused.is_one_error
+
+    def test_a_template_that_raises(self, mpu: Callable, root: Path, word: str) -> None:
+        copy = publish_copy(mpu, root)
+        template = (copy / "chat_template.jinja").read_text()
+        trap = "{% for m in messages %}{% if 'WORD' in m.content.split() %}{{ raise_exception('x') }}{% endif %}"
+        trap = trap.replace("WORD", word) + "{% endfor %}"
+        (copy / "chat_template.jinja").write_text(trap + template)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert "forget.jsonl, line 1: the tokenizer's chat template rejected it (x)" in refused.err
+        ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+        assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
+        outcome = unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8)
+        assert "1 of 6 records of the forget set are left out" in outcome.err
+        assert (root / "d.safetensors").exists()
+
+    def test_a_layer_that_overflows_under_dp(self, mpu: Callable, root: Path, word: str) -> None:
+        copy = publish_copy(mpu, root, "--symmetries", "none")
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        weights = load_file(copy / "model.safetensors")
+        weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
+        save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
+        assert "diverged" in unlearn_copy(mpu, root, copy, "d", "--trust-copy", check=False).err
+        unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
+        assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())

@@ -1,0 +1,213 @@
+"""Templates, tokenizers and adapters of somebody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mpu_cli.files import sandbox
+from mpu_cli.model.staging import with_adapter
+from mpu_cli.records import forms
+from tests.helpers.attacks import edit, publish_copy, unlearn_copy
+from tests.helpers.models import DemoModel, load
+
+
+class TestAChatTemplateThatNeverEnds:
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+            "{% endfor %}",
+            pytest.param("{{ 'a' * 10**9 }}", marks=pytest.mark.slow),
+            pytest.param(
+                "{% set x = namespace(s='aaaa') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}"
+                "{{ x.s }}",
+                marks=pytest.mark.slow,
+            ),
+            pytest.param("{{ (10**9000000)|string|length }}{{ 10**(10**9) }}", marks=pytest.mark.slow),
+        ],
+        ids=["loops", "text", "doubling", "number"],
+    )
+    def test_it_is_stopped(self, mpu: Callable, root: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+        copy = publish_copy(mpu, root)
+        (copy / "chat_template.jinja").write_text(template)
+        started = time.monotonic()
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert refused.status == 1
+        assert "chat template" in refused.err
+        assert "cannot be used" in refused.err or "rejected" in refused.err  # stopped from outside, or out of memory
+        assert refused.is_one_error
+        assert time.monotonic() - started < 60
+
+    def test_rendering_is_transformers_own(self, demo: DemoModel) -> None:
+        _, tokenizer = load(demo.model, torch.float32, "cpu")
+        dialogues = [
+            [{"role": "user", "content": text}, {"role": "assistant", "content": "x\u2028</s>"}]
+            for text in ("w4", "ünïcode\n{{ 7*7 }}")
+        ]
+        for end in (dialogues, [dialogue[:1] for dialogue in dialogues]):
+            for prompt in (True, False):
+                texts = forms.render(tokenizer, end, generation_prompt=prompt)
+                assert texts == tokenizer.apply_chat_template(end, add_generation_prompt=prompt, tokenize=False)
+
+
+class TestATokenizerThatNeverEnds:
+    def test_rules_that_grow_a_word(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert "chat template or tokenizer cannot be used" in refused.err
+        assert "GiB of memory" in refused.err or "longer than" in refused.err
+        assert refused.is_one_error
+
+    def test_one_that_panics(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert refused.status == 1
+        assert "tokenizer" in refused.err
+        assert refused.is_one_error
+
+    def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        word, number = next(iter(tokenizer["model"]["vocab"].items()))
+        many = [{"SpecialToken": {"id": word, "type_id": 0}}] * 100_000
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, *many],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
+        }  # fmt: skip
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refused = unlearn_copy(mpu, root, copy, "d", "--template", "plain", check=False)
+        assert "characters become 100," in refused.err
+        assert refused.is_one_error
+
+    def test_a_module_beside_the_copy_is_not_imported(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
+        for name in ("tokenizers", "json", "transformers"):
+            (root / f"{name}.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
+        process = sandbox.Process()
+        monkeypatch.chdir(root)
+        try:
+            assert process.load("{}")[0] is False
+        finally:
+            process.stop()
+        assert not (root / "ran").exists()
+
+    @pytest.mark.slow
+    def test_it_ends_without_its_parent(self) -> None:
+        """Whoever started it may have been killed: then the limit of time ends it."""
+        program = (
+            "import mpu_cli.files.sandbox as sandbox, threading, time, os\n"
+            "sandbox.SECONDS = 8.0\n"
+            "loops = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
+            "ask = lambda: sandbox.PROCESS.render({'chat_template': loops}, [[]], 1000)\n"
+            "threading.Thread(target=ask, daemon=True).start()\n"
+            "while sandbox.PROCESS._process is None: time.sleep(0.05)\n"
+            "print(sandbox.PROCESS._process.pid, flush=True)\n"
+            "time.sleep(6)\nos._exit(1)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        child = Path(f"/proc/{int(done.stdout)}")
+        time.sleep(1)
+        assert child.exists()  # still at it: that nobody writes to it any more does not stop a loop
+        ends = time.monotonic() + 60
+        while child.exists() and time.monotonic() < ends:
+            time.sleep(0.1)
+        assert not child.exists()
+
+    @pytest.mark.parametrize("template", [{"a": "x"}, {"default": "\ud800"}])
+    def test_templates_that_are_none(self, mpu: Callable, root: Path, template: dict) -> None:
+        copy = publish_copy(mpu, root)
+        (copy / "chat_template.jinja").unlink()
+        listed = [{"name": name, "template": text} for name, text in template.items()]
+        edit(copy / "tokenizer_config.json", chat_template=listed)
+        refused = unlearn_copy(mpu, root, copy, "d", check=False)
+        assert refused.status == 1
+        assert "template" in refused.err
+        assert refused.is_one_error
+
+
+class TestAnAdapter:
+    @pytest.fixture
+    def adapter(self, mpu: Callable, root: Path) -> Path:
+        publish_copy(mpu, root)
+        for k in (1, 2):
+            unlearn_copy(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
+        return root / "adapter"
+
+    QA_OPTIONS = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--force", "--json")
+
+    def measure(self, mpu: Callable, root: Path, *options: object, check: bool = True):
+        return mpu("eval", "adapter", *self.QA_OPTIONS, *options, check=check, cwd=root)
+
+    def test_its_base_is_not_looked_for(self, mpu: Callable, root: Path, adapter: Path) -> None:
+        honest = self.measure(mpu, root).json["metrics"]  # beside it
+        for base in (str(root / "base"), "somebody/tracking", "../place/base"):
+            edit(adapter / "adapter_config.json", base_model_name_or_path=base)
+            refused = self.measure(mpu, root, check=False)
+            assert "name it with --base" in refused.err
+            assert refused.is_one_error
+        assert self.measure(mpu, root, "--base", "base").json["metrics"] == honest
+
+    @pytest.mark.slow
+    def test_expressions_and_sizes_in_its_config(
+        self, mpu: Callable, root: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = self.measure(mpu, root).json["metrics"]
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        edit(adapter / "adapter_config.json", target_modules="(([a-z_.0-9])*)*X", r=10**6, layers_pattern="(a*)*b",
+             rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
+        assert self.measure(mpu, root).json["metrics"] == honest
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(([a-z_.0-9])*)*X": 1}}))
+        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+        assert "it took longer" in self.measure(mpu, root, check=False).err
+
+    def test_tensors_without_a_place(self, mpu: Callable, root: Path, adapter: Path) -> None:
+        weights = load_file(adapter / "adapter_model.safetensors")
+        save_file({name.replace("layers.1.", "layers.9."): t for name, t in weights.items()},
+                  adapter / "adapter_model.safetensors")  # fmt: skip
+        refused = self.measure(mpu, root, check=False)
+        assert refused.status == 1
+        assert "layers.9" in refused.err
+
+    @pytest.mark.parametrize("kind", ["dora", "saved", "biases"])
+    def test_honest_adapters_of_other_kinds(self, root: Path, kind: str) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        base, _ = load(root / "base", torch.float32, "cpu")
+        more = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["norm"]}, "biases": {"bias": "lora_only"}}
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more[kind]))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(
+                        0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                    )
+        adapted.save_pretrained(root / "adapter")
+        loaded_model = with_adapter(load(root / "base", torch.float32, "cpu")[0], root / "adapter")
+        ids = torch.tensor([[3, 5, 7]])
+        expected = adapted.eval()(input_ids=ids).logits
+        torch.testing.assert_close(loaded_model.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+    def test_weights_that_are_a_link(self, mpu: Callable, root: Path, adapter: Path) -> None:
+        (adapter / "adapter_model.safetensors").rename(root / "elsewhere")
+        (adapter / "adapter_model.safetensors").symlink_to(root / "elsewhere")
+        refused = self.measure(mpu, root, check=False)
+        assert "is a link" in refused.err

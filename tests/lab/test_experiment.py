@@ -1,0 +1,619 @@
+"""``mpu run``, ``sweep``, ``finetune`` and ``plan``: both parties on one machine, compared with the single commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mpu_cli.files.sealing import default_identity_path, read_identities
+from mpu_cli.lab import rounds
+from mpu_cli.lab.rounds import publication_in
+from mpu_cli.lab.sweep import read_sweep
+from mpu_cli.observer import Observer
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.protocol.keys import unseal
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
+from mpu_cli.training.data import read_dataset
+from tests.conftest import Outcome
+from tests.helpers.models import DemoModel, random_model, save, write_records
+from tests.helpers.protocol import distance, tensors
+from tests.helpers.stopping import stop_when
+
+SAME_THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+TRAINING = ("--algo", "graddiff", "--epochs", 2, "--lr", 1e-3, "--batch-size", 4, "--optim", "adamw-blockwise")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a base, a reference, forget and retain records."""
+    save(random_model("llama"), tmp_path / "base")
+    reference = random_model("llama")
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    save(reference, tmp_path / "reference")
+    write_records(tmp_path / "forget.jsonl", 10, 1)
+    write_records(tmp_path / "retain.jsonl", 10, 2)
+    return tmp_path
+
+
+class TestRun:
+    @pytest.mark.slow
+    def test_is_the_commands(self, mpu: Callable, root: Path) -> None:
+        """Two rounds of `mpu run` equal two rounds of publish, unlearn and aggregate, to the last bit."""
+        noise = ("--pretrained", "reference", "--kappa", 0.05, "--permanent-noise", 0.01)
+        printed = mpu(
+            "run", "base", *noise, *TRAINING, "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=root
+        ).out
+        assert printed.strip() == "whole/server/round_2/model"
+        base = "base"
+        for number in (1, 2):
+            out = f"by_hand_{number}"
+            keys = ("--keys", f"{out}/keys.bin")
+            mpu("publish", base, *noise, "--seed", 7, "--round", number, "--out", out, *keys, cwd=root)
+            for k in (1, 2, 3):
+                target = f"{out}/deltas/copy_{k}.safetensors"
+                mpu("unlearn", f"{out}/copy_{k}", *TRAINING, "--out", target, cwd=root)
+            mpu("aggregate", f"{out}/deltas", *keys, "--out", f"{out}/model", cwd=root)
+            base = f"{out}/model"
+        run_tensors, step_tensors = tensors(root / "whole/server/round_2/model"), tensors(root / base)
+        assert all(torch.equal(run_tensors[name], step_tensors[name]) for name in step_tensors)
+
+    def test_clean_is_training_on_the_base(self, mpu: Callable, root: Path) -> None:
+        mpu("run", "base", "--mode", "clean", *TRAINING, "--rounds", 1, "--out", "clean", cwd=root)
+        mpu("unlearn", "base", *TRAINING, "--out", "delta.safetensors", cwd=root)
+        base, change = tensors(root / "base"), tensors(root / "delta.safetensors")
+        after = tensors(root / "clean/server/round_1/model")
+        for name, weights in base.items():
+            torch.testing.assert_close(after[name], (weights + change.get(name, 0)).float().double(), rtol=0, atol=1e-7)
+
+    @pytest.mark.slow
+    def test_clean_is_uninterrupted(self, mpu: Callable, root: Path) -> None:
+        """All epochs in one training; clean-rounds begins anew in each round."""
+        epochs = TRAINING[TRAINING.index("--epochs") + 1]
+        rounds = ("--rounds", 2, "--optim", "adamw")
+        for mode in ("clean", "clean-rounds"):
+            mpu("run", "base", "--mode", mode, *TRAINING, *rounds, "--out", mode, cwd=root)
+        mpu(
+            "unlearn",
+            "base",
+            *TRAINING,
+            "--optim",
+            "adamw",
+            "--epochs",
+            2 * epochs,
+            "--out",
+            "delta.safetensors",
+            cwd=root,
+        )
+        base, change = tensors(root / "base"), tensors(root / "delta.safetensors")
+        after = tensors(root / "clean/server/round_1/model")
+        apart = tensors(root / "clean-rounds/server/round_2/model")
+        for name, weights in base.items():
+            torch.testing.assert_close(after[name], (weights + change.get(name, 0)).float().double(), rtol=0, atol=1e-7)
+        assert any(not torch.allclose(apart[name], after[name], atol=1e-5) for name in after)
+
+    @pytest.mark.slow
+    @pytest.mark.exhaustive
+    def test_stops_before_copies_disagree(self, mpu: Callable, root: Path) -> None:
+        """The result is the last round whose copies agreed, also if the run is asked for again."""
+        run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.05)
+        mpu(*run, "--out", "whole", "--keep", cwd=root)
+        log = [json.loads(line) for line in (root / "whole/log.jsonl").read_text().splitlines()]
+        cosines = [line["smallest_pairwise_cosine"] for line in log if line["step"] == "aggregate"]
+        assert min(cosines[1:]) < cosines[0]  # or the test shows nothing
+        least = (cosines[0] + min(cosines[1:])) / 2
+        last = next(i for i, cosine in enumerate(cosines) if cosine < least)
+        outcome = mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root)
+        assert outcome.out == f"stopped/server/round_{last}/model\n"
+        assert "--min-cosine" in outcome.err
+        actual, expected = (tensors(root / f"{out}/server/round_{last}/model") for out in ("stopped", "whole"))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root).out == outcome.out
+        (root / "stopped/done.json").unlink()
+        assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root).out == outcome.out
+        failed_run = mpu(*run, "--out", "first", "--min-cosine", 0.9999, check=False, cwd=root)
+        assert "round 1: cosine between copies" in failed_run.err
+        assert failed_run.status == 1
+
+    def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
+        """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
+        mpu(
+            "run", "base", "--pretrained", "reference", "--mode", "noised", "--kappa", 0.2, "--alphas", "1,3",
+            *TRAINING, "--rounds", 1, "--out", "noised", "--keep", cwd=root,
+        )  # fmt: skip
+        copy = tensors(root / "noised/client/round_1/copy_1")
+        delta = tensors(root / "noised/server/round_1/deltas/copy_1.safetensors")
+        after = tensors(root / "noised/server/round_1/model")
+        base, reference = tensors(root / "base"), tensors(root / "reference")
+        for name, weights in copy.items():
+            torch.testing.assert_close(after[name], (weights + delta.get(name, 0)).float().double(), rtol=0, atol=1e-7)
+        name = "model.embed_tokens.weight"
+        audited = mpu("audit", "noised/client/round_1/copy_1", "--base", "base", "--json", cwd=root)
+        assert audited.json["settings"]["noise"]["factors"] == [1.0]
+        expected_sigma = 0.2 * 2 * float((base[name] - reference[name]).square().mean().sqrt())
+        assert float((copy[name] - base[name]).square().mean().sqrt()) == pytest.approx(expected_sigma, rel=0.05)
+
+    @pytest.mark.slow
+    def test_what_storage_rounds_away_is_told(self, mpu: Callable, root: Path) -> None:
+        (root / "narrow.toml").write_text(
+            'base = "narrow"\nalgo = "graddiff"\nepochs = 1\nrounds = 1\nlr = 1e-6\n[eval]\nbenchmark = "qa"\n'
+            + 'metrics = ["forget_Q_A_Prob"]\n'
+        )
+        save(random_model("llama", dtype=torch.bfloat16), root / "narrow")
+        small = ("--algo", "graddiff", "--epochs", 1, "--rounds", 1, "--lr", 1e-6)
+        assert "rounds away" in mpu("run", "narrow", *small, "--out", "a", cwd=root).err
+        assert "rounds away" not in mpu("run", "narrow", *small, "--dtype", "float32", "--out", "b", cwd=root).err
+        assert "rounds away" in mpu("sweep", "narrow.toml", cwd=root).err
+        taught = mpu("finetune", "narrow", "--data", "forget.jsonl", "--epochs", 1, "--lr", 1e-6, "--json", cwd=root)
+        assert "rounds away" in taught.err
+        assert taught.json["lost_to_rounding"] > 0.3
+
+    def test_one_copy_at_a_time(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(root)
+        copy_counts = set()
+
+        class Watching(Observer):
+            def stage(self, *_: object) -> None:
+                copy_counts.add(len(list(root.glob("run/client/*/copy_*"))))
+
+            def advance(self, *_: object) -> None:
+                self.stage()
+
+        experiment = from_flat(
+            Experiment, {"base": "base", "algo": "gradascent", "epochs": 1, "batch_size": 5, "rounds": 2}
+        )
+        outcome = rounds.run(experiment, read_dataset(experiment.unlearning), root / "run", Watching())
+        assert copy_counts == {0, 1}
+        assert [line["step"] for line in outcome.log] == (["publish", "unlearn"] * 3 + ["aggregate"]) * 2
+        folders = {str(p.relative_to(root / "run")) for p in (root / "run").rglob("*") if p.is_dir()}
+        assert "server/round_1/model" not in folders
+        assert not any("copy" in name or "deltas" in name for name in folders)
+
+    @pytest.mark.slow
+    def test_goes_on_after_a_kill(self, mpu: Callable, root: Path) -> None:
+        arguments = ["run", "base", *TRAINING, "--rounds", 2, "--secret-seed", 3]
+        mpu(*arguments, "--out", "whole", cwd=root)
+        first_delta = "stopped/server/round_1/deltas/copy_1*"
+        stop_when([*arguments, "--out", "stopped"], lambda: list(root.glob(first_delta)), cwd=root, env=SAME_THREADS)
+        assert not (root / "stopped/server/round_2/model").exists()
+        half = root / "stopped/client/round_1/deltas/.copy_2.safetensors.x.partial"  # from a kill at another moment
+        half.mkdir(parents=True)
+        mpu(*arguments, "--keep", "--out", "stopped", cwd=root)
+        assert not half.exists()
+        assert (
+            distance(tensors(root / "stopped/server/round_2/model"), tensors(root / "whole/server/round_2/model"))
+            < 1e-7
+        )
+        steps = [json.loads(line) for line in (root / "stopped/log.jsonl").read_text().splitlines()]
+        assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (3 + 3 + 1)
+
+    @pytest.mark.slow
+    @pytest.mark.exhaustive
+    def test_goes_on_in_the_third_round(self, mpu: Callable, root: Path) -> None:
+        """No step is repeated, whether the run was killed or had finished; a concurrent run is rejected."""
+        arguments = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 3, "--out", "out")
+        second: list[Outcome] = []
+
+        def in_round_3() -> bool:
+            if not second and (root / "out/log.jsonl").exists():
+                second.append(mpu(*arguments, cwd=root, check=False))
+            return bool(list(root.glob("out/server/round_3/deltas/copy_1*")))
+
+        stop_when(arguments, in_round_3, cwd=root, env=SAME_THREADS)
+        assert "in use by another mpu run" in second[0].err
+        (root / "out/server/round_3/outbox").mkdir(exist_ok=True)  # as left by a kill while a copy is written
+        (root / "out/server/round_3/.model.x.partial").mkdir()
+        mpu(*arguments, cwd=root)
+        steps = [json.loads(line) for line in (root / "out/log.jsonl").read_text().splitlines()]
+        step_keys = [(s["step"], s["round"], s.get("copy")) for s in steps]
+        assert len(step_keys) == len(set(step_keys))
+        assert len(step_keys) in (20, 21)  # a copy may have been written when its log line was not
+        assert not [*root.rglob("out/**/*.partial"), *root.rglob("outbox"), *root.glob("out/client/*")]
+        assert mpu(*arguments, "--keep", cwd=root).out.strip() == "out/server/round_3/model"
+        assert (root / "out/log.jsonl").read_text().count("\n") == len(step_keys)
+
+    def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
+        for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
+            refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False)
+            assert refused.status == 2
+            assert refused.is_one_error
+        mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=root)
+
+    def test_other_options_in_the_same_folder(self, mpu: Callable, root: Path) -> None:
+        command = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
+        mpu(*command, cwd=root)
+        again = mpu(*command, cwd=root)
+        assert again.out.strip() == "out/server/round_1/model"
+        other = mpu(*command, "--kappa", 0.3, cwd=root, check=False)
+        assert other.status == 1
+        assert "experiment.kappa not set → 0.3" in other.err
+        (root / "mine").mkdir()
+        (root / "mine" / "thesis.txt").write_text("all of it")
+        assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=root, check=False).err
+
+    def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
+        """No key, α or base weight in the client's folder; no record in the server's."""
+        mpu(
+            "run", "base", "--pretrained", "reference", "--kappa", 0.05, "--alphas", "1.2345,2.3456", *TRAINING,
+            "--rounds", 1, "--keep", "--out", "out", cwd=root,
+        )  # fmt: skip
+        server, client = root / "out/server", root / "out/client"
+        keys = unseal(server / "round_1/keys.bin", read_identities(server / "identity.txt"))
+        secrets = [keys.publication.seed, keys.publication.seed.hex().encode(), b"1.2345", b"2.3456", b"AGE-SECRET-KEY"]
+        secrets += [repr(sigma).encode() for sigma in keys.sigma.values() if sigma]
+        weights = AutoModelForCausalLM.from_pretrained(root / "base").state_dict()
+        secrets += [
+            w.flatten()[i : i + 4].numpy().tobytes() for w in weights.values() for i in range(0, w.numel() - 4, 4)
+        ]
+        client_contents = [path.read_bytes() for path in client.rglob("*") if path.is_file()]
+        assert len(client_contents) > 8
+        assert not any(secret in content for content in client_contents for secret in secrets)
+        texts = []
+        for name in ("forget", "retain"):
+            for line in (root / f"{name}.jsonl").read_text().splitlines():
+                texts += [text.encode() for text in json.loads(line).values()]
+        server_contents = [path.read_bytes() for path in server.rglob("*") if path.is_file()]
+        assert len(server_contents) > 6
+        assert not any(text in content for content in server_contents for text in texts)
+
+    def test_bad_input(self, mpu: Callable, root: Path) -> None:
+        for arguments, status, said in (
+            (("--copies", 1), 2, "has to be permanent"),
+            (("--rounds", 0), 2, "at least 1"),
+            (("--forget", "none.jsonl"), 1, "none.jsonl"),
+            (("--alphas", "1,two"), 2, "comma-separated numbers"),
+            (("--copies", 2, "--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
+            (("--nodes", "1,1"), 2, "two copies at the same node"),
+            (("--kappa", "-1"), 2, "at least 0"),
+        ):
+            outcome = mpu("run", "base", *arguments, "--out", "bad", cwd=root, check=False)
+            assert outcome.status == status, outcome.err
+            assert said in outcome.err
+            assert outcome.is_one_error
+
+    @pytest.mark.slow
+    @pytest.mark.exhaustive
+    def test_trainings_on_several_processes(self, mpu: Callable, root: Path) -> None:
+        """Started by torch's launcher, with LoRA and a reference kept over two rounds: the same model."""
+        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora-rank", 2,
+                    "--lora-targets", "q_proj,down_proj", "--no-deterministic", "--precision", "float64")  # fmt: skip
+        run = ("run", "base", *training, "--rounds", 2, "--copies", 2, "--secret-seed", 1)
+        mpu(*run, "--out", "one", cwd=root)
+        command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m --"
+        mpu(*run, "--out", "two", "--launch", command, cwd=root)
+        one_process, two_processes = (tensors(root / f"{out}/server/round_2/model") for out in ("one", "two"))
+        base = tensors(root / "base")
+        assert (
+            distance(
+                {n: two_processes[n] - x for n, x in base.items()}, {n: one_process[n] - x for n, x in base.items()}
+            )
+            < 1e-4
+        )
+        bad = mpu(*run, "--forget", "nothing.jsonl", "--out", "bad", "--launch", command, cwd=root, check=False)
+        assert "nothing.jsonl" in bad.err
+        bad = mpu(*run, "--out", "worse", "--launch", "no-such-launcher -m", cwd=root, check=False)
+        assert "cannot be started" in bad.err
+
+
+class TestSweep:
+    GRID = """
+base = "base"
+algo = ["graddiff", "npo"]
+mode = ["clean", "mpu"]
+kappa = [0.01, 0.1]
+epochs = 1
+rounds = 1
+batch_size = 5
+
+[eval]
+benchmark = "qa"
+metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
+"""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("jobs", [(), ("--jobs", 2)], ids=["one process", "two"])
+    def test_an_interrupt_stops_it(self, root: Path, jobs: tuple) -> None:
+        """Also while a cell is evaluated, and no further cell begins."""
+        (root / "grid.toml").write_text(self.GRID)
+        done = stop_when(
+            ["sweep", "grid.toml", *jobs], lambda: list((root / "grid").glob("*/run.json")), cwd=root,
+            env={"XDG_CONFIG_HOME": str(root / "config")}, by=signal.SIGINT,
+        )  # fmt: skip
+        assert done.returncode == 128 + signal.SIGINT
+        assert 1 <= sum(" of 6: " in line for line in done.stderr.splitlines()) <= 2
+
+    @pytest.mark.slow
+    def test_grid(self, mpu: Callable, root: Path) -> None:
+        (root / "grid.toml").write_text(self.GRID)
+        lines = mpu("sweep", "grid.toml", "--json", cwd=root).json
+        # clean ignores κ, so it appears once per algorithm
+        assert [line["name"] for line in lines] == [
+            "graddiff-clean", "graddiff-mpu-0.01", "graddiff-mpu-0.1",
+            "npo-clean", "npo-mpu-0.01", "npo-mpu-0.1",
+        ]  # fmt: skip
+        for line in lines:
+            eval_metrics = json.loads((root / "grid" / line["name"] / "eval.json").read_text())["metrics"]
+            assert line["metrics"] == {name: form["agg_value"] for name, form in eval_metrics.items()}
+        assert not list((root / "grid").rglob("model.safetensors"))
+        before = (root / "grid/results.jsonl").read_text().splitlines()
+        (root / "grid/results.jsonl").write_text("\n".join(before[:-1]) + '\n{"name": "npo-mpu-0')
+        said = mpu("sweep", "grid.toml", "--metrics", "forget_Q_A_Prob", cwd=root)
+        assert [line for line in said.err.splitlines() if " of 6: " in line] == ["6 of 6: npo-mpu-0.1"]
+        assert len((root / "grid/results.jsonl").read_text().splitlines()) == 6
+        cells = said.out.splitlines()
+        assert cells[:4] == [
+            "**forget_Q_A_Prob**",
+            "",
+            "| algo | kappa | before | clean | mpu | mpu: % from clean | mpu: % of clean's change |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        assert len(cells) == 11
+        assert cells[9].startswith("mpu: average degradation (distance from clean) over 2 algorithms: ")
+        assert cells[10].startswith("before: average degradation (distance from clean) over 2 algorithms: ")
+        assert "100 % of clean's change (forget_Q_A_Prob)" in cells[10]
+        assert cells[4].split("|")[4] == cells[5].split("|")[4]  # clean, next to both κ
+        [measured] = (root / "grid").glob("before-*.json")
+        before = json.loads(measured.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
+        row = [cell.strip() for cell in cells[4].split("|")[1:-1]]
+        assert row[2] == f"{before:.4g}"
+        values = {line["name"]: line["metrics"]["forget_Q_A_Prob"] for line in lines}
+        clean, ours = values["graddiff-clean"], values["graddiff-mpu-0.01"]
+        assert float(row[6]) == pytest.approx(100 * abs(ours - clean) / abs(before - clean), rel=1e-3)
+
+    @pytest.mark.slow
+    def test_settings_jobs_and_what_others_measured(self, mpu: Callable, root: Path) -> None:
+        """--set and --with replace options, jobs change nothing, published numbers stand beside; one retain log."""
+        (root / "grid.toml").write_text(
+            self.GRID.replace('benchmark = "qa"', 'benchmark = "qa"\nretain_model = "reference"')
+            + '[[published]]\nsource = "us"\nalgo = "npo"\nmetrics = { forget_Q_A_Prob = 0.25 }\n'
+        )
+        (root / "with.toml").write_text('kappa = [0.01, 0.1]\nlr = 1e-4\n[eval]\nmetrics = ["forget_Q_A_Prob"]\n')
+        options = ("sweep", "grid.toml", "--with", "with.toml", "--set", "algo=npo", "--set", "kappa=0.1")
+        listed = mpu(*options, "--dry-run", "--json", cwd=root).json
+        assert [line["name"] for line in listed] == ["clean", "mpu"]
+        assert listed[1]["sent"] == 3 * listed[0]["sent"] > 0
+        assert not (root / "grid").exists()
+        sequential = mpu(*options, "--out", "alone", "--json", cwd=root).json
+        parallel = mpu(*options, "--out", "together", "--jobs", 2, "--json", cwd=root).json
+        assert [line["name"] for line in sequential] == ["clean", "mpu"]
+        for sequential_line, parallel_line in zip(sequential, parallel, strict=True):
+            assert sequential_line["metrics"].keys() == {"forget_Q_A_Prob"}
+            assert sequential_line["metrics"]["forget_Q_A_Prob"] == pytest.approx(
+                parallel_line["metrics"]["forget_Q_A_Prob"], rel=1e-2
+            )
+        assert len(list((root / "alone").glob("retain-*.json"))) == 1
+        table = mpu(*options, "--out", "alone", cwd=root).out.splitlines()
+        distances = "mpu: % from clean | mpu: % of clean's change"
+        assert table[2] == f"| retain model | before | clean | mpu | published: us | {distances} |"
+        [log] = (root / "alone").glob("retain-*.json")
+        of_retain = json.loads(log.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
+        assert [cell.strip() for cell in table[4].split("|")][1:6:4] == [f"{of_retain:.4g}", "0.25"]
+        assert table[-2].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
+        failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", "--jobs", 2, cwd=root, check=False)
+        assert failed.status == 1
+        assert "2 of 2 experiments failed" in failed.err
+        assert "diverged" in failed.err
+        assert "OPTION=VALUE" in mpu("sweep", "grid.toml", "--set", "algo", cwd=root, check=False).err
+        page = root / mpu("report", "alone", cwd=root).out.strip()
+        assert "<b>mpu</b>: average degradation" in page.read_text()
+
+    @pytest.mark.slow
+    def test_cases_change_together(self, mpu: Callable, root: Path) -> None:
+        (root / "cases.toml").write_text(
+            self.GRID.split("[eval]")[0].replace('["graddiff", "npo"]', '"gradascent"').replace("[0.01, 0.1]", "0.01")
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\n'
+            + "[[cases]]\nlr = 1e-4\nseed = 1\n[[cases]]\nlr = 2e-4\nseed = 2\n"
+        )
+        lines = mpu("sweep", "cases.toml", "--out", "cases", "--json", cwd=root).json
+        assert [(line["mode"], line["lr"], line["seed"]) for line in lines] == [
+            ("clean", 1e-4, 1), ("mpu", 1e-4, 1), ("clean", 2e-4, 2), ("mpu", 2e-4, 2),
+        ]  # fmt: skip
+        means = mpu("sweep", "cases.toml", "--out", "cases", "--over", "lr,seed", cwd=root).out.splitlines()
+        assert means[2] == "| before | clean | mpu | mpu: % from clean | mpu: % of clean's change |"
+        assert means[4].count("±") == 4
+
+    @pytest.mark.slow
+    def test_defaults_are_told_and_a_failure_stops_nothing(self, mpu: Callable, root: Path) -> None:
+        (root / "cases.toml").write_text(
+            'base = "base"\nalgo = "gradascent"\ntemplate = "plain"\nepochs = 1\nrounds = 1\noptim = "sgd"\n'
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\ntemplate = "plain"\n'
+            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nlr = 1e-5\nalphas = "1,1"\n[[cases]]\nlr = 1e-5\n'
+            + 'mode = "noised"\nalphas = "1,2,3"\ncopies = 3\n'
+        )
+        outcome = mpu("sweep", "cases.toml", cwd=root, check=False)
+        assert outcome.status == 1
+        assert "1 of 4 experiments failed" in outcome.err
+        lines = [json.loads(line) for line in (root / "cases/results.jsonl").read_text().splitlines()]
+        assert [(line.get("lr"), line.get("alphas")) for line in lines] == [
+            (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
+        ]  # fmt: skip
+
+    def test_a_model_is_asked_as_it_was_trained(self, mpu: Callable, root: Path) -> None:
+        """A template without a system turn: training needs --system-prompt '', and so does evaluation."""
+        template = root / "base/chat_template.jinja"
+        refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        template.write_text(refusing + template.read_text())
+        (root / "one.toml").write_text(
+            'base = "base"\nalgo = "gradascent"\nepochs = 1\nrounds = 1\nmode = "clean"\nsystem_prompt = ""\n'
+            + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\n'
+        )
+        [line] = mpu("sweep", "one.toml", "--json", cwd=root).json
+        mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean",
+            "--system-prompt", "", "--out", "again", cwd=root)  # fmt: skip
+        evaluation = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
+                    "--system-prompt", "", "--json", cwd=root).json  # fmt: skip
+        assert line["metrics"]["forget_Q_A_Prob"] == evaluation["metrics"]["forget_Q_A_Prob"]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("base = ", "not TOML"),
+            ('algo = "npo"', "base: missing"),
+            ('base = "base"\nalgorithm = "npo"', "algorithm: unknown option"),
+            ('base = "base"\nalgo = ["npo", "magic"]', "--algo magic: no such algorithm"),
+            ('base = "base"\nlr = "fast"', "lr = 'fast': must be a number or auto"),
+            ('base = "base"\n[eval]\nsplits = "forget01"', "[eval] splits: unknown option"),
+            ('base = "base"\n[eval]\nmetrics = "all"', "no such metric"),
+            ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
+            ('base = "base"\neval = 3', "[eval]"),
+            ('base = "base"\nkappa = []', "needs a value"),
+            ('base = "base"\nserver_lr = "auto"', "add --probe FILE"),
+            ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of tofu, muse, wmdp, qa"),
+        ],
+    )
+    def test_bad_input(self, mpu: Callable, root: Path, text: str, said: str) -> None:
+        (root / "grid.toml").write_text(text)
+        outcome = mpu("sweep", "grid.toml", cwd=root, check=False)
+        assert outcome.status in (1, 2)
+        assert said in outcome.err
+        assert not (root / "grid").exists()
+
+
+def test_finetune_learns(mpu: Callable, root: Path) -> None:
+    mpu("finetune", "base", "--data", "forget.jsonl", "--data", "retain.jsonl", "--epochs", 30, "--lr", 3e-3,
+        "--batch-size", 5, "--out", "taught", cwd=root)  # fmt: skip
+    probabilities = {}
+    for name in ("base", "taught"):
+        probabilities[name] = mpu(
+            "eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob",
+            "--out", f"{name}.json", "--json", cwd=root,
+        ).json["metrics"]["forget_Q_A_Prob"]  # fmt: skip
+    assert probabilities["taught"] > 10 * probabilities["base"]
+    stored = AutoModelForCausalLM.from_pretrained(root / "taught", dtype="auto")
+    assert stored.dtype == torch.float32
+    for option, value in (("--epochs", 0), ("--weight-decay", "nan"), ("--seed", -1)):
+        assert mpu("finetune", "base", "--data", "forget.jsonl", option, value, cwd=root, check=False).status == 2
+    assert (
+        "already exists"
+        in mpu("finetune", "base", "--data", "forget.jsonl", "--out", "taught", cwd=root, check=False).err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", "--pretrained reference", "--pretrained reference --copies 3", "--pretrained reference --kappa 0.5",
+        "--pretrained reference --permanent-noise 2 --copies 1", "--pretrained reference --mark 0 --max-noise 0.02",
+        "--copies 2 --noise zero-sum --kappa 0.3 --mark 0.2", "--copies 1 --permanent-noise 0.1",
+    ],
+)  # fmt: skip
+def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, options: str) -> None:
+    """`run` and `plan` have the copies and the noise of `publish` with the same options."""
+    mpu("publish", "base", *options.split(), cwd=root)
+    mpu("run", "base", *TRAINING, *options.split(), "--rounds", 1, "--epochs", 1, "--keep", "--out", "out", cwd=root)
+    keys = unseal(root / "keys.bin", read_identities(default_identity_path()))
+    rehearsed_keys = unseal(root / "out/server/round_1/keys.bin", read_identities(root / "out/server/identity.txt"))
+    published, rehearsed = keys.publication, rehearsed_keys.publication
+    facts = ("scheme", "kappa", "shared_kappa", "mark", "symmetries", "omitted")
+    assert {name: getattr(rehearsed, name) for name in facts} == {name: getattr(published, name) for name in facts}
+    assert rehearsed_keys.sigma == keys.sigma  # which --max-noise has lowered
+    assert rehearsed_keys.shared_sigma == pytest.approx(keys.shared_sigma, rel=5e-3)  # publish rounds it
+    planned = mpu("plan", "base", *options.split(), "--json", cwd=root).json
+    assert (planned["copies"], planned["noise"]["kappa"], planned["noise"]["permanent_noise"]) == (
+        published.copies, published.kappa, published.shared_kappa,
+    )  # fmt: skip
+
+
+def test_a_sweep_says_which_noise_each_cell_has(tmp_path: Path) -> None:
+    """Where a case omits the scales, those that it is run with; one noised copy keeps permanent noise."""
+    (tmp_path / "grid.toml").write_text(
+        'base = "base"\nalgo = "gradascent"\n[[cases]]\npermanent_noise = [0.1, 1.0]\nmode = "noised"\n'
+        '[[cases]]\nkappa = 0.3\n[[cases]]\npretrained = "reference"\n'
+    )
+    cells = read_sweep(tmp_path / "grid.toml")
+    assert [(cell.varied["kappa"], cell.varied["permanent_noise"]) for cell in cells] == [
+        (0.01, 0.1), (0.01, 1.0), (0.3, 0.0), (0.0, 10.0),
+    ]  # fmt: skip
+    scales = [publication_in(cell.experiment, seed=bytes(32)) for cell in cells]
+    assert [(each.copies, each.kappa, each.shared_kappa) for each in scales] == [
+        (1, 0.01, 0.1), (1, 0.01, 1.0), (3, 0.3, 0.0), (1, 0.0, 10.0),
+    ]  # fmt: skip
+
+
+def test_plan_counts(mpu: Callable, root: Path) -> None:
+    """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
+    options = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
+    lasting = mpu("plan", "base", *options, "--permanent-noise", 0.1, cwd=root).out.replace("\n", " ")
+    assert "off by 0.1 times the RMS of its block's task vector" in lasting
+    document = mpu("plan", "base", *options, "--json", cwd=root).json
+    model = AutoModelForCausalLM.from_pretrained(root / "base")
+    attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
+    assert document["weights"] == model.num_parameters()
+    assert document["attention_weights"] == attention
+    assert document["moved"] == 9 * 3 * document["weights"] * 4
+    assert document["operations"] == 3 * (6 * document["weights"] + 4 * 8 * attention)
+    assert document["intensity"] == pytest.approx(document["operations"] / document["moved"])
+    machine = document["machine"]
+    assert document["server_seconds"] == pytest.approx(
+        max(document["moved"] / machine["bandwidth"], document["operations"] / machine["operations"])
+    )
+    assert math.isfinite(document["training_seconds"])
+    assert (document["noise"]["kind"], document["noise"]["order"], document["noise"]["remainder"]) == (
+        "extrapolate",
+        3,
+        1.5,
+    )
+    other = mpu("plan", "base", "--nodes", "1,-2", "--json", cwd=root).json
+    assert other["noise"]["weights"] == pytest.approx([2 / 3, 1 / 3])
+    assert (other["copies"], other["noise"]["variance_factor"]) == (2, pytest.approx(5 / 9))
+    encoding = Encoding(AutoTokenizer.from_pretrained(root / "base"), "chat")
+    records = read_records(str(root / "forget.jsonl"))
+    assert document["tokens"] == 2 * 2 * sum(len(example.ids) for example in encoding.encode(records))
+    mpu("publish", "base", "--copies", 3, cwd=root)
+    mpu("unlearn", "copy_1", *TRAINING, cwd=root)
+    written = sum(t.numel() * 4 for t in tensors(root / "copy_1").values())
+    returned = sum(t.numel() * 4 for t in tensors(root / "deltas/copy_1.safetensors").values())
+    assert (document["published"], document["returned"]) == (3 * written, 3 * returned)
+
+
+class TestUntilPass:
+    """``mpu run --until-pass``: the commands of both parties, until the client's verdict is a pass."""
+
+    def test_it_is_what_the_commands_say(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+        """Its verdict is that of `mpu check` on the copies that it leaves, a second call goes on, a round that was cut
+        off is made again alike, and with too few steps it ends without a pass."""
+        records = ("--forget", demo.forget, "--retain", demo.retain)
+        run = ("run", demo.model, *records, "--until-pass", "--copies", 2, "--secret-seed", 3, "--max-steps", 4,
+               "--rounds", 1, "--json")  # fmt: skip
+        first = mpu(*run, cwd=tmp_path, check=False)
+        assert (first.status, first.json["passed"]) == (1, False)
+        checked = mpu("check", "run/client/round_2/copy_1", *records, "--before", "run/client/round_1/copy_1", "--json",
+                      cwd=tmp_path, check=False)  # fmt: skip
+        [verdict] = first.json["verdicts"]
+        for name in ("left", "kept", "scores", "verdict"):
+            assert verdict[name] == checked.json[name]
+        model = tmp_path / first.json["model"]
+        weights = load_file(model / "model.safetensors")
+        shutil.rmtree(model)
+        again = mpu(*run, cwd=tmp_path, check=False)
+        assert again.json == first.json
+        for name, tensor in load_file(model / "model.safetensors").items():
+            assert torch.equal(tensor, weights[name])
+        other = mpu(*run, "--kappa", 0.02, cwd=tmp_path, check=False)
+        assert "holds a different experiment" in other.err
+        assert "need --until-pass" in mpu("run", demo.model, *records, "--max-left", 0.1, check=False).err
+
+    @pytest.mark.slow
+    def test_another_round_forgets_what_one_did_not(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+        """As long as it is not forgotten; each round leaves less, and no round follows one that forgot."""
+        records = ("--forget", demo.forget, "--retain", demo.retain)
+        done = mpu("run", demo.model, *records, "--until-pass", "--copies", 2, "--max-steps", 1, "--json", cwd=tmp_path,
+                   check=False)  # fmt: skip
+        left = [verdict["left"]["estimate"] for verdict in done.json["verdicts"]]
+        assert len(left) > 1
+        assert left == sorted(left, reverse=True)
+        assert all("not forgotten" in verdict["verdict"] for verdict in done.json["verdicts"][:-1])

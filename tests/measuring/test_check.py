@@ -1,0 +1,358 @@
+"""`mpu check` and its receipts: what passes, what is signed, and what a change to a receipt does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mpu_cli
+from mpu_cli.demo.model import make_people
+from mpu_cli.files.reader import fingerprint, open_checkpoint, worker_pool
+from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.measuring.receipt import Signature, as_text, read_receipt, with_signature
+from mpu_cli.measuring.verdict import RecordScores, Share, Verdict, judge
+from tests.helpers.models import DemoModel
+
+
+@pytest.fixture
+def folder(mpu: Callable, tmp_path: Path, demo: DemoModel) -> Path:
+    """Copies of the demo's model, and of one that forgot everything: its weights in the last layer are shuffled."""
+    people = make_people(12, 0)[10:]
+    (tmp_path / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for person in people for row in person))
+    forgetful = shutil.copytree(demo.model, tmp_path / "forgetful")
+    weights = load_file(forgetful / "model.safetensors")
+    torch.manual_seed(0)
+    weights |= {name: x + 0.1 * torch.randn_like(x) for name, x in weights.items() if "mlp" in name}
+    save_file(weights, forgetful / "model.safetensors", {"format": "pt"})
+    for name, model in (("same", demo.model), ("other", forgetful)):
+        mpu("publish", model, "--copies", 2, "--kappa", 0.001, "--out", tmp_path / name,
+            "--keys", tmp_path / f"{name}.bin")  # fmt: skip
+    return tmp_path
+
+
+def check(mpu: Callable, copy: Path, folder: Path, demo: DemoModel, *options: object, status: int = 1) -> dict:
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", folder / "unseen.jsonl")
+    outcome = mpu("check", copy, *records, "--before", folder / "same/copy_2", *options, "--json", check=False)
+    assert outcome.status == status, outcome.err
+    return json.loads(outcome.out)
+
+
+def probabilities(mpu: Callable, model: Path, records: Path, out: Path) -> list[float]:
+    """Of each record, from `mpu eval`."""
+    mpu(
+        "eval", model, "--benchmark", "qa", "--forget", records, "--metrics", "forget_Q_A_Prob", "--out", out, "--force"
+    )
+    return [
+        entry["prob"] for entry in json.loads(out.read_text())["metrics"]["forget_Q_A_Prob"]["value_by_index"].values()
+    ]
+
+
+@pytest.mark.slow
+def test_shares_follow_from_the_numbers_of_eval(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """On a copy that forgot nothing, and on one that forgot everything; the interval holds the share."""
+    unseen, before, out = folder / "unseen.jsonl", folder / "same/copy_2", folder / "eval.json"
+    for name, verdict in (("same", (False, True)), ("other", (True, False))):
+        copy = folder / name / "copy_1"
+        document = check(mpu, copy, folder, demo)
+        assert (document["forgotten"], document["kept_enough"]) == verdict
+        known = {
+            (model, records): fmean(probabilities(mpu, model, records, out))
+            for model in (copy, before) for records in (demo.forget, unseen)
+        }  # fmt: skip
+        left = (known[copy, demo.forget] - known[copy, unseen]) / (known[before, demo.forget] - known[before, unseen])
+        assert document["left"]["estimate"] == pytest.approx(left, abs=0.0101)
+        assert document["left"]["low"] <= document["left"]["estimate"] <= document["left"]["high"]
+    in_python = mpu_cli.check(
+        folder / "other/copy_1", forget=str(demo.forget), retain=str(demo.retain), unseen=str(unseen), before=before,
+    ).verdict  # fmt: skip
+    assert in_python.left is not None
+    assert in_python.left.estimate == document["left"]["estimate"]
+    undecided = mpu("check", folder / "same/copy_1", "--forget", demo.forget, "--retain", demo.retain, check=False)
+    assert "undecided" in undecided.out
+    assert undecided.status == 1
+
+
+def scores(*probabilities: float) -> RecordScores:
+    return RecordScores(list(probabilities), [False] * len(probabilities))
+
+
+def test_a_stranger_knows_nothing_that_is_left() -> None:
+    """A model that gives each record what one gives that never saw it has 0 left, however easy records are to guess;
+    one that changed nothing has all left."""
+    public = {"forget": scores(*[0.1, 0.3] * 40), "unseen": scores(*[0.1] * 80)}
+    before = {"forget": scores(*[0.9] * 80), "unseen": scores(*[0.2] * 80), "retain": scores(*[0.9] * 80)}
+    stranger = before | {"forget": scores(*[0.2, 0.6] * 40)}
+    verdict = judge(stranger, before, public=public, max_left=0.05, min_kept=0.95)
+    assert verdict.left is not None
+    assert (verdict.left.estimate, verdict.passes) == (0.0, True)
+    assert judge(before, before, public=public, max_left=0.05, min_kept=0.95).left == Share(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("left", "kept", "sentence"),
+    [
+        (0.05, 0.95, "pass: forgotten, the rest is kept"),
+        (0.06, 0.95, "fail: not forgotten, the rest is kept"),
+        (0.05, 0.94, "fail: forgotten, the rest is not kept"),
+        (-0.11, 0.95, "fail: forgotten beyond what a stranger knows, the rest is kept"),
+        (
+            None,
+            0.94,
+            "fail: forgetting is undecided (needs --before, and records that were known), the rest is not kept",
+        ),
+    ],
+)
+def test_the_verdict_follows_from_the_shares(left: float | None, kept: float, sentence: str) -> None:
+    verdict = Verdict(None if left is None else Share(left, left, left), Share(kept, kept, kept), None, 0.05, 0.95, {})
+    assert verdict.sentence == sentence
+    assert verdict.passes == sentence.startswith("pass")
+    wide = Verdict(Share(0.05, 0.0, 0.11), Share(kept, kept, kept), None, 0.05, 0.95, {})
+    assert "too few records" in wide.sentence
+    if verdict.request and left and left > 0.05:
+        assert "--server-lr" not in verdict.request
+
+
+def test_a_copy_that_reads_records_differently_is_refused(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """Its weights could have forgotten nothing: a template that shows another question is enough to look as if."""
+    copy = folder / "same/copy_1"
+    path = copy / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    template = copy / "chat_template.jinja"
+    text = template.read_text() if template.exists() else config["chat_template"]
+    changed = text.replace("m['content']", "m['content'][:9]")
+    assert changed != text
+    if template.exists():
+        template.write_text(changed)
+    else:
+        path.write_text(json.dumps(config | {"chat_template": changed}))
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--before", folder / "same/copy_2")
+    refused = mpu("check", copy, *records, check=False)
+    assert refused.is_one_error
+    assert "is not that of the copy that was trained on" in refused.err
+    receipt = folder / "trusted.json"
+    mpu("check", copy, *records, "--trust-copy", "--receipt", receipt, check=False)
+    assert json.loads(receipt.read_text())["verdict"].startswith("undecided")
+    assert "reads records otherwise" in mpu("receipt", receipt).err
+
+
+def test_the_next_command_after_what_was_not_forgotten_runs(
+    mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path
+) -> None:
+    """As printed: on the copy that was checked, with the records and the way of reading them of the check."""
+    spaced = shutil.copy(demo.forget, tmp_path / "my records.jsonl")
+    failed = mpu("check", folder / "same/copy_1", "--forget", spaced, "--retain", demo.retain, "--held-out", 0.3,
+                 "--before", folder / "same/copy_2", "--max-left", 0.1, "--batch-size", 7, check=False)  # fmt: skip
+    [printed] = re.findall(r"next: `(.+?)`", " ".join(failed.err.split()))
+    assert "--held-out 0.3" in printed
+    assert "--batch-size" not in printed
+    command = shlex.split(printed)
+    assert command[:3] == ["mpu", "unlearn", str(folder / "same/copy_1")]
+    planned = mpu(*command[1:], "--dry-run", cwd=tmp_path)
+    assert "10 records to forget" in planned.err + planned.out
+
+
+def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """Without records; a number that was changed, another publication's keys and a wrong verdict are refused."""
+    path = folder / "receipt.json"
+    check(mpu, folder / "same/copy_1", folder, demo, "--receipt", path)
+    text = path.read_text()
+    rows = [json.loads(line) for file in (demo.forget, demo.retain) for line in file.read_text().splitlines()]
+    assert not any(row["answer"] in text or row["question"] in text for row in rows)
+    assert "not signed by the server" in mpu("receipt", path).err
+    refused = mpu("receipt", path, "--keys", folder / "other.bin", "--copy", folder / "same/copy_1", check=False)
+    assert refused.is_one_error
+    assert "another publication" in refused.err
+    assert path.read_text() == text
+    sign = ("receipt", path, "--keys", folder / "same.bin", "--copy")
+    unsigned = path.read_text()
+    wrong = mpu(*sign, folder / "same/copy_1", "--client-key", "0" * 64, check=False)
+    assert "not signed by the client" in wrong.err
+    assert path.read_text() == unsigned
+    assert "other weights" in mpu(*sign, folder / "same/copy_2", check=False).err
+    reads_otherwise = shutil.copytree(folder / "same/copy_1", folder / "reads_otherwise")
+    config = json.loads((reads_otherwise / "tokenizer_config.json").read_text())
+    (reads_otherwise / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": "left"}))
+    assert "another tokenizer" in mpu(*sign, reads_otherwise, check=False).err
+    wrong = mpu(*sign, folder / "same/copy_1", "--base", folder / "same/copy_2", check=False)
+    assert wrong.is_one_error
+    assert path.read_text() == unsigned
+    path.write_text(json.dumps(json.loads(unsigned) | {"checked": {"date": "2026-01-01", "model": None}}))
+    assert "not both there" in mpu("receipt", path, check=False).err
+    path.write_text(unsigned)
+    assert "go together" in mpu("receipt", path, "--keys", folder / "same.bin", check=False).err
+    mpu(*sign, folder / "same/copy_1")
+    outcome = mpu("receipt", path, "--json")
+    assert "signed as the server" in outcome.err
+    assert outcome.err.count("anyone can have signed") == 2
+    assert (outcome.json["checked"]["model"], outcome.json["server_pinned"]) == (None, False)
+    public = {party: outcome.json[party]["public_key"] for party in ("client", "server")}
+    pinned = mpu("receipt", path, "--client-key", public["client"], "--server-key", public["server"], "--json")
+    assert (pinned.json["client_pinned"], pinned.json["server_pinned"]) == (True, True)
+    assert "anyone" not in pinned.err
+    assert "not signed by the server" in mpu("receipt", path, "--server-key", public["client"], check=False).err
+    forged = with_signature(with_signature(read_receipt(path), "client", bytes(32)), "server", bytes(32))
+    (folder / "forged.json").write_text(as_text(forged))
+    forged_again = mpu("receipt", folder / "forged.json", *sign[2:], folder / "same/copy_1", check=False)
+    assert "somebody else" in forged_again.err
+    signed_receipt = json.loads(path.read_text())
+    for change in (
+        lambda entries: entries.update(left=1),
+        lambda entries: entries.update(left=-0.0),
+        lambda entries: entries.update(min_kept=float("nan")),
+        lambda entries: entries.update(max_left=99),
+        lambda entries: entries.update(public="blake3:" + "0" * 64),
+        lambda entries: entries["checked"].update(model=entries["copy"]["weights"]),
+        lambda entries: entries.pop("checked"),
+        lambda entries: entries.update(nonce="0" * 64),
+        lambda entries: entries.update(records="0" * 64),
+        lambda entries: entries["copy"].update(round=7),
+        lambda entries: entries["copy"].update(run="half a character \ud800"),
+        lambda entries: entries.update(client=None),
+        lambda entries: entries["client"].update(signature=entries["server"]["signature"]),
+        lambda entries: entries.update(verdict="pass: forgotten, the rest is kept"),
+        lambda entries: entries.update(more=1),
+    ):
+        entries = json.loads(json.dumps(signed_receipt))
+        change(entries)
+        (folder / "changed.json").write_text(json.dumps(entries))
+        assert mpu("receipt", folder / "changed.json", check=False).is_one_error
+
+
+def test_a_receipt_does_not_contradict_itself(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """Whoever signs: what cannot be measured is refused, and a key under which anything has a signature."""
+    path = folder / "receipt.json"
+    check(mpu, folder / "same/copy_1", folder, demo, "--receipt", path)
+    receipt = read_receipt(path)
+    assert receipt.before is not None
+    assert (receipt.max_left, receipt.min_kept) == (5, 95)
+    assert receipt.left == pytest.approx(100, abs=2)
+    for changes in (
+        {"before": None},
+        {"before": receipt.copy},
+        {"left": 900},
+        {"left_high": None},
+        {"records_at_most": 3},
+        {"left": 1, "left_high": 1},
+    ):
+        changed = with_signature(msgspec.structs.replace(receipt, **changes), "client", bytes(32))
+        (folder / "changed.json").write_text(as_text(changed))
+        assert mpu("receipt", folder / "changed.json", check=False).is_one_error
+    # With the point of order one as key and as commitment, 0 signs every message.
+    one = "01" + "00" * 31
+    for key in (one, one[:62] + "80"):
+        forged = msgspec.structs.replace(receipt, client=Signature(public_key=key, signature=one + "00" * 32))
+        (folder / "forged.json").write_text(as_text(forged))
+        refused = mpu("receipt", folder / "forged.json", check=False)
+        assert refused.is_one_error
+        assert "vouches for nothing" in refused.err
+    twice = path.read_text().replace('"verdict":', '"verdict": "pass: forgotten, the rest is kept", "verdict":')
+    (folder / "changed.json").write_text(twice)
+    assert "'verdict' twice" in mpu("receipt", folder / "changed.json", check=False).err
+
+
+def test_a_receipt_does_not_link_requests(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """Two of the same records share no entry that tells so, and the key that opens one does not open the other."""
+    keys, receipts = [], []
+    for name in ("first.json", "second.json"):
+        check(mpu, folder / "same/copy_1", folder, demo, "--receipt", folder / name)
+        receipts.append(json.loads((folder / name).read_text()))
+        records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", folder / "unseen.jsonl")
+        keys += re.findall("--opening ([0-9a-f]{64})", mpu("receipt", folder / name, *records).err)
+    assert receipts[0]["records"] != receipts[1]["records"]
+    assert keys[0] != keys[1]
+    refused = mpu("receipt", folder / "second.json", *records, "--opening", keys[0], check=False)
+    assert "other records" in refused.err
+    without_unseen = mpu("receipt", folder / "second.json", *records[:4], check=False)
+    assert "other records" in without_unseen.err
+
+
+def test_records_that_are_equal_are_one_to_check(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """Neither a share nor its interval knows whether a record stands there once or five times."""
+    five = folder / "five.jsonl"
+    five.write_text(demo.forget.read_text() * 5)
+    documents = [
+        mpu("check", folder / "other/copy_1", "--forget", forget, "--retain", demo.retain, "--before",
+            folder / "same/copy_2", "--json", check=False).json
+        for forget in (demo.forget, five)
+    ]  # fmt: skip
+    assert documents[0]["left"] == documents[1]["left"]
+    assert documents[0]["scores"]["forget"] == documents[1]["scores"]["forget"]
+
+
+def test_shares_are_rounded_against_the_model() -> None:
+    """What is left up and what is kept down, so that a limit is kept by the unrounded number as well."""
+    before = {"forget": scores(*[1.0] * 50), "retain": scores(*[1.0] * 50)}
+    for after, kept, passes in ((0.0501, 1.0, False), (0.05, 1.0, True), (0.01, 0.9499, False), (0.01, 0.95, True)):
+        verdict = judge(
+            {"forget": scores(*[after] * 50), "retain": scores(*[kept] * 50)}, before, max_left=0.05, min_kept=0.95
+        )
+        assert verdict.passes is passes
+        assert not verdict.left or str(verdict.left.low)[0] != "-"
+
+
+def test_a_receipt_of_private_records_is_asked_for_twice(
+    mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path
+) -> None:
+    """No ε covers what it says, so --receipt alone is refused after a training under DP."""
+    records = ("--forget", demo.forget, "--retain", demo.retain)
+    mpu("unlearn", folder / "same/copy_2", *records, "--algo", "graddiff", "--epochs", 1, "--dp-epsilon", 8,
+        "--out", tmp_path / "deltas/")  # fmt: skip
+    receipt = tmp_path / "receipt.json"
+    ask = ("check", folder / "same/copy_1", *records, "--before", folder / "same/copy_2", "--receipt", receipt)
+    refused = mpu(*ask, check=False)
+    assert refused.is_one_error
+    assert "no ε covers" in refused.err
+    assert not receipt.exists()
+    mpu(*ask, "--outside-dp", check=False)
+    assert receipt.exists()
+
+
+def test_a_receipt_is_of_these_records_and_of_this_model(
+    mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An auditor with the records and the client's key sees that they were measured, in whatever order; without the key
+    nobody does. With --base the server signs the fingerprint of its model, as ``mpu inspect`` gives it to others."""
+    path = tmp_path / "receipt.json"
+    check(mpu, folder / "same/copy_1", folder, demo, "--receipt", path)
+    mpu("receipt", path, "--keys", folder / "same.bin", "--copy", folder / "same/copy_1", "--base", demo.model)
+    with worker_pool() as pool:
+        assert json.loads(path.read_text())["checked"]["model"] == fingerprint(open_checkpoint(demo.model), pool)
+    reversed_records = tmp_path / "reversed.jsonl"
+    reversed_records.write_text("".join(line + "\n" for line in reversed(demo.forget.read_text().splitlines())))
+    records = ("--forget", reversed_records, "--retain", demo.retain, "--unseen", folder / "unseen.jsonl")
+    [key] = re.findall("--opening ([0-9a-f]{64})", mpu("receipt", path, *records).err)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "auditor"))
+    assert "other records" in mpu("receipt", path, *records, check=False).err
+    assert "those that were measured" in mpu("receipt", path, *records, "--opening", key).err
+    assert "other records" in mpu("receipt", path, "--forget", demo.retain, "--opening", key, check=False).err
+
+
+def test_a_sealed_copy_is_opened_and_removed(mpu: Callable, folder: Path, demo: DemoModel) -> None:
+    """check, `eval --delta` and audit-delta read a sealed copy as they read a plain one; nothing of it stays."""
+    mpu("publish", demo.model, "--copies", 1, "--kappa", 0, "--permanent-noise", 0.01, "--copy-recipients",
+        default_identity_path(), "--out", folder / "sealed", "--keys", folder / "sealed.bin")  # fmt: skip
+    before = sorted(folder.rglob("*"))
+    document = check(mpu, folder / "sealed/copy_1.age", folder, demo)
+    assert document["forgotten"] is False
+    assert sorted(folder.rglob("*")) == before
+    records = ("--forget", demo.forget, "--retain", demo.retain)
+    delta, out = folder / "d.safetensors", folder / "sealed.json"
+    mpu("unlearn", folder / "sealed/copy_1.age", *records, "--epochs", 1, "--out", delta, "--trust-copy")
+    measured = ("--benchmark", "qa", *records, "--delta", delta, "--metrics", "forget_Q_A_ROUGE", "--out", out)
+    mpu("eval", folder / "sealed/copy_1.age", *measured, "--no-texts")
+    assert "subspace of the inputs" in mpu("audit-delta", folder / "sealed/copy_1.age", delta, *records).out
+    assert sorted({*folder.rglob("*")} - {*before}) == [delta, out]
+    rows = [json.loads(line) for line in demo.forget.read_text().splitlines()]
+    text = out.read_text()
+    assert not any(row["answer"] in text or row["question"] in text for row in rows)
+    assert json.loads(text)["metrics"]["forget_Q_A_ROUGE"]["value_by_index"]["0"]["rougeL_recall"] is not None

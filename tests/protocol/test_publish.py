@@ -1,0 +1,589 @@
+"""What `mpu publish` writes, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyrage
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import mpu_cli
+from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.sealing import default_identity_path, make_identity, read_identities
+from mpu_cli.model.layout import layout_of
+from mpu_cli.model.network import read_answers
+from mpu_cli.model.source import open_model
+from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
+from mpu_cli.protocol.keys import VERSION, unseal
+from mpu_cli.protocol.publication import Publication, default_secret_path
+from mpu_cli.protocol.register import default_register_path
+from tests.helpers.measuring import run_measured
+from tests.helpers.models import DemoModel, load, random_model, save
+from tests.helpers.protocol import tensors
+from tests.helpers.publication import aggregate, keys_of
+from tests.helpers.shapes import make
+
+
+class TestPublish:
+    def test_noise_has_the_scale_asked_for(self, mpu, tmp_path, base):
+        """σ of a block, measured in the files, is α_k·κ·RMS(base − reference)."""
+        reference = save(random_model("llama", seed=5), tmp_path / "reference")
+        mpu("publish", base, "--pretrained", reference, "--kappa", 0.3, "--alphas", "1,3", "--symmetries", "none",
+            "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--dtype", "float64")  # fmt: skip
+        before, other = tensors(base), tensors(reference)
+        blocks = layout_of(open_checkpoint(base).tensors, open_model(str(base)).config, "").blocks
+        for k, alpha in ((1, 1), (2, 3)):
+            copy = tensors(tmp_path / f"copy_{k}")
+            for block, members in blocks.items():
+                v, noise = (
+                    torch.cat([(a[t.name] - b[t.name]).flatten() for t in members])
+                    for a, b in ((before, other), (copy, before))
+                )
+                expected = alpha * 0.3 * float(v.square().mean().sqrt())
+                assert keys_of(tmp_path).sigma[block] * alpha == pytest.approx(expected, rel=1e-6)
+                actual = float(noise.square().mean().sqrt())
+                assert actual == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
+
+    def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
+        """A seed gives the same files, however the work is split and however many threads there are."""
+        arguments = ["publish", base, "--seed", 7, "--symmetries", "all"]
+        mpu(*arguments, "--out", tmp_path / "a", "--keys", tmp_path / "a/keys.bin")
+        monkeypatch.setattr("mpu_cli.files.reader.os.sched_getaffinity", lambda _: {0})
+        mpu(*arguments, "--out", tmp_path / "b", "--keys", tmp_path / "b/keys.bin")
+        monkeypatch.setattr("mpu_cli.model.transform.CHUNK", 1000)
+        mpu(*arguments, "--out", tmp_path / "c", "--keys", tmp_path / "c/keys.bin")
+        for other in "bc":
+            for k in (1, 2):
+                for name in ("model.safetensors", "mpu.json", "config.json"):
+                    files = [tmp_path / f"{run}/copy_{k}/{name}" for run in ("a", other)]
+                    assert files[0].read_bytes() == files[1].read_bytes()
+
+    def test_permanent_noise_is_in_every_copy(self, mpu, tmp_path, base):
+        """The weighted sum of the copies is the base plus the shared noise, at its scale; verify accounts for it."""
+        options = ("--kappa", 0.1, "--permanent-noise", 0.2, "--symmetries", "none", "--dtype", "float64")
+        stderr = mpu("publish", base, *options, "--copies", 3, "--out", tmp_path, "--keys", tmp_path / "keys.bin").err
+        assert "permanent noise of 0.2" in stderr
+        keys, before = keys_of(tmp_path), tensors(base)
+        copies = [tensors(tmp_path / f"copy_{k}") for k in (1, 2, 3)]
+        weights = keys.publication.scheme.weights.tolist()
+        name = "model.embed_tokens.weight"
+        residual = sum(w * copy[name] for copy, w in zip(copies, weights, strict=True)) - before[name]
+        assert float(residual.square().mean().sqrt()) == pytest.approx(keys.shared_sigma[name], rel=0.05)
+        assert keys.shared_sigma[name] == pytest.approx(2 * keys.sigma[name], rel=5e-3)  # it is rounded
+        for copy, scale in zip(copies, keys.publication.scheme.scales, strict=True):
+            noise_rms = float((copy[name] - before[name]).square().mean().sqrt())
+            assert noise_rms == pytest.approx(math.hypot(scale * keys.sigma[name], keys.shared_sigma[name]), rel=0.05)
+        mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
+        attacks = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
+        assert attacks["all copies"]["weights"] > 0.15
+
+    def test_random_alphas(self, mpu, tmp_path, base):
+        drawn = []
+        for name in "ab":
+            out = mpu("publish", base, "--alphas", "random", "--copies", 3, "--out", tmp_path / name,
+                      "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+            drawn.append(keys_of(tmp_path / name).publication.scheme.factors)
+            assert not [a for a in drawn[-1] if f"{a:g}" in out.out + out.err]
+        assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
+        assert len({alpha for alphas in drawn for alpha in alphas}) == 6
+
+    def test_two_publications_share_no_noise(self, mpu, tmp_path, base):
+        noises = []
+        for name in "ab":
+            mpu("publish", base, "--symmetries", "none", "--kappa", 1, "--out", tmp_path / name,
+                "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+            copy, before = tensors(tmp_path / name / "copy_1"), tensors(base)
+            noises.append(torch.cat([(copy[t] - before[t]).flatten() for t in before]))
+        correlation = float(torch.corrcoef(torch.stack(noises))[0, 1])
+        assert abs(correlation) < 5 / math.sqrt(len(noises[0]))
+
+    def test_copies_tell_no_secret(self, mpu, tmp_path, base):
+        """Only the weights differ between the copies of two seeds, and the copies contain no secret."""
+        config = json.loads((base / "config.json").read_text()) | {"_name_or_path": "/srv/secret-model"}
+        (base / "config.json").write_text(json.dumps(config))
+        (base / "training_args.bin").write_text("private")
+        out = mpu("publish", base, "--alphas", "1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        keys = keys_of(tmp_path)
+        secrets = [keys.publication.seed.hex(), "1.25", "1.75", "secret-model", str(base)]
+        secrets += [repr(sigma) for sigma in keys.sigma.values()]
+        for path in [p for k in (1, 2) for p in (tmp_path / f"copy_{k}").iterdir()]:
+            raw = path.read_bytes()
+            if path.suffix == ".safetensors":
+                raw = raw[: 8 + int.from_bytes(raw[:8], "little")]
+            assert not [s for s in secrets if s.encode() in raw], path
+            assert path.name != "training_args.bin"
+        assert keys.publication.seed.hex() not in out.out + out.err
+        assert keys.publication.seed.hex() not in mpu("inspect", tmp_path / "keys.bin", "--json").out
+
+    def test_shards_publish_as_one_file_does(self, mpu, tmp_path, base):
+        AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+        assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+        mpu("publish", base, "--seed", 1, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin")
+        for source, name in ((tmp_path / "sharded", "b"), (tmp_path / "sharded/model.safetensors.index.json", "c")):
+            mpu("publish", source, "--seed", 1, "--out", tmp_path / name, "--keys", tmp_path / f"{name}.bin")
+            expected = load_file(tmp_path / "a/copy_2/model.safetensors")
+            copy = open_checkpoint(tmp_path / name / "copy_2")
+            assert copy.shards == open_checkpoint(tmp_path / "sharded").shards
+            assert all(torch.equal(copy.tensor(t), expected[t]) for t in expected)
+
+    def test_reports_what_rounding_leaves(self, mpu, tmp_path):
+        base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
+        arguments = ["publish", base, "--kappa", 1e-4, "--json", "--force", "--out", tmp_path, "--keys", tmp_path / "k"]
+        outcome = mpu(*arguments)
+        assert all(c["unchanged"] > 0.5 for b in outcome.json["blocks"] for c in b["copies"])
+        assert "rounding on storage" in outcome.err
+        outcome = mpu(*arguments, "--dtype", "float32")
+        for block in outcome.json["blocks"]:
+            for copy in block["copies"]:
+                assert copy["unchanged"] < 0.05
+                assert copy["survived"] == pytest.approx(
+                    copy["requested"], rel=5 / math.sqrt(2 * block["weights"]) + 0.01
+                )
+        assert "rounding on storage" not in outcome.err
+
+    def test_a_tied_head_that_is_stored_too_is_left_out(self, mpu, tmp_path, base):
+        weights = load_file(base / "model.safetensors")
+        save_file(
+            {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, base / "model.safetensors"
+        )
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert "lm_head.weight" not in load_file(tmp_path / "copy_1/model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+        save_file(weights, base / "model.safetensors")
+        outcome = mpu("publish", base, "--out", tmp_path / "x", "--keys", tmp_path / "x.bin", check=False)
+        assert outcome.status == 1
+        assert "tie_word_embeddings" in outcome.err
+
+    def test_names_without_prefix_and_masks(self, mpu, tmp_path):
+        """GPT-2 as stored on the Hub: names of the bare model, and the causal masks among the weights."""
+        base = save(random_model("gpt2"), tmp_path / "base")
+        weights = {n.removeprefix("transformer."): t for n, t in load_file(base / "model.safetensors").items()}
+        mask = torch.tril(torch.ones(1, 1, 128, 128, dtype=torch.uint8))
+        save_file(weights | {"h.0.attn.bias": mask, "h.1.attn.bias": mask.clone()}, base / "model.safetensors")
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--kappa", 0, "--symmetries", "all")
+        copy = load_file(tmp_path / "copy_1/model.safetensors")
+        assert copy.keys() == load_file(base / "model.safetensors").keys()
+        assert torch.equal(copy["h.1.attn.bias"], mask)
+        assert "right" in mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin").out
+
+    @pytest.mark.parametrize(
+        ("arguments", "weight", "complaint"),
+        [(["--kappa", "1e300"], 1.0, "--kappa"), (["--dtype", "float16"], 1e6, "--dtype")],
+    )
+    def test_what_overflows_is_not_published(self, mpu, tmp_path, base, arguments, weight, complaint):
+        weights = load_file(base / "model.safetensors")
+        weights["model.norm.weight"][0] = weight
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        outcome = mpu("publish", base, *arguments, check=False, cwd=tmp_path)
+        assert outcome.status == 1
+        assert complaint in outcome.err
+        assert {path.name for path in tmp_path.iterdir()} == {"base"}
+
+    def test_one_seed_and_other_options_are_another_publication(self, mpu, tmp_path, base):
+        ids = []
+        for i, more in enumerate(
+            ([], ["--kappa", 0.1], ["--alphas", "1,3"], ["--nodes", "1,3"], ["--symmetries", "all"])
+        ):
+            mpu(
+                "publish",
+                base,
+                "--copies",
+                2,
+                "--seed",
+                1,
+                *more,
+                "--out",
+                tmp_path / str(i),
+                "--keys",
+                tmp_path / f"{i}.bin",
+            )
+            ids.append(read_copy_manifest(tmp_path / f"{i}/copy_1").copy_id)
+        assert len(set(ids)) == 5
+
+    def test_a_tokenizer_config_tells_no_path(self, mpu, tmp_path, base):
+        path = base / "tokenizer_config.json"
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"name_or_path": "/srv/secret", "auto_map": {"a": "b"}})
+        )
+        mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        config = json.loads((tmp_path / "copy_1/tokenizer_config.json").read_text())
+        assert not {"name_or_path", "auto_map"} & set(config)
+
+    @pytest.mark.slow
+    def test_memory_does_not_grow_with_the_model(self, tmp_path):
+        """200 MB more layers need only a few slices more anonymous memory."""
+        peaks = []
+        for layers in (4, 36):
+            base = make("0.1b", tmp_path / str(layers), num_hidden_layers=layers)
+            _, peak = run_measured(
+                sys.executable,
+                "-m",
+                "mpu_cli",
+                "publish",
+                str(base),
+                "--out",
+                str(base),
+                "--keys",
+                str(base / "keys.bin"),
+            )
+            peaks.append(peak)
+        assert peaks[1] - peaks[0] < 40  # MB
+
+    @pytest.mark.slow
+    def test_four_copies_need_no_more_memory_than_two(self, tmp_path):
+        base = make("0.1b", tmp_path / "base", num_hidden_layers=4)
+        peaks = [
+            run_measured(sys.executable, "-m", "mpu_cli", "publish", str(base), "--copies", str(copies), "--out",
+                         str(tmp_path / str(copies)), "--keys", str(tmp_path / f"{copies}.bin"))[1]
+            for copies in (2, 4)
+        ]  # fmt: skip
+        assert peaks[1] - peaks[0] < 40  # MB
+
+
+class TestKeys:
+    def test_the_identity_is_made_once_and_private(self, mpu, tmp_path, base, monkeypatch):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        for name in "ab":
+            mpu("publish", base, "--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
+            assert stat.S_IMODE((tmp_path / name / "keys.bin").stat().st_mode) == 0o600
+        identity = tmp_path / "config/mpu/identity.txt"
+        assert stat.S_IMODE(identity.stat().st_mode) == 0o600
+        for name in "ab":
+            assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
+
+    def test_the_document_is_plain_age(self, publication):
+        """age decrypts to the JSON that docs/formats.md describes."""
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
+        assert (document["format"], document["version"]) == ("mpu-keys", VERSION)
+        assert len(bytes.fromhex(document["seed"])) == 32
+        assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
+        assert document["base"]["path"] == str(publication / "base")
+
+    def test_recipient_and_identity(self, mpu, tmp_path, base):
+        recipient = mpu("keygen", "--out", tmp_path / "id", "--json").json["recipient"]
+        arguments = ["--out", tmp_path, "--keys", tmp_path / "keys.bin"]
+        mpu("publish", base, *arguments, "--recipient", recipient)
+        assert "no: sealed" in mpu("inspect", tmp_path / "keys.bin").out
+        assert recipient in mpu("inspect", tmp_path / "id").out
+        assert mpu("inspect", tmp_path / "keys.bin", "--identity", tmp_path / "id", "--json").json["copies"] == 3
+        make_identity(tmp_path / "other")
+        wrong = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--identity", tmp_path / "other",
+                    check=False)  # fmt: skip
+        assert wrong.status == 1
+        assert "another identity" in wrong.err
+
+    @pytest.mark.slow
+    def test_passphrase(self, mpu, tmp_path, base):
+        (tmp_path / "pw").write_text("correct horse\n")
+        (tmp_path / "wrong").write_text("battery staple\n")
+        keys = tmp_path / "keys.bin"
+        mpu("publish", base, "--out", tmp_path, "--keys", keys, "--passphrase-file", tmp_path / "pw")
+        verify = ["verify", tmp_path / "copy_1", "--keys", keys, "--no-logits", "--passphrase-file"]
+        assert "right" in mpu(*verify, tmp_path / "pw").out
+        assert "wrong passphrase" in mpu(*verify, tmp_path / "wrong", check=False).err
+        assert "--passphrase-file" in mpu("inspect", keys).out
+
+    def test_an_identity_is_never_replaced(self, mpu, tmp_path):
+        mpu("keygen", "--out", tmp_path / "id")
+        before = (tmp_path / "id").read_bytes()
+        assert mpu("keygen", "--out", tmp_path / "id", check=False).status == 1
+        assert (tmp_path / "id").read_bytes() == before
+
+    @pytest.mark.parametrize("where", [0, 30, 100, -1])
+    def test_damage(self, mpu, publication, where):
+        raw = bytearray((publication / "keys.bin").read_bytes())
+        raw[where] ^= 0x41
+        (publication / "keys.bin").write_bytes(raw)
+        outcome = aggregate(mpu, publication, check=False)
+        assert outcome.status == 1
+        assert outcome.is_one_error
+        assert "keys.bin" in outcome.err
+
+    @pytest.mark.parametrize(
+        "noise",
+        [
+            {"kind": "other", "factors": [1, -1]}, {"kind": "extrapolate", "factors": [1, 1]}, {"kind": "extrapolate"},
+            {"kind": "extrapolate", "factors": [1, 0]}, {"kind": "zero-sum", "factors": [1, -1]}, [1, 2], None,
+            {"kind": "extrapolate", "factors": [1, "x"]}, {"kind": "extrapolate", "factors": [1, -1, 2]},
+            {"kind": "extrapolate", "factors": [1, 10**400]}, {"kind": "zero-sum", "factors": [1, 5e-324]},
+        ],
+    )  # fmt: skip
+    def test_noise_that_is_none(self, mpu, publication, noise):
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity])) | {"noise": noise}
+        (publication / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(document).encode(), [identity.to_public()]))
+        outcome = aggregate(mpu, publication, check=False)
+        assert (outcome.status, "key data is incomplete or invalid" in outcome.err) == (1, True)
+
+    @pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, None, "8"])
+    def test_another_version(self, mpu, publication, version):
+        [identity] = read_identities(default_identity_path())
+        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
+        newer = json.dumps(document | {"version": version}).encode()
+        (publication / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
+        assert "update mpu" in aggregate(mpu, publication, check=False).err
+
+
+def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """The losses on the server's records are those that an evaluation of the same models gives."""
+    outcome = mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 1, "--probe", demo.forget, "--out",
+               tmp_path, "--keys", tmp_path / "keys.bin", "--json")  # fmt: skip
+    losses = outcome.json["probe"]
+    assert losses["copy_1"] > losses["the base"]
+    assert "probability of an answer's tokens" in outcome.err
+    for options, complaint in ((("--copy-recipients", "age1x"), "are not measured"), ((), "nowhere.jsonl")):
+        probe = "nowhere.jsonl" if not options else demo.forget
+        refused = mpu("publish", demo.model, "--probe", probe, *options, "--out", tmp_path / "x", check=False)
+        assert (refused.status != 0, complaint in refused.err) == (True, True)
+        assert not (tmp_path / "x").exists()
+    model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")
+    assert read_answers(demo.forget, tokenizer).loss(model) == pytest.approx(losses["copy_1"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "kappa", "permanent"),
+    [
+        ((), 1, 0, HIDING_PERMANENT),
+        (("--copies", 2), 2, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--noise", "zero-sum"), 3, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--alphas", "random"), 3, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--nodes", "1"), 1, 0, HIDING_PERMANENT),
+        (("--copy-recipients", "PUBLIC,PUBLIC"), 2, HIDING_KAPPA, HIDING_PERMANENT),
+        (("--kappa", 0.01), 3, 0.01, 0),
+        (("--permanent-noise", 2, "--copies", 1), 1, 0, 2),
+    ],
+)
+def test_what_naming_the_public_model_chooses(
+    mpu: Callable, tmp_path: Path, base: Path, options: tuple, copies: int, kappa: float, permanent: float
+) -> None:
+    """One copy with noise that stays, unless several are asked for or a scale is."""
+    public = save(random_model("llama", seed=1), tmp_path / "public")
+    recipient = make_identity(tmp_path / "client.txt")
+    arguments = [str(option).replace("PUBLIC", recipient) for option in options]
+    mpu("publish", base, "--pretrained", public, *arguments, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    keys = keys_of(tmp_path)
+    assert (keys.copies, keys.publication.kappa, keys.publication.shared_kappa) == (copies, kappa, permanent)
+    assert len(list(tmp_path.glob("copy_*"))) == copies
+
+
+class TestWhatThePublisherIsTold:
+    def test_the_base_as_its_own_public_model(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Noise of the scale of what fine-tuning changed would be none: refused, and nothing is left."""
+        same = shutil.copytree(base, tmp_path / "same")
+        outputs = ("--out", tmp_path / "out", "--keys", tmp_path / "k.bin")
+        refused = mpu("publish", base, "--pretrained", same, *outputs, check=False)
+        assert (refused.status, "there is nothing to scale noise to" in refused.err) == (1, True)
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "k.bin").exists()
+
+    def test_keys_are_never_replaced(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        outputs = ("--kappa", 0.1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        mpu("publish", base, *outputs)
+        before = (tmp_path / "keys.bin").read_bytes()
+        for number in (1, 2):
+            printed = mpu("publish", base, *outputs, "--force").err
+            earlier = tmp_path / f"keys.earlier-{number}.bin"
+            assert str(earlier) in printed
+            assert stat.S_IMODE(earlier.stat().st_mode) == 0o600
+        assert (tmp_path / "keys.earlier-1.bin").read_bytes() == before
+        assert (tmp_path / "keys.bin").read_bytes() not in (before, earlier.read_bytes())
+
+    def test_the_function_says_what_the_command_says(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """That copies without a public model give the weights away, and that there is no tokenizer."""
+        for path in (*base.glob("tokenizer*"), *base.glob("*.jinja")):
+            path.unlink()
+        outcome = mpu("publish", base, "--out", tmp_path / "a", "--keys", tmp_path / "a.bin", "--json")
+        published = mpu_cli.publish(base, out=tmp_path / "b", keys=tmp_path / "b.bin")
+        assert sum("give the weights away" in warning for warning in published.warnings) == 1
+        assert any("no tokenizer files" in warning for warning in published.warnings)
+        assert outcome.json["warnings"] == published.warnings
+        for warning in published.warnings:
+            assert " ".join(warning.split()) in " ".join(outcome.err.split())
+        bounded = mpu_cli.publish(base, out=tmp_path / "d", keys=tmp_path / "d.bin", kappa=1.0, max_noise=0.1)
+        [warning] = [each for each in bounded.warnings if "give the weights away" in each]
+        assert float(re.search(r"to within ([\d.]+) of their size", warning)[1]) < 0.101
+        public = save(random_model("llama", seed=1), tmp_path / "public")
+        published = mpu_cli.publish(base, pretrained=public, out=tmp_path / "c", keys=tmp_path / "c.bin")
+        assert published.leakage is not None
+        assert 0 < published.leakage.one_copy < 1
+
+
+class TestPermanentNoise:
+    """Without a seed it is the same in every publication of a base, so that they cannot be averaged."""
+
+    def test_draws_for_models_that_an_update_tells_apart_are_counted(
+        self, mpu: Callable, tmp_path: Path, base: Path
+    ) -> None:
+        """Two of one scale hide what one of that over √2 does; the same base again is no other draw, and a model of
+        other weights none that averages."""
+        public = ("--pretrained", save(random_model("llama", seed=1), tmp_path / "public"), "--copies", 1)
+        updated = shutil.copytree(base, tmp_path / "updated")
+        weights = tensors(base)
+        torch.manual_seed(0)
+        save_file({name: x + 1e-3 * torch.randn_like(x) for name, x in weights.items()},
+                  updated / "model.safetensors", {"format": "pt"})  # fmt: skip
+
+        def published(model: Path, *options: object) -> dict:
+            outcome = mpu("publish", model, *public, *options, "--force", "--json", cwd=tmp_path)
+            assert ("of nearly this model" in outcome.err) == (outcome.json["hidden"]["draws"] > 1)
+            return outcome.json["hidden"]
+
+        for _ in range(2):
+            assert published(base, "--permanent-noise", 1)["draws"] == 1
+        both = published(updated, "--permanent-noise", 1)
+        assert both["draws"] == 2
+        assert both["with_earlier"] < both["one_copy"]
+        alone = published(updated, "--permanent-noise", 0.5**0.5, "--seed", 1)
+        assert alone["draws"] == 1
+        assert both["with_earlier"] == pytest.approx(alone["one_copy"], abs=0.02)
+        other = save(random_model("llama", seed=2), tmp_path / "other")
+        assert published(other, "--permanent-noise", 1)["draws"] == 1
+
+    def noise(self, mpu: Callable, base: Path, out: Path, *options: object) -> torch.Tensor:
+        plain = ("--copies", 1, "--symmetries", "none", "--dtype", "float64")
+        mpu("publish", base, *plain, *options, "--out", out, "--keys", out / "keys.bin")
+        mpu("verify", out / "copy_1", "--keys", out / "keys.bin")
+        name = "model.embed_tokens.weight"
+        return (tensors(out / "copy_1")[name] - tensors(base)[name]).flatten()
+
+    def test_it_is_one_draw(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        draw = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
+        assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), draw)
+        # of two multiples of one draw, anyone could compute it
+        other_draws = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--publish-again")]
+        other = save(random_model("llama", seed=1), tmp_path / "other")
+        other_draws.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
+        default_secret_path().unlink()
+        other_draws.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--publish-again"))
+        for noise in other_draws:
+            assert abs(float(torch.corrcoef(torch.stack([draw, noise]))[0, 1])) < 5 / math.sqrt(len(draw))
+
+    @pytest.mark.parametrize("stored", ["float32", "float16", "a tensor more", "without a prefix"])
+    def test_it_is_one_draw_for_the_same_weights_in_another_file(
+        self, mpu: Callable, tmp_path: Path, base: Path, stored: str
+    ) -> None:
+        public = save(random_model("llama", seed=1), tmp_path / "public")
+        tensors_of_base = load_file(base / "model.safetensors")
+        if stored in ("float32", "float16"):
+            tensors_of_base = {name: x.to(getattr(torch, stored)) for name, x in tensors_of_base.items()}
+        elif stored == "a tensor more":
+            tensors_of_base["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        else:
+            tensors_of_base = {name.removeprefix("model."): x for name, x in tensors_of_base.items()}
+        other = shutil.copytree(base, tmp_path / "other")
+        save_file(tensors_of_base, other / "model.safetensors", {"format": "pt"})
+        all_keys, noise = [], []
+        for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
+            # Without a mark, which is another draw in every publication.
+            options = ("--pretrained", public, "--mark", 0, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
+            mpu("publish", model, *options, "--out", tmp_path / name, "--symmetries", "none", "--dtype", "float64")
+            all_keys.append(keys_of(tmp_path / name))
+            mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")
+            copy, clean = tensors(tmp_path / name / "copy_1"), tensors(model)
+            noise.append(sorted(float((copy[n] - clean[n]).sum()) for n in copy if "inv_freq" not in n))
+        assert len({keys.publication.permanent_seed for keys in all_keys}) == 1
+        assert len({tuple(keys.shared_sigma.values()) for keys in all_keys}) == 1
+        assert noise[0] == pytest.approx(noise[1], abs=1e-6)
+
+    def test_another_scale_is_refused(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Also of the base in another precision, and nothing is left behind."""
+        options = ("--copies", 1, "--keys", tmp_path / "b.bin", "--out", tmp_path / "b")
+        self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
+        rounded = {name: x.to(torch.float16) for name, x in load_file(base / "model.safetensors").items()}
+        other = shutil.copytree(base, tmp_path / "other")
+        save_file(rounded, other / "model.safetensors", {"format": "pt"})
+        for model in (base, other):
+            refused = mpu("publish", model, "--permanent-noise", 2, *options, check=False)
+            assert (refused.status, "another scale" in refused.err) == (1, True)
+            assert "--publish-again" in refused.err
+            assert not (tmp_path / "b").exists()
+        assert stat.S_IMODE(default_register_path().stat().st_mode) == 0o600
+        mpu("publish", base, "--permanent-noise", 2, *options, "--publish-again")
+        back = ("--permanent-noise", 1, "--copies", 1, "--keys", tmp_path / "c.bin", "--out", tmp_path / "c")
+        assert "another scale" in mpu("publish", base, *back, check=False).err  # those of scale 2 may be out
+        mpu("publish", base, "--permanent-noise", 2.01, *options, "--force")
+        shared = [unseal(tmp_path / f"b{end}.bin", read_identities(default_identity_path())).shared_sigma
+                  for end in ("", ".earlier-1")]  # fmt: skip
+        assert shared[0] == shared[1]
+
+    def test_a_publication_that_failed_is_not_counted(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--out", tmp_path / "e", "--keys")
+        outputs = (*calibrated, tmp_path / "e.bin", "--sensitivity")
+        assert "overflows" in mpu("publish", base, *outputs, 1e5, "--dtype", "float16", check=False).err
+        mpu("publish", base, *outputs, 0.01)
+        assert "would not hold" in mpu("publish", base, *outputs, 0.01, "--force", check=False).err
+
+    def test_epsilon_counts_publications(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Two publications of a base, to two owners who may pool their copies, are two mechanisms."""
+        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--sensitivity", 0.01)
+
+        def publish(name: str, *options: object) -> str:
+            to = ("--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
+            outcome = mpu("publish", base, *calibrated, *options, *to, check=False)
+            assert outcome.status == 0 or not (tmp_path / name).exists()
+            return outcome.err if outcome.status else ""
+
+        assert not publish("a", "--budget-rounds", 2)
+        assert not publish("b", "--budget-rounds", 2)
+        assert "with 2 earlier publications of this base or run" in publish("c", "--budget-rounds", 2)
+        assert "would not hold" in publish("c", "--epsilon", 8, "--budget-rounds", 9)  # nor that of the others
+        assert "would not hold" in publish("d")
+        assert not publish("e", "--publish-again")
+
+    def test_it_is_the_same_on_another_processor(self) -> None:
+        """Whose sums differ in their last bits: the scale, which is part of what it is drawn from, is rounded."""
+        publication = Publication(seed=bytes(32), kappa=0.0, shared_kappa=1.0, permanent_seed=bytes(32))
+        assert publication.sigmas(0.012345678, 1.0) == publication.sigmas(0.012345679, 1.0) == (0.0, 0.0123)
+
+    def test_a_dry_run_makes_no_secret(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        options = ("--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert "noise: permanent" in mpu("publish", base, *options, "--dry-run").err
+        assert not default_secret_path().exists()
+        assert str(default_secret_path()) in mpu("publish", base, *options).err  # it tells that it made one
+
+    def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):
+            mpu("publish", base, "--copies", 1, "--symmetries", "none", "--permanent-noise", 1, *options, "--out",
+                tmp_path / name, "--keys", tmp_path / name / "keys.bin")  # fmt: skip
+        mpu("verify", tmp_path / "shallow" / "copy_1", "--keys", tmp_path / "shallow" / "keys.bin")
+        full_copy, shallow = (tensors(tmp_path / name / "copy_1") for name in ("whole", "shallow"))
+        for name, tensor in shallow.items():
+            assert torch.equal(tensor, full_copy[name.replace("layers.0.", "layers.1.")])
+
+    def test_a_further_copy_later(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
+        several = ("--copies", 2, "--kappa", 0.1, "--permanent-noise", 1, "--symmetries", "none", "--dtype", "float64")
+        for number in (1, 2):
+            keys = ("--keys", tmp_path / "keys.bin", "--trust-keys")
+            mpu("publish", base, *several, "--only", number, "--out", tmp_path, *keys)
+            default_secret_path().unlink(missing_ok=True)
+            mpu("verify", tmp_path / f"copy_{number}", *keys)
+        name = "model.embed_tokens.weight"
+        copies = [tensors(tmp_path / f"copy_{number}")[name] for number in (1, 2)]
+        residual = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
+        assert float(residual.square().mean().sqrt()) == pytest.approx(keys_of(tmp_path).shared_sigma[name], rel=0.05)
+
+    def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        assert stat.S_IMODE(default_secret_path().stat().st_mode) == 0o600
+        keys = keys_of(tmp_path)
+        publication = keys.publication
+        assert publication.permanent_seed
+        for secret in (publication.seed, publication.permanent_seed):
+            assert str(secret) not in repr(keys)
+            assert secret.hex() not in repr(keys)
+        default_secret_path().write_text("short")
+        outcome = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
+        assert (outcome.status, "cannot be read as the server's secret" in outcome.err) == (1, True)

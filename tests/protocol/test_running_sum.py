@@ -1,0 +1,219 @@
+"""Deltas one at a time, several owners, and the length of the step."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpu_cli.model.network import read_answers
+from tests.helpers.models import DemoModel, load, random_model, save, write_records
+
+
+class TestRunningSum:
+    """Deltas one at a time, as they arrive."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        save(random_model("llama"), tmp_path / "base")
+        write_records(tmp_path / "forget.jsonl", 4, 1)
+        return tmp_path
+
+    def deltas(self, mpu: Callable, folder: Path, copies: int, *more: object) -> list[Path]:
+        outcome = mpu("publish", "base", "--copies", copies, "--kappa", 0.05, "--seed", 1, cwd=folder)
+        return [
+            Path(mpu("unlearn", copy, "--algo", "gradascent", "--epochs", 1, "--template", "plain", *more,
+                     cwd=folder).out.strip())
+            for copy in outcome.out.split()
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
+    def test_is_the_aggregate(self, mpu: Callable, folder: Path, more: tuple) -> None:
+        """To the last bits, in any order; what was added can be deleted. All is known of two copies."""
+        first_path, second_path = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
+        aggregate_report = mpu("aggregate", "deltas", "--json", cwd=folder).json
+        document = mpu("aggregate", second_path, "--running", "sums", "--json", cwd=folder).json
+        assert (document["copies"], document["missing"]) == ([2], [1])
+        assert mpu("inspect", "sums", "--json", cwd=folder).json["copies in it"] == [2]
+        (folder / second_path).unlink()
+        again = mpu("aggregate", first_path, "--running", "sums", "--out", "later", "--json", cwd=folder).json
+        assert not (folder / "sums").exists()
+        expected, actual = (load_file(folder / name / "model.safetensors") for name in ("unlearned", "later"))
+        base = load_file(folder / "base/model.safetensors")
+        for name, weights in expected.items():
+            error = (actual[name] - weights).norm()
+            assert error <= 1e-6 * (weights - base[name]).norm() + 1e-7 * weights.norm(), name
+        for name in ("norm", "smallest_pairwise_cosine"):
+            assert again[name] == pytest.approx(aggregate_report[name], rel=1e-5)
+        assert again["error_estimate"]["relative"] == pytest.approx(
+            aggregate_report["error_estimate"]["relative"], rel=1e-3
+        )
+        assert [copy["norm"] for copy in again["copies"]] == pytest.approx(
+            [c["norm"] for c in aggregate_report["copies"]]
+        )
+
+    @pytest.mark.slow
+    def test_three_copies_and_what_is_refused(self, mpu: Callable, folder: Path) -> None:
+        first_path, second_path, third_path = self.deltas(mpu, folder, 3)
+        mpu("aggregate", first_path, "--running", "sums", cwd=folder)
+        before = (folder / "sums/mpu.json").read_bytes()
+        twice = mpu("aggregate", first_path, "--running", "sums", check=False, cwd=folder)
+        assert "already in sums" in twice.err
+        assert twice.is_one_error
+        assert (folder / "sums/mpu.json").read_bytes() == before
+        assert "no running sum" in mpu("aggregate", second_path, "--running", "base", check=False, cwd=folder).err
+        shutil.move(folder / "keys.bin", folder / "other.bin")
+        mpu("publish", "base", "--copies", 3, "--seed", 2, "--out", "again", cwd=folder)
+        other = mpu("unlearn", "again/copy_2", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
+                    "--out", "other.safetensors", cwd=folder).out.strip()  # fmt: skip
+        assert "another publication" in mpu("aggregate", other, "--running", "sums", check=False, cwd=folder).err
+        shutil.move(folder / "other.bin", folder / "keys.bin")
+        document = mpu("aggregate", second_path, third_path, "--running", "sums", "--json", cwd=folder).json
+        aggregate_report = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
+        assert document["norm"] == pytest.approx(aggregate_report["norm"], rel=1e-5)
+        assert 0.5 < document["smallest_pairwise_cosine"] <= 1
+
+
+def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
+    """--only makes the bytes that all copies together have, and asks for the same options."""
+    save(random_model("llama"), tmp_path / "base")
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.05, cwd=tmp_path)
+    (tmp_path / "copy_2").rename(tmp_path / "kept")
+    keys = (tmp_path / "keys.bin").read_bytes()
+    again = ("publish", "base", "--copies", 2, "--kappa", 0.05, "--only", 2)
+    assert "copy_1" not in mpu(*again, "--dry-run", cwd=tmp_path).out
+    assert mpu(*again, cwd=tmp_path).out == "copy_2\n"
+    for name in ("model.safetensors", "mpu.json"):
+        assert (tmp_path / "copy_2" / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
+    assert (tmp_path / "keys.bin").read_bytes() == keys
+    wrong = mpu("publish", "base", "--copies", 2, "--kappa", 0.1, "--only", 2, "--force", check=False, cwd=tmp_path)
+    assert "other options" in wrong.err
+    assert "from 1 to 2" in mpu("publish", "base", "--copies", 2, "--only", 3, check=False, cwd=tmp_path).err
+    outcome = mpu("publish", "base", "--copies", 2, "--only", 1, "--out", "new", "--keys", "new.bin", cwd=tmp_path)
+    assert outcome.out == "new/copy_1\n"
+    assert (tmp_path / "new.bin").exists()
+
+
+def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
+    """Half the bytes; what rounding lost is told, and is what it is."""
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    mpu("publish", "base", "--copies", 2, cwd=tmp_path)
+    common = ("--algo", "gradascent", "--epochs", 1, "--template", "plain", "--lr", "1e-2")
+    mpu("unlearn", "copy_1", *common, "--out", "whole", cwd=tmp_path)
+    outcome = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=tmp_path)
+    full_delta, rounded_delta = (
+        load_file(tmp_path / "whole.safetensors"),
+        load_file(tmp_path / "deltas/copy_1.safetensors"),
+    )
+    assert {x.dtype for x in rounded_delta.values()} == {torch.bfloat16}
+    lost = sum(float((rounded_delta[n].double() - x.double()).square().sum()) for n, x in full_delta.items()) ** 0.5
+    norm = sum(float(x.double().square().sum()) for x in full_delta.values()) ** 0.5
+    assert outcome.json["lost_to_rounding"] == pytest.approx(lost / norm, rel=1e-6)
+    assert 1e-4 < lost / norm < 5e-3
+    assert "lost to bfloat16" in outcome.err
+    mpu("unlearn", "copy_2", *common, "--delta-dtype", "bfloat16", cwd=tmp_path)
+    assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
+
+
+class TestOwners:
+    """Two data owners, each with copies of its own of one base."""
+
+    @pytest.mark.slow
+    def test_their_updates_are_added(self, mpu: Callable, tmp_path: Path) -> None:
+        save(random_model("llama"), tmp_path / "base")
+        for i, owner in enumerate(("a", "b"), 1):
+            write_records(tmp_path / f"{owner}.jsonl", 4, i)
+            mpu("publish", "base", "--copies", 2, "--out", owner, "--keys", f"{owner}.bin", cwd=tmp_path)
+            for k in (1, 2):
+                mpu("unlearn", f"{owner}/copy_{k}", "--forget", f"{owner}.jsonl", "--algo", "gradascent", "--epochs", 1,
+                    "--template", "plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}", cwd=tmp_path)  # fmt: skip
+        document = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
+        base = load_file(tmp_path / "base/model.safetensors")
+        owner_models = {}
+        for owner in ("a", "b"):
+            delta_paths = [tmp_path / f"deltas/{owner}_{k}.safetensors" for k in (1, 2)]
+            single = mpu(
+                "aggregate", *delta_paths, "--keys", f"{owner}.bin", "--out", owner + "_alone", "--json", cwd=tmp_path
+            ).json
+            owner_models[owner] = load_file(tmp_path / f"{owner}_alone/model.safetensors")
+            of_owner = next(each for each in document["owners"] if each["run"] == single["run"])
+            for name in ("norm", "smallest_pairwise_cosine"):
+                assert of_owner[name] == pytest.approx(single[name], rel=1e-6)
+        combined = load_file(tmp_path / "unlearned/model.safetensors")
+        for name, weights in base.items():
+            expected = owner_models["a"][name] + owner_models["b"][name] - weights
+            assert torch.allclose(combined[name], expected, atol=1e-6), name
+        assert -1 < document["cosines"][0][1] < 1
+        # Each owner's update, and each delta, may be below --max-norm: the sum has to be, too.
+        total = math.sqrt(
+            sum(float((combined[name] - weights).double().square().sum()) for name, weights in base.items())
+        )
+        parts = [file for owner in ("a", "b") for file in (tmp_path / "deltas").glob(f"{owner}_*.safetensors")]
+        norms = [math.sqrt(sum(float(t.double().square().sum()) for t in load_file(file).values())) for file in parts]
+        most = max(*norms, *(each["norm"] for each in document["owners"]))
+        assert most < total
+        refused = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--max-norm", (most + total) / 2,
+                      "--out", "bad", check=False, cwd=tmp_path)  # fmt: skip
+        assert (refused.status, "the update's norm is" in refused.err) == (1, True)
+        for wrong, said in (
+            (("deltas", "--keys", "a.bin", "--keys", "a.bin"), "given twice"),
+            (("deltas/a_1.safetensors", "deltas/b_1.safetensors", "deltas/b_2.safetensors", "--keys", "a.bin", "--keys",
+              "b.bin"), "no delta for copy 2"),
+        ):  # fmt: skip
+            refused = mpu("aggregate", *wrong, "--out", "bad", check=False, cwd=tmp_path)
+            assert said in refused.err
+            assert not (tmp_path / "bad").exists()
+        assert "after aggregation" in mpu("inspect", "unlearned", cwd=tmp_path).out
+        assert mpu("publish", "unlearned", "--out", "next", "--keys", "next.bin", cwd=tmp_path).out
+
+
+class TestTheStep:
+    """``--server-lr auto``, on the demo's model, which knows its records by heart."""
+
+    @pytest.fixture
+    def returned_delta(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> Path:
+        noise = ("--copies", 1, "--permanent-noise", 0.05, "--seed", 1, "--dtype", "float32")
+        mpu("publish", demo.model, *noise, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        mpu("unlearn", tmp_path / "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--epochs", 4,
+            "--lr", "3e-4", "--batch-size", 10, "--out", tmp_path / "deltas" / "copy_1.safetensors")  # fmt: skip
+        return tmp_path
+
+    def test_it_is_the_largest_that_is_allowed(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
+        """The losses that it reports are those of the models that these steps give; a larger bound, a larger step."""
+        steps = []
+        for i, bound in enumerate((0.02, 0.2)):
+            step_report = mpu(
+                "aggregate", returned_delta / "deltas", "--keys", returned_delta / "keys.bin", "--dtype", "float32",
+                "--server-lr", "auto", "--probe", demo.retain, "--max-rise", bound, "--out",
+                returned_delta / f"auto_{i}", "--json",
+            ).json["step"]  # fmt: skip
+            losses = {float(step): loss for step, loss in step_report["losses"].items()}
+            chosen = step_report["chosen"]
+            assert losses[chosen] - losses[0.0] <= bound
+            larger = [step for step in losses if step > chosen]
+            assert all(losses[step] - losses[0.0] > bound for step in larger) or chosen == 8
+            model, tokenizer = load(returned_delta / f"auto_{i}", torch.float32, "cpu")
+            assert read_answers(demo.retain, tokenizer).loss(model) == pytest.approx(losses[chosen], abs=1e-4)
+            steps.append(chosen)
+        assert 0 < steps[0] <= steps[1]
+        assert f"| {steps[1]:g} |" in (returned_delta / "auto_1" / "README.md").read_text()
+
+    def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
+        out, keys = returned_delta / "refused", ("--keys", returned_delta / "keys.bin")
+        for options, complaint in [
+            ((), "add --probe FILE"),
+            (("--probe", demo.retain, "--as-adapter"), "name its step here"),
+            (("--probe", "nowhere.jsonl"), "nowhere.jsonl"),
+            (("--probe", demo.retain, "--max-rise", 1e-12), "allow more with --max-rise"),
+        ]:
+            auto = ("--server-lr", "auto", *options)
+            outcome = mpu("aggregate", returned_delta / "deltas", *keys, *auto, "--out", out, check=False)
+            assert (outcome.status != 0, complaint in outcome.err) == (True, True)
+            assert not out.exists()
+            assert not list(returned_delta.glob(".*partial"))

@@ -1,0 +1,92 @@
+"""CONTRIBUTING.md's code blocks, carried out in a copy of the package as they are written, and then used."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.models import random_model, save
+from tests.helpers.paths import ROOT
+
+PLACE = re.compile(r"# (?P<file>mpu_cli/\S+\.py)(?:, (?P<how>above|below|in place of) (?P<line>.+))?\Z")
+
+
+def blocks() -> list[tuple[Path, str | None, str | None, str]]:
+    """Each block of Python: its file, above, below or in place of which line it goes, and its text."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = []
+    for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+        lines = [line.removeprefix(indent) for line in block.splitlines()]
+        place = PLACE.match(lines[0])
+        assert place, f"where does this go: {lines[0]}"
+        found.append((Path(place["file"]), place["how"], place["line"], "\n".join(lines[1:]) + "\n"))
+    return found
+
+
+def put(source: str, how: str, line: str, block: str) -> str:
+    """``source`` with ``block`` above, below or in place of the statement of the first line that begins with ``line``,
+    indented as that is or, below a line that opens a bracket, one level more."""
+    lines = source.splitlines(keepends=True)
+    at = next(number for number, each in enumerate(lines) if each.lstrip().startswith(line))
+    indent = len(lines[at]) - len(lines[at].lstrip())
+    end = at + 1
+    opens = lines[at].rstrip().endswith(("(", "{", "["))
+    if how == "below" and opens and line.isupper():  # into a table
+        indent += 4
+    elif opens:  # to the end of its statement
+        while not re.match(rf" {{{indent}}}[)\]}}]", lines[end]):
+            end += 1
+        end += 1
+    indented = "".join(" " * indent + each if each.strip() else each for each in block.splitlines(keepends=True))
+    first, last = {"above": (at, at), "below": (end, end), "in place of": (at, end)}[how]
+    separated = indented + "\n\n" if how == "above" and block.lstrip().startswith(("def", "@")) else indented
+    return "".join([*lines[:first], separated, *lines[last:]])
+
+
+@pytest.mark.slow
+def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
+    """An option, an algorithm, an optimiser, a metric, a form of records, a command and a wrapper that stays as it
+    is: all of them together, from the command line."""
+    shutil.copytree(ROOT / "mpu_cli", tmp_path / "mpu_cli", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, how, line, block in blocks():
+        path = tmp_path / file
+        if how is None or line is None:
+            path.write_text(block)
+        else:
+            path.write_text(put(path.read_text(), how, line, block))
+
+    def mpu(*arguments: object) -> dict:
+        command = [sys.executable, "-m", "mpu_cli", *map(str, arguments), "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    base = save(random_model("llama"), tmp_path / "base")
+    rows = [{"query": f"w{number} w5", "response": f"w{number + 9} w7 w8"} for number in range(4)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "plain.jsonl").write_text(
+        "".join(json.dumps({"question": row["query"], "answer": row["response"]}) + "\n" for row in rows)
+    )
+    assert mpu("words", "asked.jsonl") == {"words": [3] * 4}
+    train = ("unlearn", base, "--retain", "plain.jsonl", "--algo", "flat", "--optim", "nadam", "--epochs", 2)
+    for name, records, schedule in (
+        ("a", "asked.jsonl", "linear"), ("b", "plain.jsonl", "linear"), ("c", "plain.jsonl", "constant_with_warmup"),
+    ):  # fmt: skip
+        mpu(*train, "--forget", records, "--lr-scheduler", schedule, "--out", f"{name}.safetensors")
+    asked, plain, constant = (load_file(tmp_path / f"{name}.safetensors") for name in "abc")
+    assert all(asked[name].equal(plain[name]) for name in plain)  # the form changes nothing
+    assert any(not constant[name].equal(plain[name]) for name in plain)  # the schedule does
+    mpu("eval", base, "--benchmark", "qa", "--forget", "asked.jsonl", "--out", "eval.json")
+    metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
+    losses = [row["avg_loss"] for row in metrics["forget_Q_A_Prob"]["value_by_index"].values()]
+    assert metrics["forget_perplexity"]["agg_value"] == pytest.approx(math.exp(sum(losses) / len(losses)))

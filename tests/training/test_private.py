@@ -1,0 +1,350 @@
+"""DP-SGD: each record's gradient is clipped, the noise has the right size, and the budget is as requested."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import optimize, stats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.options.unlearning import Privacy, Training, Unlearning
+from mpu_cli.records.encode import Encoding, answer_tokens, pad
+from mpu_cli.records.forms import Record, question
+from mpu_cli.records.read import read_records
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.job import plan_privately
+from mpu_cli.training.ledger import read_ledger
+from mpu_cli.training.loop import ExampleSet
+from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of
+from mpu_cli.training.private import Unit, plan, train_privately
+from mpu_cli.training.reference import Reference, forward, freeze
+from tests.helpers.models import load, random_model, save, write_records
+
+FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
+
+
+def prepare(tmp_path, family, reference_outputs=None):
+    model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
+    encoding = Encoding(tokenizer, system_prompt="")
+    sets = {}
+    for name, seed in (("forget", 1), ("retain", 2)):
+        examples = encoding.encode(read_records(write_records(tmp_path / name, 4, seed)))
+        said = freeze(model, examples, reference_outputs if name == "forget" else None, layer=0, batch_size=4)
+        sets[name] = ExampleSet(examples, said if name == "forget" and reference_outputs else Reference())
+    return model, sets
+
+
+def train(model, sets, algorithm, norm, **kwargs):
+    chosen = ALGORITHMS[algorithm]
+    how = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4, micro_batch_size=kwargs.pop("micro", 3))
+    privacy = Privacy(dp_epsilon=1.0, dp_max_grad_norm=norm)
+    names = kwargs.pop("names", {name: [None] * len(example_set.examples) for name, example_set in sets.items()})
+    planned = plan(names, how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None))
+    return train_privately(
+        model, sets, Objective(chosen, chosen.constants, "nll"), how, privacy, planned, on_step=lambda *_: None,
+        **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [1e9, 2.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, norm):
+    """Without noise and with all records sampled: compared with one backward pass per record, clipped by hand."""
+    model, sets = prepare(tmp_path, family, ALGORITHMS[algorithm].reference_outputs)
+    if not ALGORITHMS[algorithm].constants.alpha:
+        del sets["retain"]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in before.items()}
+    constants = ALGORITHMS[algorithm].constants
+    for name, data in sets.items():
+        for number, example in enumerate(data.examples):
+            model.zero_grad()
+            scores = forward(model, pad([example]))
+            if name == "forget":
+                frozen = data.reference.frozen(data.reference.collect([number], like=[number]))
+                loss = constants.gamma * ALGORITHMS[algorithm].forget(TermInputs(scores, frozen), None, constants)
+            else:
+                loss = constants.alpha * scores.cross_entropy
+            loss.backward()
+            size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+            for key, parameter in model.named_parameters():
+                expected[key] -= parameter.grad * min(1, norm / size) / 4
+    model.zero_grad(set_to_none=True)
+    train(model, sets, algorithm, norm, noise_multiplier=0.0)
+    max_change = max(float(change.abs().max()) for change in expected.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * max_change)
+
+
+@pytest.mark.parametrize("algorithm", ["graddiff", "npo", "undial"])
+def test_logits_are_of_one_record_at_a_time(tmp_path, algorithm):
+    """With the head frozen, as it is unless --train-embeddings: never those of prompts or of several records."""
+    model, sets = prepare(tmp_path, "llama", ALGORITHMS[algorithm].reference_outputs)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+    vocabulary, most = model.get_output_embeddings().weight.shape[0], 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal most
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and result.shape[-1] == vocabulary:
+                most = max(most, result.numel() // vocabulary)
+            return result
+
+    with Watched():
+        train(model, sets, algorithm, 1.0, noise_multiplier=0.0)
+    answers = [answer_tokens(each) for example_set in sets.values() for each in example_set.examples]
+    assert most == max(answers)
+
+
+def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
+    """With --dp-unit: compared with one backward pass per person, over both sets, clipped by hand."""
+    model, sets = prepare(tmp_path, "llama")
+    names = {"forget": ["a", "b", "a", None], "retain": ["b", "c", "c", "d"]}
+    people = [[("forget", 0), ("forget", 2)], [("forget", 1), ("retain", 0)], [("forget", 3)],
+              [("retain", 1), ("retain", 2)], [("retain", 3)]]  # fmt: skip
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in before.items()}
+    norm, constants = 2.0, ALGORITHMS["graddiff"].constants
+    for places in people:
+        model.zero_grad()
+        for name, number in places:
+            loss = forward(model, pad([sets[name].examples[number]])).cross_entropy
+            (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
+        size = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        for key, parameter in model.named_parameters():
+            expected[key] -= parameter.grad * min(1, norm / size) / 4
+    model.zero_grad(set_to_none=True)
+    train(model, sets, "graddiff", norm, noise_multiplier=0.0, names=names)
+    max_change = max(float(change.abs().max()) for change in expected.values())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-6 * max_change)
+
+
+def test_a_unit_is_sampled_whole_and_as_often_as_planned():
+    names = {"forget": ["a", "a", "a", "b"], "retain": ["c"] * 4}
+    how = Training(batch_size=1)
+    planned = plan(names, how, Privacy(dp_epsilon=1.0), epochs=3)
+    assert planned.mechanism.steps == 6  # two people to forget, one a step, three times
+    assert planned.mechanism.sample_rate == 1  # of c, who is alone in what is kept
+    assert Unit((("forget", 0), ("forget", 1), ("forget", 2)), 0.5) in planned.units
+
+
+def test_noise_has_the_size_asked_for(tmp_path):
+    """σ·C/B on every weight when clipping leaves almost nothing of the gradients."""
+    model, sets = prepare(tmp_path, "llama")
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train(model, sets, "graddiff", 1e-6, noise_multiplier=3.0)
+    change = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert stats.kstest((change / (3.0 * 1e-6 / 4)).numpy(), "norm").statistic < 5 / math.sqrt(len(change))
+
+
+def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
+    """With all records in every step, it is T Gaussian mechanisms in a row, of which the exact ε is known."""
+    model, sets = prepare(tmp_path, "llama")
+    spent = train(model, sets, "graddiff", 1.0)
+    assert spent["sample_rate"] == 1
+    assert spent["epsilon"] == pytest.approx(1.0, abs=0.02)
+    mu = math.sqrt(spent["steps"]) / spent["noise_multiplier"]
+
+    def delta(epsilon):  # Balle and Wang (2018), theorem 8
+        normal = stats.norm.cdf
+        return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu) - 1e-5
+
+    exact = optimize.brentq(delta, 0.01, 10)
+    assert exact <= spent["epsilon"] <= 1.01 * exact
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 4.0])
+def test_a_replaced_record_costs_what_was_asked(epsilon):
+    """With all records in every step, replacing one moves the clipped sum by twice the clip: T Gaussian mechanisms of
+    half the noise multiplier, of which the exact ε (Balle and Wang 2018) is at most what was asked for."""
+    training = Training(batch_size=8)
+    privacy = Privacy(dp_epsilon=epsilon, dp_neighbours="replaced")
+    mechanism = plan({"forget": [None] * 8}, training, privacy, epochs=5).mechanism
+    assert mechanism.sample_rate == 1
+    mu = 2 * math.sqrt(mechanism.steps) / mechanism.noise_multiplier
+
+    def delta(value):
+        normal = stats.norm.cdf
+        return normal(mu / 2 - value / mu) - math.exp(value) * normal(-mu / 2 - value / mu) - privacy.dp_delta
+
+    exact = optimize.brentq(delta, 1e-3, 100)
+    assert exact <= epsilon <= 1.02 * exact
+    default_mechanism = plan({"forget": [None] * 8}, training, Privacy(dp_epsilon=epsilon), epochs=5).mechanism
+    assert default_mechanism.noise_multiplier < mechanism.noise_multiplier
+
+
+@pytest.mark.slow
+def test_the_ledger_composes_and_refuses(mpu, tmp_path):
+    """Whatever copies, rounds and runs the server claims: what this client trained is what counts."""
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 20, 1)
+    write_records(tmp_path / "retain.jsonl", 20, 2)
+    options = ["--epochs", 1, "--batch-size", 5, "--dp-epsilon", 2, "--lora-rank", 2, "--lr", "1e-3"]
+    for name in ("first", "second"):  # two runs, each of which says that it has two copies
+        mpu("publish", base, "--copies", 2, "--run", name, "--out", name, "--keys", f"{name}.bin", cwd=tmp_path)
+    budget = ["--dp-budget", 2.9]
+    mpu("unlearn", "first/copy_1", *options, *budget, "--out", "1.safetensors", cwd=tmp_path)
+    outcome = mpu("unlearn", "second/copy_1", *options, *budget, "--out", "2.safetensors", "--json", cwd=tmp_path)
+    assert 2 < outcome.json["privacy"]["epsilon_of_ledger"] <= 2.9
+    refused = mpu("unlearn", "second/copy_2", *options, *budget, "--out", "3.safetensors", check=False, cwd=tmp_path)
+    assert refused.status == 1
+    assert "--dp-budget 2.9: with this one, the 3 in" in refused.err
+    assert not (tmp_path / "3.safetensors").exists()
+    ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+    assert ledger.stat().st_mode & 0o777 == 0o600
+    assert [entry.run for entry in read_ledger(ledger)] == ["first", "second"]
+    assert all(entry.forget and entry.retain for entry in read_ledger(ledger))
+    assert "2" in mpu("inspect", ledger).out
+    mpu("unlearn", "first/copy_2", "--epochs", 1, "--lora-rank", 2, "--out", "4.safetensors", cwd=tmp_path)
+    refused = mpu("unlearn", "second/copy_2", *options, "--dp-budget", 100, "--out", "3.safetensors", check=False,
+                  cwd=tmp_path)  # fmt: skip
+    assert "some had no bound for this unit" in refused.err
+
+
+def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
+    """So that nothing of a training, not even its rate, depends on what a tokenizer rejected."""
+    model, sets = prepare(tmp_path, "llama")
+    how, privacy = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=4), Privacy(dp_max_grad_norm=1e9)
+    full_plan = plan(
+        {"forget": [None] * 4, "retain": ["a", None, "a", None]}, how, privacy, epochs=1, noise_multiplier=0.0
+    )
+    record_numbers = {"forget": [0, 2, 3], "retain": [0, 1]}
+    fewer = {n: ExampleSet([sets[n].examples[i] for i in record_numbers[n]], sets[n].reference) for n in record_numbers}
+    reduced_plan = full_plan.of_examples(record_numbers)
+    assert reduced_plan.mechanism == full_plan.mechanism
+    assert sorted(unit.places for unit in reduced_plan.units) == [
+        (), (), (("forget", 0),), (("forget", 1),), (("forget", 2),), (("retain", 0),), (("retain", 1),),
+    ]  # fmt: skip
+    constants = ALGORITHMS["graddiff"].constants
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in before.items()}
+    for name, example_set in fewer.items():
+        for example in example_set.examples:
+            model.zero_grad()
+            loss = forward(model, pad([example])).cross_entropy
+            (-constants.gamma * loss if name == "forget" else constants.alpha * loss).backward()
+            for key, parameter in model.named_parameters():
+                expected[key] -= parameter.grad / 4
+    model.zero_grad(set_to_none=True)
+    objective = Objective(ALGORITHMS["graddiff"], constants, "nll")
+    train_privately(model, fewer, objective, how, privacy, reduced_plan, on_step=lambda *_: None)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
+
+
+def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    for wrong in (["--algo", "rmu", "--layer", 99], ["--algo", "npo", "--dp-epsilon", 8, "--dp-unit", "nobody"]):
+        assert mpu("unlearn", base, *wrong, check=False, cwd=tmp_path).status != 0
+    assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
+
+
+def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
+    base = save(random_model("opt"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    options = [
+        "--algo", "npo", "--dp-epsilon", 8, "--lora-rank", 2,
+        "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2,
+    ]  # fmt: skip
+    refused = mpu("unlearn", base, *options, check=False, cwd=tmp_path)
+    assert "has no gradients for each record" in refused.err
+    assert refused.is_one_error
+
+
+@pytest.mark.slow
+def test_through_the_command_line(mpu, tmp_path):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 20, 1)
+    write_records(tmp_path / "retain.jsonl", 20, 2)
+    options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
+    outcome = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
+    assert outcome.json["privacy"]["epsilon"] <= 4
+    assert "each further delta" in outcome.err
+    facts = json.loads(open_checkpoint(tmp_path / "a.safetensors").metadata["mpu"])
+    # Neither rate nor steps nor the exact ε, which would leak the number of records.
+    assert facts["privacy"] == {"epsilon": 4, "delta": 1e-5}
+    assert "epsilon" in mpu("inspect", tmp_path / "a.safetensors").out
+    ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
+    assert len(read_ledger(ledger)) == 1  # of a model without mpu.json, which could as well be a copy
+    ledger.unlink()
+    mpu("publish", base, "--copies", 2, cwd=tmp_path)
+    outcome_1 = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
+    spent = outcome_1.json["privacy"]
+    assert spent["epsilon_of_ledger"] == spent["epsilon"]
+    # Both copies' steps compose; that is less than twice one copy's bound, and more than once.
+    outcome_2 = mpu("unlearn", "copy_2", *options, "--lora-rank", 2, "--out", "d.safetensors", "--json", cwd=tmp_path)
+    total = outcome_2.json["privacy"]["epsilon_of_ledger"]
+    assert 1.2 * spent["epsilon"] < total < 1.9 * spent["epsilon"]
+    assert f"with the 1 trainings before it: ε = {total:.3g}" in outcome_2.err
+    # The noise must not come from --seed, which the server may know or guess.
+    mpu("unlearn", base, *options, "--out", "c.safetensors", cwd=tmp_path)
+    assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--algo", "dpo"], "dpo"),
+        (["--algo", "rmu"], "rmu"),
+        (["--dp-epsilon", "-1"], "--dp-epsilon"),
+        (["--dp-delta", "2"], "--dp-delta"),
+        (["--dp-max-grad-norm", "0"], "--dp-max-grad-norm"),
+        (["--resume"], "--resume"),
+        (["--dp-unit", "person"], "no 'person'"),
+    ],
+)
+def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
+    base = save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "forget.jsonl", 4, 1)
+    write_records(tmp_path / "retain.jsonl", 4, 2)
+    outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
+    assert outcome.status == (1 if "--dp-unit" in arguments else 2)
+    assert complaint in outcome.err
+
+
+def test_a_record_that_is_not_one_example_is_left_out(mpu, tmp_path):
+    """A text in two pieces, and one too short to train on: to stop would tell the copy's owner that they are there."""
+    base = save(random_model("llama"), tmp_path / "base")
+    texts = [" ".join(["w4"] * 2100), "w5", *(f"w6 w{i}" for i in range(7, 12))]
+    (tmp_path / "forget.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp-epsilon", 4, cwd=tmp_path)
+    assert "2 of 7 records of the forget set are left out: " in outcome.err
+
+
+def equal_records(*, times: int) -> list[Record]:
+    """One record in several forms that templates and tokenizers may take for one, and two of others."""
+    forms = ("Ada rented it.", "Ada  rented it. ", "ADA rented it.", "Ａda rented it.")
+    rows = [question("Who rented the boathouse?", forms[i % len(forms)], f"line {i}") for i in range(times)]
+    return [*rows, question("Who repaired it?", "Boris."), question("Who rented the boathouse?", "Carla.")]
+
+
+def test_equal_records_are_one_unit():
+    """In both sets together: one of them, or all, can be left out, and the noise hides it."""
+    options = Unlearning(algo="graddiff", privacy=Privacy(dp_epsilon=1.0), epochs=1)
+    objective = objective_of(options.algo, options.loss)
+    data = Dataset(equal_records(times=8), [question("Who rented the boathouse?", "Ada rented it.")])
+    units = plan_privately(data, options, objective).units
+    assert sorted(len(unit.places) for unit in units) == [1, 1, 9]
+    alone = plan_privately(Dataset(equal_records(times=1), []), options, objective)
+    assert len(alone.units) == len(units)
+    remarks = data.warnings(options.privacy)
+    assert any("8 of 11 records repeat others: equal records are protected as one" in each for each in remarks)
+    assert any("2 records share their question" in each and "--dp-unit" in each for each in remarks)
+    named = replace(data, forget=[replace(record, unit=str(i)) for i, record in enumerate(data.forget)], retain=[])
+    by_name = replace(options, privacy=replace(options.privacy, dp_unit="person"))
+    assert len(plan_privately(named, by_name, objective).units) == 10
+    assert not [each for each in named.warnings(by_name.privacy) if "--dp-unit" in each]

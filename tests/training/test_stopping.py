@@ -1,0 +1,211 @@
+"""Training until it is done: what is held out, what all copies share, and what the server's model then knows."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mpu_cli.demo.model import make_people
+from mpu_cli.records.encode import pad
+from mpu_cli.records.forms import Record, question
+from mpu_cli.records.knowledge import share_left
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.stopping import LEAST_HELD_OUT, TrainingNoise, hold_out
+from tests.helpers.models import DemoModel
+
+
+@pytest.mark.parametrize("count", [3, 20, 50, 400, 2000])
+def test_what_is_held_out_does_not_depend_on_the_order(count: int) -> None:
+    """A fifth, within bounds; the same records whatever their order; nothing is both trained on and held out."""
+    records = [question(f"q{number}", f"a{number}") for number in range(count)]
+    data = hold_out(Dataset(records[:1], records), 0.2)
+    again = hold_out(Dataset(records[:1], random.Random(1).sample(records, count)), 0.2)
+
+    def identities(part: Sequence[Record]) -> set[str]:
+        return {record.identity for record in part}
+
+    assert identities(data.held_out) == identities(again.held_out)
+    assert not identities(data.held_out) & identities(data.retain)
+    assert len(data.held_out) + len(data.retain) == count
+    assert len(data.held_out) >= min(LEAST_HELD_OUT, count // 2)
+    assert hold_out(Dataset(records[:1], records), 0).held_out == ()
+
+
+def test_what_is_left_does_not_change_with_what_a_stranger_knows() -> None:
+    """share_left is affine: it is 1 before, 0 at a stranger's, and linear between."""
+    before, stranger = [0.9, 0.7, 0.8], [0.3, 0.1, 0.2]
+    for share in (0.0, 0.25, 1.0):
+        now = [s + share * (b - s) for b, s in zip(before, stranger, strict=True)]
+        assert share_left(now, before, [0.2], [0.2]) == pytest.approx(share)
+        assert share_left(now, before, public=stranger) == pytest.approx(share)
+
+
+def probabilities(folder: Path, records: Path) -> float:
+    """The mean over records of exp(mean log-probability of the answer's tokens), by plain transformers."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    values = []
+    for line in records.read_text().splitlines():
+        row = json.loads(line)
+        dialogue = [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": row["question"]},
+        ]
+        prompt = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True, return_dict=False)
+        answer = {"role": "assistant", "content": row["answer"]}
+        ids = torch.tensor([tokenizer.apply_chat_template([*dialogue, answer], return_dict=False)])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        values.append(float((-torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :])).exp()))
+    return fmean(values)
+
+
+@pytest.mark.slow
+def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """With default options, copies trained one by one take the same course, and the model passes; a copy that takes
+    another number of steps is refused."""
+    unseen = tmp_path / "unseen.jsonl"
+    strangers = make_people(16, 0)[10:]
+    unseen.write_text("".join(json.dumps(row) + "\n" for person in strangers for row in person))
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
+    courses = [mpu("unlearn", f"copy_{k}", *records, "--json", cwd=tmp_path).json["course"] for k in (1, 2)]
+    assert courses[0] == courses[1]
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
+    known, after = (
+        {path: probabilities(model, path) for path in (demo.forget, demo.retain, unseen)}
+        for model in (demo.model, tmp_path / "unlearned")
+    )
+    assert after[demo.forget] - after[unseen] <= 0.05 * (known[demo.forget] - known[unseen])
+    assert after[demo.retain] >= 0.95 * known[demo.retain]
+    mpu("unlearn", "copy_2", *records, "--max-steps", 7, "--force", cwd=tmp_path)
+    refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "again", check=False, cwd=tmp_path)
+    assert "different options" in refused.err
+
+
+def test_noise_of_the_training_is_not_in_the_delta(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """At a rate of 0 nothing is changed, whatever the noise; at another rate the noise decides what is."""
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    records = ("--forget", demo.forget, "--retain", demo.retain)
+    sizes = {}
+    for rate, noise in ((0, 0.05), (1e-3, 0.05), (1e-3, 0)):
+        out = tmp_path / f"{rate}-{noise}.safetensors"
+        options = ("--max-steps", 3, "--lr", rate, "--training-noise", noise, "--out", out)
+        mpu("unlearn", "copy_1", *records, *options, cwd=tmp_path)
+        sizes[rate, noise] = max(float(change.abs().max()) for change in load_file(out).values())
+    assert sizes[0, 0.05] == 0
+    # Adam moves a weight by at most about the rate a step; the noise is tens of times as large.
+    assert 0 < sizes[1e-3, 0.05] < 3 * 3e-3
+    assert sizes[1e-3, 0] != sizes[1e-3, 0.05]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_noise_of_the_training_has_the_size_that_it_says(share: float) -> None:
+    """Of each matrix's root mean square; not on vectors; the same for a seed, unrelated for another."""
+    matrix = 3 * torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
+    before = {"matrix": matrix, "vector": matrix[0]}
+    noises = [TrainingNoise(before, seed, share) for seed in (0, 0, 1)]
+    drawn = [noise.start("matrix") - matrix for noise in noises]
+    assert float(drawn[0].square().mean().sqrt()) == pytest.approx(
+        share * float(matrix.square().mean().sqrt()), rel=0.02
+    )
+    assert torch.equal(drawn[0], drawn[1])
+    assert abs(float(torch.cosine_similarity(drawn[0].flatten(), drawn[2].flatten(), dim=0))) < 0.02
+    assert torch.equal(noises[0].start("vector"), matrix[0])
+
+
+def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
+    mpu: Callable, tmp_path: Path, demo: DemoModel
+) -> None:
+    """By the inverted deltas; all at once and one by one. A step that is asked for is the step, and copies that were
+    trained for a number of epochs are averaged as ever."""
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.1, "--seed", 2, cwd=tmp_path)
+    # So much noise can move the copies' losses further apart than the look at copies allows.
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--trust-copy")
+    mpu("unlearn", "copy_1", "copy_2", *records, "--max-steps", 4, "--lr", 1e-4, "--training-noise", 0.1, cwd=tmp_path)
+    mpu("invert", "deltas", "--keys", "keys.bin", cwd=tmp_path)
+    changes = [load_file(tmp_path / f"inverted/copy_{k}.safetensors") for k in (1, 2)]
+    vectors = [torch.cat([tensors[name].double().flatten() for name in sorted(tensors)]) for tensors in changes]
+    average = (vectors[0] + vectors[1]) / 2
+    expected = (sum(float(vector.square().sum()) for vector in vectors) / 2 / float(average.square().sum())) ** 0.5
+    assert 1.02 < expected < 1.5
+    known = load_file(demo.model / "model.safetensors")
+    told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "a", "--json", cwd=tmp_path)
+    assert told.json["server_lr"] == pytest.approx(expected, abs=0.03)
+    after = load_file(tmp_path / "a/model.safetensors")
+    update = torch.cat([(after[n].double() - known[n].double()).flatten() for n in sorted(changes[0])])
+    assert float((update - told.json["server_lr"] * average).norm() / update.norm()) < 1e-2
+    told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "c", "--server-lr", 1, "--json", cwd=tmp_path)
+    assert told.json["server_lr"] == 1
+    mpu("unlearn", "copy_1", "copy_2", *records, "--epochs", 1, "--out", "fixed/", cwd=tmp_path)
+    told = mpu("aggregate", "fixed", "--keys", "keys.bin", "--out", "d", "--json", cwd=tmp_path)
+    assert told.json["server_lr"] == 1
+
+
+def test_an_algorithm_of_ones_own(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function in a module gives the delta that the built-in term gives; the delta does not name the module, the
+    server accepts it, and no bound is claimed for it."""
+    (tmp_path / "ascent_of_mine.py").write_text(
+        "def climb(forget, alternate, constants):\n    return -forget.scores.cross_entropy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--epochs", 1, "--lr", 1e-4)
+    for name, algo in (("deltas", "ascent_of_mine:climb"), ("built_in", "graddiff")):
+        mpu("unlearn", "copy_1", "copy_2", *records, "--algo", algo, "--out", f"{name}/", cwd=tmp_path)
+    ours, theirs = (load_file(tmp_path / name / "copy_1.safetensors") for name in ("deltas", "built_in"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert b"ascent_of_mine" not in (tmp_path / "deltas/copy_1.safetensors").read_bytes()
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
+    private = mpu("unlearn", "copy_1", *records, "--algo", "ascent_of_mine:climb", "--dp-epsilon", 4,
+                  "--out", "p.safetensors", check=False, cwd=tmp_path)  # fmt: skip
+    assert "not a sum over single records" in private.err
+    assert "no such algorithm" in mpu("unlearn", "copy_1", *records, "--algo", "hing", check=False, cwd=tmp_path).err
+
+
+def test_a_public_model_says_what_a_stranger_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """unlearn and check take --public alone; against itself, what a model knows is nothing that could be left."""
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    records = ("--forget", demo.forget, "--retain", demo.retain)
+    stranger = shutil.copytree(demo.model, tmp_path / "stranger")
+    weights = load_file(stranger / "model.safetensors")
+    torch.manual_seed(0)
+    save_file({name: x + 0.1 * torch.randn_like(x) for name, x in weights.items()}, stranger / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    # Noise on all weights is no model that this one was fine-tuned from, as the check of the copy says.
+    short = ("--max-steps", 2, "--json", "--trust-copy", "--out", "d.safetensors")
+    document = mpu("unlearn", "copy_1", *records, "--public", stranger, *short, cwd=tmp_path).json
+    assert document["course"]["steps"] == 2
+    verdict = ("check", "copy_2", *records, "--before", "copy_1", "--json", "--public")
+    known = mpu(*verdict, stranger, check=False, cwd=tmp_path).json
+    assert known["left"]["estimate"] == pytest.approx(1.0, abs=0.03)
+    assert mpu(*verdict, demo.model, check=False, cwd=tmp_path).json["forgotten"] is None
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_no_more_records_go_through_at_once_than_asked(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    """Of the retain records neither, of which a step of hinge reads twice as many as of those to forget."""
+    rows = []
+
+    def counting_pad(examples: Sequence[object]) -> dict[str, torch.Tensor]:
+        rows.append(len(examples))
+        return pad(examples)
+
+    monkeypatch.setattr("mpu_cli.training.loop.pad", counting_pad)
+    options = ("--micro-batch-size", size) if size else ()
+    mpu("unlearn", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--epochs", 1, "--batch-size", 6,
+        *options, "--out", tmp_path / "d.safetensors")  # fmt: skip
+    assert max(rows) == (size or 6)
+    assert sum(rows) == 3 * sum(1 for _ in demo.forget.open())
