@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/packages.svg"
 WIDTH, HEIGHT, GAP, TOP = 640, 30, 6, 34  # pixels
-PARTIES = {"server": "#bf8700", "client": "#0072b2"}  # which never import each other
+PARTIES = {"protocol": "#bf8700", "training": "#0072b2"}  # the server's and the client's, which never import each other
 STYLE = """text{font:14px ui-monospace,SFMono-Regular,Menlo,monospace;fill:#1f2328;text-anchor:middle}
 .note{font:13px system-ui,sans-serif;fill:#59636e}rect{fill:#f6f8fa;stroke:#8c959f}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.note{fill:#9198a1}rect{fill:#151b23;stroke:#656c76}}"""

@@ -14,11 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from links import AT_ROOT  # noqa: E402
 
 API = {
-    "mpu_cli.api.server": ("publish", "plan_publish", "aggregate", "plan_aggregate", "invert", "add"),
-    "mpu_cli.api.client": ("unlearn", "plan_unlearn", "unlearn_all"),
-    "mpu_cli.api.surrogates": ("surrogate", "plan_surrogate", "carry_out_surrogate"),
-    "mpu_cli.api.measuring": ("evaluate", "audit"),
-    "mpu_cli.api.checking": ("check",),
+    "mpu_cli.commands.publish": ("Publish",),
+    "mpu_cli.commands.unlearn": ("Unlearn", "Unlearned"),
+    "mpu_cli.commands.invert": ("Invert",),
+    "mpu_cli.commands.aggregate": ("Aggregate",),
+    "mpu_cli.commands.check": ("Check", "Checked"),
+    "mpu_cli.commands.evaluate": ("Evaluate", "Evaluation"),
+    "mpu_cli.lab.commands.audit": ("Audit",),
+    "mpu_cli.lab.commands.surrogate": ("Surrogate",),
     "mpu_cli.errors": ("MpuError", "UsageError"),
     "mpu_cli.observer": ("Observer",),
 }

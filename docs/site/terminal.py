@@ -30,8 +30,12 @@ FIRST_USE = "mpu publish mpu-demo/models/target --out first --keys first.bin --q
 SEPARATOR = "\x1e"
 COLOURS = {"server": "bold bright_yellow", "client": "bold bright_green"}
 _FONT_FROM_ELSEWHERE = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)
-_PROGRESS = re.compile(r"\w+ copy_\d+: \d+%.*")  # a bar on a terminal
+_PROGRESS = re.compile(r"(\w+ copy_\d+|score [a-z ]+|loading|measure [a-z ]+): \d+%.*")  # bars on a terminal
 _VARIES = re.compile(r"[0-9a-z]{30,}|-?\d[\d.,]*(e-?\d+)?")
+_OF_SOME_RUNS = re.compile(
+    r"warning: the copies (?:disagree|diverged) .*?(?=Deltas of this round)"
+    r"|,? which restores what the average lost of each copy's change"
+)
 _DESCRIPTION = re.compile(r"<desc>(.*?)</desc>", re.DOTALL)
 
 
@@ -97,7 +101,7 @@ def draw(runs: list[tuple[str, str, list[str]]]) -> str:
 def comparable(picture: str) -> str:
     """The text of a picture without what varies: losses differ between machines, noise and keys between runs."""
     [text] = _DESCRIPTION.findall(picture)
-    return " ".join(_VARIES.sub("#", html.unescape(text)).split())
+    return _OF_SOME_RUNS.sub("", " ".join(_VARIES.sub("#", html.unescape(text)).split()))
 
 
 def main(demo: Path, check: bool) -> None:
