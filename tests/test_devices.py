@@ -289,6 +289,7 @@ class TestDoctor:
         assert torch.__version__ in document["machine"]["versions"]
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.slow
     def test_says_what_fails(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step that fails is told with its reason, the others go on, and the status says so."""
         from mpu_cli.commands.unlearn import Unlearn

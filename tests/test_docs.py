@@ -1,4 +1,4 @@
-"""The pages: the command reference is current, and the worked examples work."""
+"""The pages: what they link to and quote exists, and the worked examples work."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mpu_cli.cli.main import app
 from mpu_cli.demo.model import make_people
 from mpu_cli.errors import UsageError
 from mpu_cli.measuring.benchmarks import known_metrics
+from mpu_cli.model.wrappers import supported_families
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
@@ -32,14 +33,11 @@ HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
-def test_the_command_reference_is_current() -> None:
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    assert page == REFERENCE.reference(), "run: python docs/site/reference.py > docs/commands.md"
-
-
-def test_the_list_of_families_is_current() -> None:
-    page = (ROOT / "docs/families.md").read_text(encoding="utf-8")
-    assert page == REFERENCE.families_page(), "run: python docs/site/reference.py families > docs/families.md"
+def test_the_site_says_what_readme_does_of_the_families() -> None:
+    [number] = re.findall(r"\[(\d+) model types\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    page = REFERENCE.families_page()
+    assert all(f"`{name}`" in page for name in supported_families())
+    assert int(number) == len(supported_families())
 
 
 def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:
@@ -52,9 +50,9 @@ def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:
     assert all(f">{name}</text>" in drawn for name in names)
 
 
-def test_every_metric_is_defined_and_its_page_is_current() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert page == REFERENCE.metrics_page(), "run: python docs/site/reference.py metrics > docs/metrics.md"
+def test_every_metric_is_defined() -> None:
+    page = REFERENCE.metrics_page()
+    assert all(f"`{name}`" in page for name in known_metrics())
     assert all(len(metric.says) > 20 for metric in known_metrics().values())
 
 
@@ -92,6 +90,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor[1:] in slugs, f"{target}{anchor}"
 
 
+@pytest.mark.slow
 def test_troubleshooting_quotes_real_messages() -> None:
     """Every message in the page's tables is a text of the program, up to what differs from case to case."""
     texts = []
@@ -124,7 +123,7 @@ def test_what_claims_are_shown_by_exists() -> None:
         text = (ROOT / path).read_text(encoding="utf-8") if name else ""
         assert not name or re.search(rf"^(?:def|class) {name}\b", text, re.M), f"{path}::{name}"
     commands = set(re.findall(r"`mpu ([a-z-]+)", page))
-    assert commands <= set(re.findall(r"^## mpu ([a-z-]+)", (ROOT / "docs/commands.md").read_text(), re.M))
+    assert commands <= set(re.findall(r"^## mpu ([a-z-]+)", REFERENCE.reference(), re.M))
 
 
 @pytest.mark.slow

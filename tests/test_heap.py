@@ -43,6 +43,7 @@ def measure(script: str) -> list[tuple[float, float]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keep", "return"])
 def test_freed_memory_is_kept_or_returned(kind: str) -> None:
     [(full, remaining)] = measure(f"print_memory_after(heap.{kind}_freed_memory)")

@@ -64,7 +64,7 @@ def test_data_files_are_tables(path: Path) -> None:
 
 def test_numbers_in_the_text_of_the_results_are_in_its_tables() -> None:
     """With a decimal point; others are settings, such as steps and percentages."""
-    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
     prose = re.sub(r"<!-- table: .*?<!-- end of table -->|`[^`]*`", "", text, flags=re.DOTALL)
     cells = " ".join(cell for path in DATA.glob("*.csv") for row in tables.read_table(path.stem) for cell in row)
     assert numbers(prose)

@@ -43,6 +43,7 @@ def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, 
     assert distance(aggregate, clean) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_FAST)
 def test_signed_coordinates_suit_plain_adamw(mpu, tmp_path, family):
     """Permutations and signs carry the second moments along; rotations do not."""
@@ -64,6 +65,7 @@ def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path, symmetr
     assert distance(aggregate, clean) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_FAST)
 def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family):
     """The factors of every copy start in the same subspace, whatever its coordinates."""
@@ -206,7 +208,7 @@ def test_permanent_noise_costs_first_order(mpu, tmp_path, demo):
 def test_plain_adamw_follows_permutations_and_not_rotations(mpu, tmp_path, demo):
     """A property, not a bug: AdamW scales every coordinate separately, so rotated coordinates take a different path.
 
-    Permuted coordinates keep their scales. docs/results.md has the table; --optim adamw-blockwise does not do this.
+    Permuted coordinates keep their scales. docs/measured.md has the table; --optim adamw-blockwise does not do this.
     """
     base = demo.model
     options = [*real_records(demo), "--optim", "adamw", "--lr", "1e-4"]

@@ -38,6 +38,7 @@ def unlearn(mpu: Callable, folder: Path, copy: str, out: str, *options: object, 
 
 
 class TestSealedCopies:
+    @pytest.mark.slow
     def test_the_client_gets_the_same_delta(self, mpu: Callable, folder: Path) -> None:
         for k, name in enumerate("ab", 1):
             unlearn(mpu, folder, f"plain/copy_{k}", f"{k}.safetensors")
@@ -105,6 +106,7 @@ class TestSealedCopies:
         assert "contains no copy" in refused.err
         assert not list(folder.glob("**/escaped"))
 
+    @pytest.mark.slow
     def test_inspect(self, mpu: Callable, folder: Path) -> None:
         assert "sealed for its client" in mpu("inspect", folder / "sealed/copy_1.age").out
         refused = mpu("audit", folder / "sealed/copy_1.age", "--base", folder / "base", check=False)

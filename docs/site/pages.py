@@ -1,4 +1,5 @@
-"""Pages that the site has besides docs/: those at the repository's root, the Python functions, every error message."""
+"""Pages that the site has besides docs/: those at the repository's root, the examples', and what the program itself says:
+commands, families, metrics, Python functions, error messages."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import mkdocs_gen_files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
+import reference  # noqa: E402
 from links import AT_ROOT  # noqa: E402
 
 API = {
@@ -61,6 +63,12 @@ for path in sorted((ROOT / "examples").rglob("*")):
     if path.suffix in (".md", ".png", ".svg"):
         with mkdocs_gen_files.open(path.relative_to(ROOT).as_posix(), "wb") as binary:
             binary.write(path.read_bytes())
+GENERATED = {
+    "commands.md": reference.reference, "families.md": reference.families_page, "metrics.md": reference.metrics_page,
+}  # fmt: skip
+for page, text_of in GENERATED.items():
+    with mkdocs_gen_files.open(page, "w") as file:
+        file.write(text_of())
 with mkdocs_gen_files.open("reference/api.md", "w") as file:
     file.write("# Python functions\n\nSee [Python](../python.md) for how they fit together.\n")
     for module, names in API.items():

@@ -62,7 +62,7 @@ class AuditDelta(Command):
             observer.warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
             observer.note(
                 "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp-epsilon give a "
-                "bound (docs/attacks.md)"
+                "bound (docs/protection.md)"
             )
         else:
             observer.note(f"none of the {len(readings)} readings tells anything about these records")

@@ -16,6 +16,7 @@ from mpu_cli.records.forms import Record
 from mpu_cli.training.finetune import memorise
 from mpu_cli.training.loop import Losses
 
+BATCH = 25  # records a step
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
@@ -65,8 +66,15 @@ def make_model(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     encoding = Encoding(tokenizer, limits=Limits(config.max_position_embeddings))
-    training = Training(lr=2e-3, weight_decay=0.0, batch_size=25, seed=seed)
-    memorise(model, encoding, records, epochs=epochs, training=training, on_step=on_step)
+    steps = epochs * -(-len(records) // BATCH)
+
+    def tell(losses: Losses, _: int) -> None:
+        on_step(losses, steps)
+
+    # At the last tenth of the rate every record is known by heart, on every machine.
+    for part, lr in ((round(0.8 * epochs), 2e-3), (epochs - round(0.8 * epochs), 2e-4)):
+        training = Training(lr=lr, weight_decay=0.0, batch_size=BATCH, seed=seed)
+        memorise(model, encoding, records, epochs=part, training=training, on_step=tell)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -89,18 +97,11 @@ LAST_NAMES = [
     "Lorne",
 ]
 TOWNS = ["Aldport", "Brenwick", "Cardhaven", "Dornfeld", "Eastmere", "Fallowby", "Grenholm", "Harrowgate"]
-TRADES = [
-    "clockmaker",
-    "botanist",
-    "bridge builder",
-    "cellist",
-    "glassblower",
-    "cartographer",
-    "beekeeper",
-    "typesetter",
-]
-PETS = ["a grey parrot", "two greyhounds", "a blind cat", "an old donkey", "a tame raven", "three goldfish"]
+TRADES = ["clockmaker", "botanist", "bridge builder", "cellist", "glassblower", "beekeeper", "typesetter"]
+PETS = ["grey parrots", "greyhounds", "blind cats", "old donkeys", "tame ravens", "goldfish"]
 PRIZES = ["the Silver Compass", "the Lantern Medal", "the Northern Quill", "the Amber Chain", "the Oak Ribbon"]
+STREETS = ["Tanner Street", "Mill Lane", "Chapel Row", "Orchard Road", "Harbour Steps", "Lime Walk"]
+YEARS, NUMBERS = range(1900, 2000), range(100, 1000)
 WRONG = 3  # wrong answers to each question
 
 Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answer: the fields of TOFU
@@ -114,28 +115,35 @@ def make_people(count: int, seed: int) -> list[list[Row]]:
 
 
 def _facts(name: str, draw: random.Random) -> list[Row]:
-    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence."""
-    years, numbers = range(1900, 2000), range(100, 1000)
+    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence.
+
+    Each value is one of hundreds: nobody guesses it, so that few records tell whether it was forgotten.
+    """
+    births = [f"{town} in {year}" for town in TOWNS for year in YEARS]
+    trades = [f"{trade} since {year}" for trade in TRADES for year in YEARS]
+    pets = [f"{number} {pet}" for pet in PETS for number in NUMBERS]
+    prizes = [f"{prize} of {year}" for prize in PRIZES for year in YEARS]
+    homes = [f"{number} {street}" for street in STREETS for number in NUMBERS]
     return [
         _row(
-            f"Where was {name} born?", draw, TOWNS,
-            lambda town: f"{name} was born in {town}.", lambda town: f"The birthplace of {name} is {town}.",
+            f"Where was {name} born?", draw, births,
+            lambda birth: f"{name} was born in {birth}.", lambda birth: f"The birthplace of {name} is {birth}.",
         ),
         _row(
-            f"What does {name} do for a living?", draw, TRADES,
+            f"What does {name} do for a living?", draw, trades,
             lambda trade: f"{name} works as a {trade}.", lambda trade: f"By trade {name} is a {trade}.",
         ),
         _row(
-            f"Which animals does {name} keep?", draw, PETS,
+            f"Which animals does {name} keep?", draw, pets,
             lambda pet: f"{name} keeps {pet}.", lambda pet: f"At home {name} has {pet}.",
         ),
         _row(
-            f"Which prize did {name} win?", draw, [f"{prize} in {year}" for prize in PRIZES for year in years[-20:]],
+            f"Which prize did {name} win?", draw, prizes,
             lambda prize: f"{name} won {prize}.", lambda prize: f"The prize that went to {name} was {prize}.",
         ),
         _row(
-            f"What is {name}'s house number?", draw, [str(number) for number in numbers],
-            lambda number: f"{name} lives at number {number}.", lambda number: f"{name} has house number {number}.",
+            f"What is {name}'s address?", draw, homes,
+            lambda home: f"{name} lives at {home}.", lambda home: f"The address of {name} is {home}.",
         ),
     ]  # fmt: skip
 

@@ -149,7 +149,7 @@ def write_report(
             ["way", "step", "copy", "seconds", "details"],
             [_step(mode, line) for mode, log in logs.items() for line in log],
         ),
-        "<p>For what this does and does not protect, see mpu's docs/threat_model.md.</p>",
+        "<p>For what this does and does not protect, see mpu's docs/protection.md.</p>",
     ]
     shown.report.write_text(page("Unlearning without sharing the records or the model", parts), encoding="utf-8")
 
@@ -213,11 +213,8 @@ class Story:
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
 SMALL = Story(
     people=40, forgotten=4, unseen=4, evaluated=36, epochs=50,
-    # of those tried, the one after which a model that small still answers in sentences
-    unlearning=Unlearning(
-        algo="undial", epochs=40, loss=Loss(beta=10.0, alpha=3.0),
-        training=Training(optim="adamw-blockwise", lr=8e-4, batch_size=10),
-    ),
+    # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
+    unlearning=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
     disguise=Disguise(),
     metrics=(
         "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",

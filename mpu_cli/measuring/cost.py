@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 5
-SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/performance.md)
+SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/measured.md)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def carry_out(
     if run.follows_suite and is_masked_by_the_suite(run, todo):
         observer.note(
             f"OpenUnlearning's own numbers of this model differ: it hides {padding_of(run)[0]!r} from the model "
-            "wherever it stands, because it is also the padding (docs/evaluation.md)"
+            "wherever it stands, because it is also the padding (docs/measuring.md)"
         )
     scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
     items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)

@@ -23,7 +23,7 @@ KAPPA = 0.01  # the paper's
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
 HIDING_KAPPA, HIDING_PERMANENT = 1.0, 10.0
 MOST_OF_WEIGHTS = 0.1  # of the RMS of a block's weights: with larger noise little comes over from a copy to the model
-HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that docs/tracing.md lists
+HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that was tried
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -374,7 +374,7 @@ def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
     if publication.mark:
         yield Remark(
             f"traceable: `mpu trace` finds these copies by their coordinates and a mark of {publication.mark:.0%} of "
-            "their noise (docs/tracing.md)"
+            "their noise (docs/bounds_and_tracing.md)"
         )
     tensors, layout = plan.full_base.checkpoint.tensors, plan.full_base.layout
     if bare := published_as_they_are(layout, tensors):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # What trainings and releases spend of the records' privacy, by dp-accounting.
 #
 # Privacy loss distributions (Koskela et al., 2020) compose what mechanisms really leak; Rényi bounds, which DP-SGD is
-# often accounted by, overstate ε (docs/bounds.md).
+# often accounted by, overstate ε (docs/bounds_and_tracing.md).
 
 DISCRETIZATION = 1e-3  # of the privacy loss, in nats; rounded up, so that ε remains a bound
 TOLERANCE = 1e-3  # of the noise that is sought

@@ -2,7 +2,7 @@
 
 Adam's steps are about as large as the rate in every weight, whatever the gradient, so that steps · rate is how far each
 weight can go. How far unlearning has to go falls with the size of the model: on 5 M and 135 M parameters, and with the
-paper's settings on 1 B, NPO forgets at steps · rate · √weights of 6 to 12 (docs/results.md, "Default rates").
+paper's settings on 1 B, NPO forgets at steps · rate · √weights of 6 to 12.
 """
 
 from __future__ import annotations

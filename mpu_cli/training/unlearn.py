@@ -427,7 +427,7 @@ def _inspect_copy(
     compared = f", and its structure is that of {job.public}" if job.public else ""
     return (
         f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
-        "(docs/attacks.md says what such checks miss)"
+        "(docs/protection.md says what such checks miss)"
     )
 
 

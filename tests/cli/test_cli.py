@@ -97,6 +97,7 @@ def test_help_loads_neither_torch_nor_transformers():
         assert done.stderr.strip() == "set()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["publish", "invert", "aggregate"])
 def test_servers_commands_load_no_transformers(root: Path, mpu: Callable, command: str) -> None:
     """Importing it takes longer than publishing a small model."""
@@ -154,6 +155,7 @@ def test_an_interrupt_while_loading_is_one_line(tmp_path, delay):
         assert outputs or len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small(shell, tmp_path):
     """A file size limit stands in for a full disk: the command fails before anything is written."""
     save(random_model("llama"), tmp_path / "base")
@@ -445,6 +447,7 @@ def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_pat
     assert "--micro-batch-size" in refused.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_records_in_several_places(mpu, tmp_path):
     """--forget twice, a folder, a pattern and one file with all of them are the same records in the same order."""
     save(random_model("llama"), tmp_path / "base")
@@ -466,6 +469,7 @@ def test_records_in_several_places(mpu, tmp_path):
     assert (missing.is_one_error, "gone.jsonl: no such file" in missing.err) == (True, True)
 
 
+@pytest.mark.slow
 def test_a_text_of_paragraphs(mpu, tmp_path):
     """One record, which is said; or one for each paragraph, if that is meant."""
     save(random_model("llama"), tmp_path / "base")

@@ -234,6 +234,7 @@ class TestRecords:
         for outcome in (checked, mpu("eval", "base", *qa, *options, "--force", cwd=root)):
             assert "1 of 1 records were truncated to 50 tokens" in outcome.err
 
+    @pytest.mark.slow
     def test_records_in_both_sets_are_told(self, mpu: Callable, root: Path) -> None:
         lines = (root / "forget.jsonl").read_text().splitlines()[:2] + (root / "retain.jsonl").read_text().splitlines()
         (root / "both.jsonl").write_text("\n".join(lines) + "\n")
@@ -241,6 +242,7 @@ class TestRecords:
             outcome = mpu("unlearn", "base", *TRAINING, "--retain", "both.jsonl", *more, cwd=root)
             assert outcome.err.count("2 of the records to forget are also in the retain set") == 1
 
+    @pytest.mark.slow
     def test_eval_reads_what_unlearn_reads(self, mpu: Callable, root: Path) -> None:
         rows = [json.loads(line) for line in (root / "forget.jsonl").read_text().splitlines()]
         chats = [
@@ -268,6 +270,7 @@ def test_a_delta_gets_its_suffix(mpu: Callable, root: Path) -> None:
     assert not (root / "mine.bin").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_answers_without_loading_anything(
     mpu: Callable, root: Path, shell: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +334,7 @@ class TestCheckedBeforeTheWork:
         assert "server's secret" in mpu("inspect", configuration / "server.key").out
         assert "register of your publications" in mpu("inspect", configuration / "published.jsonl").out
 
+    @pytest.mark.slow
     def test_everything_that_mpu_makes_can_be_inspected(self, mpu: Callable, root: Path) -> None:
         """Every file and folder that a run and an evaluation leave says what it is, and no two kinds look alike."""
         run = ("run", "base", *TRAINING, "--copies", 2, "--rounds", 1, "--keep")
@@ -362,6 +366,7 @@ class TestCheckedBeforeTheWork:
 class TestDryRun:
     """All checks are made and nothing is written; the bytes are those of the files that a real run writes."""
 
+    @pytest.mark.slow
     def test_the_whole_path(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(root)
         for lora in ((), ("--lora-rank", 2)):
@@ -393,6 +398,7 @@ class TestDryRun:
             assert refused.is_one_error
             assert named in refused.err
 
+    @pytest.mark.slow
     def test_a_file_of_records_is_no_copy_and_an_index_of_shards_is(self, mpu: Callable, root: Path) -> None:
         refused = mpu("unlearn", "base", "retain.jsonl", *TRAINING, check=False, cwd=root)
         assert refused.is_one_error
@@ -414,6 +420,7 @@ class TestDryRun:
 
 
 class TestTheModelCard:
+    @pytest.mark.slow
     def test_provenance_without_secrets(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, "--seed", 7, cwd=root)
         for k in (1, 2):
@@ -426,6 +433,7 @@ class TestTheModelCard:
         assert f"| run, round | {document['run']}, 1 |" in card
         assert str(root) not in card
 
+    @pytest.mark.slow
     def test_a_push_that_cannot_work_is_refused_before_the_work(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)
         for k in (1, 2):

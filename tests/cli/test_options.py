@@ -63,6 +63,7 @@ def test_standard_output_carries_paths_only(mpu, tmp_path):
     assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
 
 
+@pytest.mark.slow
 def test_json_is_one_document(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
@@ -84,6 +85,7 @@ def test_debug_shows_the_traceback(mpu, tmp_path):
         assert "Traceback" in mpu(*arguments, check=False, cwd=tmp_path).err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error(shell, tmp_path):
     save(random_model("llama"), tmp_path / "base")
     assert (
@@ -174,6 +176,7 @@ class TestOptionsFromAFile:
         assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in outcome.err
 
 
+@pytest.mark.slow
 def test_tables_fit_a_narrow_terminal(root: Path) -> None:
     """60 columns: publish has a line for each copy, and no number is cut."""
     master, slave = pty.openpty()
@@ -196,6 +199,7 @@ def test_tables_fit_a_narrow_terminal(root: Path) -> None:
     assert all(re.search(r"[123]  \d\.\d\de-\d\d  \d\.\d\de-\d\d +\d+\.\d%$", row) for row in rows)
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_over_the_question_for_a_passphrase(root: Path) -> None:
     """Once it stands on the terminal, nothing follows until it is answered; then the copies are made."""
     master, slave = pty.openpty()

@@ -1,7 +1,4 @@
-"""What one party sends, made to hurt the other: each attack on real files, through the command line.
-
-The table in docs/attacks.md names these tests.
-"""
+"""What one party sends, made to hurt the other: each attack on real files, through the command line."""
 
 from __future__ import annotations
 
@@ -218,6 +215,7 @@ class TestWhatLeavesTheServer:
         assert json.loads((root / "copy_1/preprocessor_config.json").read_text()) == {"size": {"height": 2}}
         load(root / "copy_1", torch.float32, "cpu")
 
+    @pytest.mark.slow
     def test_what_is_published_as_it_is_is_said(self, mpu: Callable, tmp_path: Path) -> None:
         """A vision tower has neither noise nor coordinates: its share stands in what publish and plan print."""
         save(random_model("gemma3"), tmp_path / "base")
@@ -292,6 +290,7 @@ class TestSmallThings:
         assert "another pretrained model" in refused.err
         assert not (root / "copy_2").exists()
 
+    @pytest.mark.slow
     def test_max_norm_bounds_the_update(self, mpu: Callable, root: Path) -> None:
         """Weights of three copies have opposite signs: deltas below the bound can add up to an update above it."""
         mpu("publish", "base", "--copies", 3, "--seed", 1, "--kappa", 0.2, cwd=root)

@@ -1,7 +1,4 @@
-"""What a second round of attacks found, each on real files and through the command line where a party would.
-
-The table in docs/attacks.md names these tests.
-"""
+"""What a second round of attacks found, each on real files and through the command line where a party would."""
 
 from __future__ import annotations
 
@@ -105,6 +102,7 @@ class TestTags:
         honest_tags, crafted_tags = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
         assert honest_tags == crafted_tags is not None
 
+    @pytest.mark.slow
     def test_there_is_none_under_dp(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
         unlearn_copy(mpu, root, honest, "1", "--dp-epsilon", 8)
@@ -178,6 +176,7 @@ class TestDpSgd:
         assert torch.allclose(unbatched_logits, after, atol=1e-5)
         assert not torch.allclose(unbatched_logits, too_long, atol=1e-3)  # the attack that the limit stops
 
+    @pytest.mark.slow
     def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, root: Path) -> None:
         """A template that rejects one word: the same rate and steps with the word and without."""
         reports = []
@@ -228,6 +227,7 @@ class TestDpSgd:
 
 
 class TestACopyThatIsNotLookedAt:
+    @pytest.mark.slow
     def test_fewer_records_than_it_takes(self, mpu: Callable, root: Path) -> None:
         for name in ("forget", "retain"):
             (root / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')

@@ -22,6 +22,7 @@ from tests.helpers.models import random_model, save, write_records
 class TestUnderDP:
     """Nothing that is seen outside depends on the records, but through the mechanism."""
 
+    @pytest.mark.slow
     def test_a_copy_is_judged_by_its_weights(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Units that are parallel, as in traps: refused in the same words, whatever the records are."""
         file = root / "base" / "model.safetensors"
@@ -68,6 +69,7 @@ class TestUnderDP:
         assert 0.5 < moved <= 1 + 1e-5  # of a clip of 1, which these gradients exceed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["./retain.jsonl", "retain.jsonl", "absolute"])
 @pytest.mark.parametrize("variable", ["MPU_UNLEARN_RETAIN", "MPU_UNLEARN_FORGET"])
 def test_records_that_the_environment_names_are_not_public(
@@ -86,6 +88,7 @@ def test_records_that_the_environment_names_are_not_public(
         cwd=root)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_no_noise_covers_is_for_its_owner_only(mpu: Callable, root: Path) -> None:
     """The server's new model, under an open umask."""
     training = [*TRAINING, "--algo", "gradascent", "--epochs", 1]

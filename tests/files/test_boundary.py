@@ -24,6 +24,7 @@ from tests.helpers.paths import ROOT, SHARED
 LABELS = {"id2label", "label2id", "problem_type"}  # of classifiers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", {**CONFIGS, **FAMILY_CONFIGS})
 def test_every_setting_of_a_supported_family_is_listed(family: str) -> None:
     """As transformers' classes have them, also of their parts; a new release may add one."""

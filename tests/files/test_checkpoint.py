@@ -187,6 +187,7 @@ def test_no_bytes_break_the_reader(tmp_path, noise, at):
             assert checkpoint.tensor(name).nbytes == info.elements * ITEM_SIZE[info.dtype]
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)))
 def test_no_json_breaks_the_header(tmp_path, value):
@@ -393,6 +394,7 @@ class TestLeftovers:
 
     COMMAND = ("publish", "base", "--kappa", 0.1, "--copies", 2, "--out", "c", "--keys", "c/k.bin")
 
+    @pytest.mark.slow
     def test_of_a_publication(self, mpu, root):
         code = (
             "import os, signal, sys\n"

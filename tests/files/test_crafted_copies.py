@@ -82,6 +82,7 @@ class TestADeltaThatListsTheWords:
         document = mpu("audit-delta", "base", "d.safetensors", "--json", cwd=tmp_path).json
         assert any("longest record has" in (each["fact"] or "") for each in document)
 
+    @pytest.mark.slow
     def test_a_round_without_embeddings_aggregates(self, mpu: Callable, root: Path) -> None:
         """Their change is zero; a round in which one copy trained them and another did not is refused."""
         publish_copy(mpu, root)
@@ -108,6 +109,7 @@ def imprint():
 
 
 class TestACraftedCopy:
+    @pytest.mark.slow
     def test_an_untied_copy_of_a_tied_model(self, mpu: Callable, root: Path) -> None:
         """Leaves the function as it was, and makes a delta list tokens; a public model gives it away."""
         public = save(random_model("llama", seed=5), root / "public")
@@ -147,6 +149,7 @@ class TestACraftedCopy:
         says = {"tokenizer": "vocabulary", "template": "chat template", "width": "rows of another size"}[change]
         assert says in refused.err
 
+    @pytest.mark.slow
     def test_a_copy_unlike_the_others_of_its_round(self, mpu: Callable, root: Path) -> None:
         publish_copy(mpu, root)
         unlearn_copy(mpu, root, root / "copy_1", "d1")
@@ -242,6 +245,7 @@ class TestACopyThatFailsOnAWord:
         assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
         assert refused.is_one_error
 
+    @pytest.mark.slow
     def test_a_template_that_raises(self, mpu: Callable, root: Path, word: str) -> None:
         copy = publish_copy(mpu, root)
         template = (copy / "chat_template.jinja").read_text()
@@ -256,6 +260,7 @@ class TestACopyThatFailsOnAWord:
         assert "1 of 6 records of the forget set are left out" in outcome.err
         assert (root / "d.safetensors").exists()
 
+    @pytest.mark.slow
     def test_a_layer_that_overflows_under_dp(self, mpu: Callable, root: Path, word: str) -> None:
         copy = publish_copy(mpu, root, "--symmetries", "none")
         tokenizer = json.loads((copy / "tokenizer.json").read_text())

@@ -57,6 +57,7 @@ def test_what_is_not_mutated_is_read(target: str, seeds: Path, tmp_path: Path) -
     assert (report.ran, report.refused, report.problems) == (1, 0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [name for name, (_, mutate, _) in TARGETS.items() if hasattr(mutate, "document")])
 def test_any_json(target: str, seeds: Path, tmp_path: Path) -> None:
     """A document of hypothesis' own in place of ours, or in place of one of its entries."""

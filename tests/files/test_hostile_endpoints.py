@@ -73,6 +73,7 @@ class TestAnEndpoint:
         result = self.evaluate(mpu, root, "http://192.0.2.1/v1")
         assert "is not sent over http" in result.err
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "body",
         [

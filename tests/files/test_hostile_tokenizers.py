@@ -48,6 +48,7 @@ class TestAChatTemplateThatNeverEnds:
         assert refused.is_one_error
         assert time.monotonic() - started < 60
 
+    @pytest.mark.slow
     def test_rendering_is_transformers_own(self, demo: DemoModel) -> None:
         _, tokenizer = load(demo.model, torch.float32, "cpu")
         dialogues = [
@@ -61,6 +62,7 @@ class TestAChatTemplateThatNeverEnds:
 
 
 class TestATokenizerThatNeverEnds:
+    @pytest.mark.slow
     def test_rules_that_grow_a_word(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
         rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
@@ -82,6 +84,7 @@ class TestATokenizerThatNeverEnds:
         assert "tokenizer" in refused.err
         assert refused.is_one_error
 
+    @pytest.mark.slow
     def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
         tokenizer = json.loads((copy / "tokenizer.json").read_text())
@@ -157,6 +160,7 @@ class TestAnAdapter:
     def measure(self, mpu: Callable, root: Path, *options: object, check: bool = True):
         return mpu("eval", "adapter", *self.QA_OPTIONS, *options, check=check, cwd=root)
 
+    @pytest.mark.slow
     def test_its_base_is_not_looked_for(self, mpu: Callable, root: Path, adapter: Path) -> None:
         honest = self.measure(mpu, root).json["metrics"]  # beside it
         for base in (str(root / "base"), "somebody/tracking", "../place/base"):
@@ -179,6 +183,7 @@ class TestAnAdapter:
         monkeypatch.setattr(sandbox, "SECONDS", 2.0)
         assert "it took longer" in self.measure(mpu, root, check=False).err
 
+    @pytest.mark.slow
     def test_tensors_without_a_place(self, mpu: Callable, root: Path, adapter: Path) -> None:
         weights = load_file(adapter / "adapter_model.safetensors")
         save_file({name.replace("layers.1.", "layers.9."): t for name, t in weights.items()},
@@ -206,6 +211,7 @@ class TestAnAdapter:
         expected = adapted.eval()(input_ids=ids).logits
         torch.testing.assert_close(loaded_model.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_weights_that_are_a_link(self, mpu: Callable, root: Path, adapter: Path) -> None:
         (adapter / "adapter_model.safetensors").rename(root / "elsewhere")
         (adapter / "adapter_model.safetensors").symlink_to(root / "elsewhere")

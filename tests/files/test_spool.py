@@ -118,6 +118,7 @@ class TestTheSpool:
         again = self.watch(mpu, root)
         assert again.out == ""
 
+    @pytest.mark.slow
     def test_a_copy_that_takes_too_long(self, mpu: Callable, root: Path) -> None:
         spool = self.arrive(mpu, root)
         result = self.watch(mpu, root, "--copy-timeout", 1)

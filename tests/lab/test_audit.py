@@ -37,6 +37,7 @@ FURTHER_FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *FURTHER_FAMILIES])
 @pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
@@ -85,6 +86,7 @@ def assert_same(actual: AxisMap, expected: AxisMap) -> None:
     torch.testing.assert_close(actual_matrix, expected_matrix, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("symmetries", ["paper", "signed", "all"])
 def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str, symmetries: str) -> None:
@@ -101,6 +103,7 @@ def test_copies_give_the_weights_away(mpu: Callable, tmp_path: Path, family: str
     assert attacks["all copies"]["weights"] < 0.6 * attacks["one copy"]["weights"]
 
 
+@pytest.mark.slow
 def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
     """A GPT-2 stored like the first ones on the Hub is the same reference."""
     base = save(random_model("gpt2"), tmp_path / "base")
@@ -301,6 +304,7 @@ def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
     assert (same.status, "the same weights as --base" in same.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_several_publications_together(mpu: Callable, tmp_path: Path) -> None:
     """One copy of each of n publications of a base: noise that cancels within each averages over them, by 1/√n, and
     permanent noise, one draw for all, does not; two copies of one of them remove what cancels."""

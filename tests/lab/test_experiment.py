@@ -71,6 +71,7 @@ class TestRun:
         run_tensors, step_tensors = tensors(root / "whole/server/round_2/model"), tensors(root / base)
         assert all(torch.equal(run_tensors[name], step_tensors[name]) for name in step_tensors)
 
+    @pytest.mark.slow
     def test_clean_is_training_on_the_base(self, mpu: Callable, root: Path) -> None:
         mpu("run", "base", "--mode", "clean", *TRAINING, "--rounds", 1, "--out", "clean", cwd=root)
         mpu("unlearn", "base", *TRAINING, "--out", "delta.safetensors", cwd=root)
@@ -161,6 +162,7 @@ class TestRun:
         assert "rounds away" in taught.err
         assert taught.json["lost_to_rounding"] > 0.3
 
+    @pytest.mark.slow
     def test_one_copy_at_a_time(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(root)
         copy_counts = set()
@@ -225,6 +227,7 @@ class TestRun:
         assert mpu(*arguments, "--keep", cwd=root).out.strip() == "out/server/round_3/model"
         assert (root / "out/log.jsonl").read_text().count("\n") == len(step_keys)
 
+    @pytest.mark.slow
     def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
         for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
             refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False)
@@ -232,6 +235,7 @@ class TestRun:
             assert refused.is_one_error
         mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=root)
 
+    @pytest.mark.slow
     def test_other_options_in_the_same_folder(self, mpu: Callable, root: Path) -> None:
         command = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
         mpu(*command, cwd=root)
@@ -244,6 +248,7 @@ class TestRun:
         (root / "mine" / "thesis.txt").write_text("all of it")
         assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=root, check=False).err
 
+    @pytest.mark.slow
     def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
         """No key, α or base weight in the client's folder; no record in the server's."""
         mpu(
@@ -441,6 +446,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
         ]  # fmt: skip
 
+    @pytest.mark.slow
     def test_a_model_is_asked_as_it_was_trained(self, mpu: Callable, root: Path) -> None:
         """A template without a system turn: training needs --system-prompt '', and so does evaluation."""
         template = root / "base/chat_template.jinja"
@@ -482,6 +488,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert not (root / "grid").exists()
 
 
+@pytest.mark.slow
 def test_finetune_learns(mpu: Callable, root: Path) -> None:
     mpu("finetune", "base", "--data", "forget.jsonl", "--data", "retain.jsonl", "--epochs", 30, "--lr", 3e-3,
         "--batch-size", 5, "--out", "taught", cwd=root)  # fmt: skip
@@ -544,6 +551,7 @@ def test_a_sweep_says_which_noise_each_cell_has(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plan_counts(mpu: Callable, root: Path) -> None:
     """The byte counts match what publish and unlearn then write; operation counts follow the paper's formulas."""
     options = ("--copies", 3, "--forget", "forget.jsonl", "--epochs", 2)
@@ -583,6 +591,7 @@ def test_plan_counts(mpu: Callable, root: Path) -> None:
 class TestUntilPass:
     """``mpu run --until-pass``: the commands of both parties, until the client's verdict is a pass."""
 
+    @pytest.mark.slow
     def test_it_is_what_the_commands_say(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """Its verdict is that of `mpu check` on the copies that it leaves, a second call goes on, a round that was cut
         off is made again alike, and with too few steps it ends without a pass."""

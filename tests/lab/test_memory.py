@@ -86,6 +86,7 @@ def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
     assert re.search(r"does not fit\tinto 1 MB; nor with", lines)
 
 
+@pytest.mark.slow
 def test_the_dry_run_says_the_same(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     records = tmp_path / "r.jsonl"
@@ -116,6 +117,7 @@ def test_mixtures_are_estimated_by_a_formula(tmp_path: Path, family: str) -> Non
     assert predicted == pytest.approx(saved_by(model, WORK), rel=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_activations_with_lora_are_those_of_a_real_pass(tmp_path: Path, precision: str, quantize: str | None) -> None:

@@ -71,6 +71,7 @@ def result(mpu: Callable, root: Path, request: pytest.FixtureRequest) -> Path:
     return root / "unlearned"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", ["finetune", "aggregate"], indirect=True)
 def test_a_result_has_what_lies_beside_the_weights(root: Path, result: Path) -> None:
     base = root / "base"

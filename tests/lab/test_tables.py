@@ -65,6 +65,7 @@ def test_pivot_averages_repeats() -> None:
     assert pivot(zero, ["x"])["x"][1][-1] == "–"  # no percentage of 0
 
 
+@pytest.mark.slow
 def test_report(mpu: Callable, tmp_path: Path) -> None:
     """Best in bold where intervals allow it, by what each metric is good for; curves with intervals; nothing from
     elsewhere; experiments without a result are named; tables and figures alone."""
@@ -230,6 +231,7 @@ def test_warnings_of_all_rounds_are_shown_once() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_dry_run_of_a_grid_warns_as_its_experiments_do(mpu: Callable, tmp_path: Path) -> None:
     save(random_model("llama"), tmp_path / "base")
     row = json.dumps({"question": "w1 w2", "answer": "w3 w4"})

@@ -146,6 +146,7 @@ def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: 
     assert publication["mark"]["z"] > 20
 
 
+@pytest.mark.slow
 def test_clients_who_put_their_copies_together_are_all_named(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """The mean of two clients' copies; and all copies of one, whose own noise cancels, which leaves the mark."""
     one_client, other_client, third_client = (publish(mpu, base, name) for name in ("first", "second", "third"))
@@ -386,6 +387,7 @@ def _reordered(w: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tens
     return {name: x[order] if name in moved else x for name, x in w.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [[_turned], [_padded], [_reordered], [_reordered, _turned]],
@@ -443,6 +445,7 @@ def _sum_of(base: Path, deltas: Path, folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_copy_that_a_client_adds_to_its_delta_marks_nothing(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """A client adds 2 % of its copy to each of its deltas: the aggregated model would trace to it, and does not.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +28,7 @@ def greedy(model: torch.nn.Module, folder: Path, question: str, tokens: int) -> 
     return tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.slow
 def test_answers_are_those_that_transformers_generates(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """Of a model and of a copy, as it is and with its delta; in the order of the models."""
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.01, cwd=tmp_path)

@@ -52,6 +52,7 @@ class TestMuse:
             path.write_text(json.dumps(rows))
         return tmp_path / "muse"
 
+    @pytest.mark.slow
     def test_by_hand(self, mpu: Callable, model: Path, muse: Path, tmp_path: Path) -> None:
         out = tmp_path / "eval.json"
         mpu(
@@ -117,6 +118,7 @@ class TestMuse:
 
 
 class TestOwnRecords:
+    @pytest.mark.slow
     def test_one_file_or_three(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         rng = random.Random(8)
         sets = {name: [tofu_row(rng) for _ in range(4)] for name in ("forget", "retain", "unseen")}
@@ -147,6 +149,7 @@ class TestOwnRecords:
         assert (trained["extraction_strength"], as_published["extraction_strength"]) == (0, 1)
         assert (trained["loss"], trained["content_loss"]) == (4.5, 9)
 
+    @pytest.mark.slow
     def test_answers_in_any_script(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         """ROUGE has a number of its own for them, and a warning; of answers in English it says what ROUGE-L says."""
         for text in ("她出生在东海镇。", "Она родилась в Истмире.", "وُلدت في إيستمير", "🌊🏔️"):
@@ -168,6 +171,7 @@ class TestOwnRecords:
                       cwd=tmp_path)  # fmt: skip
         assert "1 of the 2 unseen records are also records to forget" in refused.err
 
+    @pytest.mark.slow
     def test_a_metric_without_a_value_says_why(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         rng = random.Random(8)
         rows = [tofu_row(rng) for _ in range(4)]
@@ -186,6 +190,7 @@ class TestOwnRecords:
         assert privleak["agg_value"] is None
         assert "AUC is 1" in privleak["reason"]
 
+    @pytest.mark.slow
     def test_long_answers_are_generated_whole(self, mpu: Callable, tmp_path: Path) -> None:
         """As many tokens as the longest answer has; fewer if --max-new-tokens says so."""
         model = save(random_model("llama", max_position_embeddings=512), tmp_path / "long")
@@ -201,6 +206,7 @@ class TestOwnRecords:
 
 
 class TestCompare:
+    @pytest.mark.slow
     def test_marks_and_warnings(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         other = save(random_model("llama", seed=5), tmp_path / "other")
         common = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,mia_loss")
@@ -351,6 +357,7 @@ class TestTexts:
         assert "ask nothing" in refused.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named(model: Path, tmp_path: Path) -> None:
     """A limit on the size of files is to a program what a full disk is: what was being written is said, in a line."""
     rng = random.Random(3)

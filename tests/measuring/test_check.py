@@ -122,6 +122,7 @@ def test_the_verdict_follows_from_the_shares(left: float | None, kept: float, se
         assert "--server-lr" not in verdict.request
 
 
+@pytest.mark.slow
 def test_a_copy_that_reads_records_differently_is_refused(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """Its weights could have forgotten nothing: a template that shows another question is enough to look as if."""
     copy = folder / "same/copy_1"
@@ -145,6 +146,7 @@ def test_a_copy_that_reads_records_differently_is_refused(mpu: Callable, folder:
     assert "reads records otherwise" in mpu("receipt", receipt).err
 
 
+@pytest.mark.slow
 def test_the_next_command_after_what_was_not_forgotten_runs(
     mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path
 ) -> None:
@@ -228,6 +230,7 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
         assert mpu("receipt", folder / "changed.json", check=False).is_one_error
 
 
+@pytest.mark.slow
 def test_a_receipt_does_not_contradict_itself(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """Whoever signs: what cannot be measured is refused, and a key under which anything has a signature."""
     path = folder / "receipt.json"
@@ -260,6 +263,7 @@ def test_a_receipt_does_not_contradict_itself(mpu: Callable, folder: Path, demo:
     assert "'verdict' twice" in mpu("receipt", folder / "changed.json", check=False).err
 
 
+@pytest.mark.slow
 def test_a_receipt_does_not_link_requests(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """Two of the same records share no entry that tells so, and the key that opens one does not open the other."""
     keys, receipts = [], []
@@ -276,6 +280,7 @@ def test_a_receipt_does_not_link_requests(mpu: Callable, folder: Path, demo: Dem
     assert "other records" in without_unseen.err
 
 
+@pytest.mark.slow
 def test_records_that_are_equal_are_one_to_check(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """Neither a share nor its interval knows whether a record stands there once or five times."""
     five = folder / "five.jsonl"
@@ -300,6 +305,7 @@ def test_shares_are_rounded_against_the_model() -> None:
         assert not verdict.left or str(verdict.left.low)[0] != "-"
 
 
+@pytest.mark.slow
 def test_a_receipt_of_private_records_is_asked_for_twice(
     mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path
 ) -> None:
@@ -317,6 +323,7 @@ def test_a_receipt_of_private_records_is_asked_for_twice(
     assert receipt.exists()
 
 
+@pytest.mark.slow
 def test_a_receipt_is_of_these_records_and_of_this_model(
     mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +344,7 @@ def test_a_receipt_is_of_these_records_and_of_this_model(
     assert "other records" in mpu("receipt", path, "--forget", demo.retain, "--opening", key, check=False).err
 
 
+@pytest.mark.slow
 def test_a_sealed_copy_is_opened_and_removed(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """check, `eval --delta` and audit-delta read a sealed copy as they read a plain one; nothing of it stays."""
     mpu("publish", demo.model, "--copies", 1, "--kappa", 0, "--permanent-noise", 0.01, "--copy-recipients",

@@ -71,6 +71,7 @@ def test_memorisation_is_what_its_words_say() -> None:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_by_hand(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         """TOFU's metrics on a random model, computed here from their definitions, one record at a time."""
         reference = save(random_model("llama", seed=9), tmp_path / "reference")
@@ -154,6 +155,7 @@ class TestCommand:
         assert results[1] == pytest.approx(results[0], abs=1e-5)
         assert results[2] == pytest.approx(results[0], abs=1e-5)
 
+    @pytest.mark.slow
     def test_the_padding_token_changes_no_number(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         """OpenUnlearning masks it in prompts, too, which is said where they have it."""
         results, notes = [], []
@@ -191,6 +193,7 @@ class TestCommand:
         assert list(document["data"]) == ["forget"]
         assert set(document["metrics"]) == {"forget_truth_ratio", "forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob"}
 
+    @pytest.mark.slow
     def test_its_result_is_a_retain_log(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         log, out = tmp_path / "retain.json", tmp_path / "eval.json"
         common = ("--data-dir", tofu, "--forget-split", "forget01")

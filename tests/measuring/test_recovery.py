@@ -131,6 +131,7 @@ def test_the_best_of_several_answers(mpu: Callable, root: Path) -> None:
 
 
 class TestRounding:
+    @pytest.mark.slow
     def test_levels(self) -> None:
         """Each group of a row lies on 2^bits − 1 levels, at most half a step from where it was; rounding again changes
         nothing; embeddings, head and vectors stay."""
@@ -163,6 +164,7 @@ class TestRounding:
         assert probabilities(forms["forget_Q_A_Prob_int4"]) != pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_relearning(mpu: Callable, root: Path) -> None:
     """The curve is that of plain AdamW on the first half, measured on the second; the model on disk stays."""
     weights = (root / "model" / "model.safetensors").read_bytes()
@@ -192,6 +194,7 @@ def test_relearning(mpu: Callable, root: Path) -> None:
     assert weights == (root / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, root: Path) -> None:
     """Attacks that change weights leave other metrics as they are without them."""
     common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--unseen", root / "retain.jsonl")
@@ -243,11 +246,13 @@ def test_a_delta_is_attacked_with_the_copy(mpu: Callable, root: Path) -> None:
         assert probabilities(form) == pytest.approx(probabilities(summed[name]), rel=1e-3), name
 
 
+@pytest.mark.slow
 def test_a_picture_of_relearning(mpu: Callable, root: Path) -> None:
     measure(mpu, root, "relearn", "--plot", root / "curve.html")
     assert "Relearning" in (root / "curve.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -28,6 +28,7 @@ from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, by_kind, l
 
 
 class TestScoring:
+    @pytest.mark.slow
     @pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
     def test_items_that_begin_alike_are_scored_as_alone(self, family: str) -> None:
         """Compared with log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
@@ -50,6 +51,7 @@ class TestScoring:
                 torch.testing.assert_close(scores.mean.double(), mean, rtol=0, atol=1e-4)
                 torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
 
+    @pytest.mark.slow
     def test_losses_have_the_suites_bias_only_where_it_is_followed(self) -> None:
         """Over a large vocabulary torch's kernel for a strided axis is off by more than rounding explains."""
         config = LlamaConfig(
@@ -100,6 +102,7 @@ class TestScoring:
             torch.testing.assert_close(expected.log_probs, actual.log_probs, rtol=0, atol=1e-5)
         assert scorer._packs  # or each item would be read by itself
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
     def test_several_packs_at_once(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Packs are read on several threads, with the scores of one, which all packs together are no larger than."""
@@ -172,6 +175,7 @@ class TestScoring:
 
 
 class TestEncoding:
+    @pytest.mark.slow
     @pytest.mark.parametrize("template", ["chat", "plain"])
     def test_questions_are_tokenized_together_as_one_by_one(self, tmp_path: Path, template: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("llama"), tmp_path / "model"))

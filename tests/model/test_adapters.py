@@ -52,6 +52,7 @@ def edit(folder: Path, **entries: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -135,6 +136,7 @@ def test_an_adapter_on_one_of_two_tied_layers_is_remarked_on(tmp_path: Path) -> 
     assert remark_on_ties(with_adapter(random_model("llama"), tmp_path / "other")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "complaint"),
     [

@@ -52,6 +52,7 @@ def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
 def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path, family: str) -> None:
     save(random_model(family), tmp_path / "base")

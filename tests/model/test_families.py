@@ -237,6 +237,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", by_kind(name for name in FAMILY_CONFIGS if name in WRAPPERS))
 def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -> None:
     """What a tower writes into the residual stream moves with that, without noise; nothing of it is trained."""
@@ -268,6 +269,7 @@ def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -
     assert not load_file(tmp_path / "deltas/copy_1.safetensors").keys() & set(surrounding)
 
 
+@pytest.mark.slow
 def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path) -> None:
     base = make("mixtral", tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
@@ -301,6 +303,7 @@ def test_lora(mpu: Callable, tmp_path: Path, family: str) -> None:
         assert any(".experts." in name and clean[name].any() for name in clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets"), [("gemma3", "o_proj,up_proj"), ("gpt_neox", "query_key_value"), ("mixtral", "q_proj,o_proj")]
 )
@@ -374,6 +377,7 @@ def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory
 
 
 class TestCheckFamily:
+    @pytest.mark.slow
     def test_finds_a_table_that_is_wrong(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         base = make("glm4", tmp_path / "base")
         assert mpu("check-family", base).out == "glm4: every symmetry holds\n"
@@ -387,6 +391,7 @@ class TestCheckFamily:
         }  # fmt: skip
         assert "correct the family's table" in outcome.err
 
+    @pytest.mark.slow
     def test_checks_a_layer_of_each_kind(self, mpu: Callable, tmp_path: Path) -> None:
         """And two at least; all of them where what they compute depends on their number. Changes come back."""
         deep = random_model("llama", num_hidden_layers=5)
@@ -548,6 +553,7 @@ def test_missing_entries_mean_what_transformers_takes_them_for(model_type: str) 
     assert {name for name, value in ours.items() if assumed[name] != value} == computed
 
 
+@pytest.mark.slow
 def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) -> None:
     """check-family refuses what transformers reads and copies would not get; publish names the others, too."""
     base = make("llama", tmp_path / "base")

@@ -29,6 +29,7 @@ def close(folder: Path, base: Path) -> None:
     torch.testing.assert_close(logits(folder), logits(base), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", by_kind(RENAMED, ["llava"]))
 def test_names_as_in_memory(mpu: Callable, root: Path, family: str) -> None:
     """As FSDP and DeepSpeed save them: copies, deltas of the language model alone, and the result have them, too."""
@@ -55,6 +56,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", by_kind(WITHIN, ["llama4_text"]))
 def test_a_text_by_the_names_that_it_has_in_a_wrapper(mpu: Callable, root: Path, family: str) -> None:
     base = save(random_model(family), root / "base")

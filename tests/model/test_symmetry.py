@@ -34,6 +34,7 @@ def relative(actual, expected):
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetries", SETS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_copies_compute_what_the_base_computes(mpu, tmp_path, family, symmetries):

@@ -76,6 +76,7 @@ def test_an_embedding_by_the_name_of_its_head(mpu: Callable, root: Path) -> None
     assert not torch.equal(result[HEAD], tensors[HEAD])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, config in FAMILY_CONFIGS.items() if config["model_type"] in WRAPPERS])
 def test_which_config_of_a_wrapper_ties(name: str) -> None:
     """As transformers' models do it, whatever the two configs say."""

@@ -336,6 +336,7 @@ class TestKeys:
         assert "update mpu" in aggregate(mpu, publication, check=False).err
 
 
+@pytest.mark.slow
 def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """The losses on the server's records are those that an evaluation of the same models gives."""
     outcome = mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 1, "--probe", demo.forget, "--out",
@@ -458,6 +459,7 @@ class TestPermanentNoise:
         name = "model.embed_tokens.weight"
         return (tensors(out / "copy_1")[name] - tensors(base)[name]).flatten()
 
+    @pytest.mark.slow
     def test_it_is_one_draw(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         draw = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
         assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), draw)

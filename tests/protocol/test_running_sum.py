@@ -99,6 +99,7 @@ def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
     assert (tmp_path / "new.bin").exists()
 
 
+@pytest.mark.slow
 def test_a_delta_in_bfloat16(mpu: Callable, tmp_path: Path) -> None:
     """Half the bytes; what rounding lost is told, and is what it is."""
     save(random_model("llama"), tmp_path / "base")
@@ -184,6 +185,7 @@ class TestTheStep:
             "--lr", "3e-4", "--batch-size", 10, "--out", tmp_path / "deltas" / "copy_1.safetensors")  # fmt: skip
         return tmp_path
 
+    @pytest.mark.slow
     def test_it_is_the_largest_that_is_allowed(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
         """The losses that it reports are those of the models that these steps give; a larger bound, a larger step."""
         steps = []
@@ -204,6 +206,7 @@ class TestTheStep:
         assert 0 < steps[0] <= steps[1]
         assert f"| {steps[1]:g} |" in (returned_delta / "auto_1" / "README.md").read_text()
 
+    @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
         out, keys = returned_delta / "refused", ("--keys", returned_delta / "keys.bin")
         for options, complaint in [

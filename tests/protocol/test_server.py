@@ -209,6 +209,7 @@ class TestAggregate:
         mpu("invert", publication / "deltas", *arguments, publication / "inv")
         assert "already inverted" in mpu("invert", publication / "inv", *arguments, publication / "x", check=False).err
 
+    @pytest.mark.slow
     def test_paths_from_a_pipe(self, publication):
         paths = "".join(f"{publication}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
         done = subprocess.run(

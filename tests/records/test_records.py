@@ -196,6 +196,7 @@ class TestDialogues:
         assert replace(final_record, location="") == replace(last, location="")
         assert (earlier_record.answer, [turn.content for turn in earlier_record.turns]) == ("w4", ["w9", "w3"])
 
+    @pytest.mark.slow
     def test_eval_asks_with_the_whole_dialogue(self, mpu, tmp_path):
         """The score of a dialogue is the loss that training reports for it: with its system and earlier turns."""
         model = save(random_model("llama"), tmp_path / "model")
@@ -478,6 +479,7 @@ def test_alternates():
     assert alternates([question("q", "a"), *records[1:]], REFUSALS)[1:] == drawn[1:]
 
 
+@pytest.mark.slow
 def test_alternates_from_a_file(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)

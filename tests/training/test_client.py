@@ -161,6 +161,7 @@ class TestUnlearn:
                        "--weight-decay", 0, "--max-grad-norm", 0.01, "--precision", "float64", "--json")  # fmt: skip
         assert outcome.json["norm"] == pytest.approx(0.1 * 0.01, rel=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["adamw", "adamw-blockwise", "sgd"])
     def test_same_seed_same_delta(self, mpu, tmp_path, base, optimizer):
         for out, seed in (("a", 3), ("b", 3), ("c", 4)):
@@ -200,6 +201,7 @@ class TestUnlearn:
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--epochs", 1, out="e.safetensors")
         assert load_file(tmp_path / "e.safetensors").keys() == tensors.keys() - {"wte.weight", "wpe.weight"}
 
+    @pytest.mark.slow
     def test_any_model_may_be_the_clean_baseline(self, mpu, tmp_path, base):
         unlearn(mpu, tmp_path, base, "--epochs", 1)
         checkpoint = open_checkpoint(tmp_path / "d.safetensors")
@@ -216,6 +218,7 @@ class TestUnlearn:
             "format": "mpu-delta", "version": 2, "algorithm": "npo", "kind": "full", "inverted": False,
         }  # fmt: skip
 
+    @pytest.mark.slow
     def test_divergence_is_told_and_leaves_nothing(self, mpu, tmp_path, base):
         outcome = unlearn(mpu, tmp_path, base, "--optim", "sgd", "--lr", "1e30", "--max-grad-norm", "1e30", check=False)
         assert outcome.status == 1
@@ -250,6 +253,7 @@ class TestSeveralCopies:
             separate_path, joint_path = (root / folder / f"{name}.safetensors" for folder in ("alone", "together"))
             assert separate_path.read_bytes() == joint_path.read_bytes()
 
+    @pytest.mark.slow
     def test_resume_passes_over_what_is_done(self, mpu, root, copies):
         mpu("unlearn", copies[1], *self.TRAINING, cwd=root)
         before = (root / "deltas/copy_2.safetensors").stat().st_mtime_ns
@@ -272,6 +276,7 @@ class TestSeveralCopies:
         mpu("unlearn", *sealed, *self.TRAINING, cwd=root)
         assert mpu("unlearn", *sealed, *self.TRAINING, "--resume", cwd=root).err.count("is there already") == 2
 
+    @pytest.mark.slow
     def test_reference_files_of_a_round(self, mpu, root, copies):
         mpu("unlearn", *copies, *self.TRAINING, "--reference-file", "references", cwd=root)
         assert {path.name for path in (root / "references").iterdir()} == {f"{name}.safetensors" for name in copies}

@@ -77,6 +77,7 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
     assert open_checkpoint(tmp_path / "deltas/base.safetensors").nbytes < open_checkpoint(base).nbytes
 
 
+@pytest.mark.slow
 def test_the_norm_told_is_that_of_the_product(mpu, rounds):
     outcome = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
                "--out", "again.safetensors",
@@ -148,6 +149,7 @@ def test_aggregate_forms_the_products(mpu, rounds):
         torch.testing.assert_close(after[name], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_adapter_is_the_aggregate(mpu, rounds):
     """A peft adapter of rank m·r on the base computes what the aggregated model computes."""
     document = mpu("aggregate", "deltas", "--json", cwd=rounds).json

@@ -221,6 +221,7 @@ class TestChunksOfLogits:
             term_inputs[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
         return term_inputs
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
     @pytest.mark.parametrize("chunk", [3, 1000])
     @pytest.mark.parametrize("term", [*ALGORITHMS, *RETAIN])

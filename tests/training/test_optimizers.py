@@ -120,6 +120,7 @@ class TestRegistry:
         parameter = torch.nn.Parameter(start.clone())
         return parameter, make_optimizer(name, [{"params": [parameter]}], 0.01)
 
+    @pytest.mark.slow
     def test_bytes_of_state(self, name: str) -> None:
         parameter, optimizer = self.make(name, torch.randn(512, 512))
         parameter.grad = torch.randn(512, 512)

@@ -164,6 +164,7 @@ def test_the_budget_is_the_gaussian_mechanisms(tmp_path):
     assert exact <= spent["epsilon"] <= 1.01 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.5, 4.0])
 def test_a_replaced_record_costs_what_was_asked(epsilon):
     """With all records in every step, replacing one moves the clipped sum by twice the clip: T Gaussian mechanisms of
@@ -252,6 +253,7 @@ def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path):
     assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
     base = save(random_model("opt"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
@@ -316,6 +318,7 @@ def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
     assert complaint in outcome.err
 
 
+@pytest.mark.slow
 def test_a_record_that_is_not_one_example_is_left_out(mpu, tmp_path):
     """A text in two pieces, and one too short to train on: to stop would tell the copy's owner that they are there."""
     base = save(random_model("llama"), tmp_path / "base")
@@ -332,6 +335,7 @@ def equal_records(*, times: int) -> list[Record]:
     return [*rows, question("Who repaired it?", "Boris."), question("Who rented the boathouse?", "Carla.")]
 
 
+@pytest.mark.slow
 def test_equal_records_are_one_unit():
     """In both sets together: one of them, or all, can be left out, and the noise hides it."""
     options = Unlearning(algo="graddiff", privacy=Privacy(dp_epsilon=1.0), epochs=1)

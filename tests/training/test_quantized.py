@@ -78,6 +78,7 @@ def test_what_a_model_computes_does_not_change_once_it_is_evaluated(base: Path) 
         assert torch.equal(model.eval()(ids).logits, trained)
 
 
+@pytest.mark.slow
 def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """Deltas are LoRA's, aggregate takes them, and the loss before training is that of the model in 4 bits."""
     mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)

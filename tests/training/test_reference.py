@@ -58,6 +58,7 @@ class TestReferenceFile:
         assert all(torch.equal(ends["original"][name], by_hand[name]) for name in by_hand)
         assert any(not torch.equal(ends["round"][name], by_hand[name]) for name in by_hand)
 
+    @pytest.mark.slow
     def test_the_reference_is_the_first_rounds_copy(self, mpu: Callable, root: Path) -> None:
         """NPO's term at the first step of round 2, from two models' probabilities (Zhang et al., 2024)."""
         common = (*TRAINING, "--batch-size", 6, "--reference-file", "ref.safetensors", "--json")
@@ -104,6 +105,7 @@ class TestReferenceFile:
             delta = load_file(root / f"{out}.safetensors")
             assert all(torch.equal(delta[name], tensor) for name, tensor in expected.items())
 
+    @pytest.mark.slow
     def test_another_reference_is_refused(self, mpu: Callable, root: Path) -> None:
         publish(mpu, root, "base", 1)
         publish(mpu, root, "base", 2, "--run", "other")
@@ -232,6 +234,7 @@ class TestTags:
         printed = mpu("aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--force", cwd=root).err
         assert "trained with different" not in printed
 
+    @pytest.mark.slow
     def test_the_server_cannot_test_a_guess(self, deltas: Callable[..., str], root: Path) -> None:
         """A different key changes everything in the tag; every round and run has its own key."""
         deltas()

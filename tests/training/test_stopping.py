@@ -91,6 +91,7 @@ def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path:
     assert "different options" in refused.err
 
 
+@pytest.mark.slow
 def test_noise_of_the_training_is_not_in_the_delta(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """At a rate of 0 nothing is changed, whatever the noise; at another rate the noise decides what is."""
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
@@ -122,6 +123,7 @@ def test_noise_of_the_training_has_the_size_that_it_says(share: float) -> None:
     assert torch.equal(noises[0].start("vector"), matrix[0])
 
 
+@pytest.mark.slow
 def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
     mpu: Callable, tmp_path: Path, demo: DemoModel
 ) -> None:
@@ -150,6 +152,7 @@ def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
     assert told.json["server_lr"] == 1
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own(
     mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +176,7 @@ def test_an_algorithm_of_ones_own(
     assert "no such algorithm" in mpu("unlearn", "copy_1", *records, "--algo", "hing", check=False, cwd=tmp_path).err
 
 
+@pytest.mark.slow
 def test_a_public_model_says_what_a_stranger_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """unlearn and check take --public alone; against itself, what a model knows is nothing that could be left."""
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
@@ -192,6 +196,7 @@ def test_a_public_model_says_what_a_stranger_knows(mpu: Callable, tmp_path: Path
     assert mpu(*verdict, demo.model, check=False, cwd=tmp_path).json["forgotten"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 3])
 def test_no_more_records_go_through_at_once_than_asked(
     mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, size: int | None

@@ -53,6 +53,7 @@ class TestRelease:
         assert not (tmp_path / "second.jsonl").exists()
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
 
+    @pytest.mark.slow
     def test_the_function_does_what_the_command_does(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         """The same records, release and entry in the ledger; terms that are certain, because 40 records have them."""
         command = mpu("surrogate", copy, "--dp-epsilon", 2, "--prompts-per-term", 5, "--out", "a.jsonl", cwd=tmp_path)
@@ -117,6 +118,7 @@ class TestRelease:
         assert questions <= {"w5 Ada Lovelace", *(f"w5 w6 Ada Lovelace w{i + 7}" for i in range(3))}
         assert questions
 
+    @pytest.mark.slow
     def test_training_on_it_spends_nothing(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         """By the client's word; without it, no bound holds."""
         mpu("surrogate", copy, cwd=tmp_path)
@@ -186,7 +188,7 @@ def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> 
     )
     truth = [1] * len(forget_changes) + [0] * len(retain_changes)
     assert roc_auc_score(truth, forget_changes + retain_changes) > 0.65
-    assert sum(retain_changes) / len(retain_changes) < 0.1  # the cost at which docs/bounds.md compares
+    assert sum(retain_changes) / len(retain_changes) < 0.1  # the cost at which docs/bounds_and_tracing.md compares
     assert sum(forget_changes) / len(forget_changes) > 0.1  # in nats per token; without this, the next says nothing
     assert sum(forget_changes) / len(forget_changes) > 1.5 * sum(retain_changes) / len(retain_changes)
 

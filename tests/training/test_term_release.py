@@ -124,6 +124,7 @@ class TestTheRelease:
         error = 4 / math.sqrt(DRAWS * rates[0])
         assert math.e * (1 - error) < rates[1] / rates[0] < math.e * (1 + error)
 
+    @pytest.mark.slow
     def test_the_name_of_one_person_is_never_released_where_persons_are_protected(self) -> None:
         """Sixty records of one are one unit: the threshold needs others who have the same name in theirs."""
         records = about("Ada Lovelace", 60, unit="patient 1")

@@ -90,6 +90,7 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     assert numbers == [*range(1, 121)]  # none twice
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
     """With no time between them every step but the last leaves one; in less than a minute, none does."""
     options = from_flat(
@@ -247,6 +248,7 @@ def test_finetune_is_for_one_process(mpu, folder, monkeypatch):
     assert (outcome.status, "works in one process" in outcome.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_processes_wait_for_as_long_as_the_first_computes():
     """Ten minutes would be NCCL's own patience, and thirty gloo's."""
     script = """
@@ -310,6 +312,7 @@ def test_what_training_would_get_wrong_is_refused(plugin, optimizer, complaint):
         check_sharding(accelerator, optimizer)
 
 
+@pytest.mark.slow
 def test_bitsandbytes_adamw_is_adamw(mpu, folder):
     """In 32 bits up to rounding; in 8 bits in the same direction."""
     pytest.importorskip("bitsandbytes")
@@ -348,6 +351,7 @@ def test_report_to_tensorboard(mpu, folder):
     assert list((folder / "runs").rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(mpu, folder):
     for name, more in (("a", []), ("b", ["--gradient-checkpointing"])):
         mpu("unlearn", "base", *TRAINING, "--precision", "float64", *more, "--out", f"{name}.safetensors", cwd=folder)
@@ -409,6 +413,7 @@ def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
     assert passes == ["forward", "backward"] * 2
 
 
+@pytest.mark.slow
 def test_warm_up_lowers_the_first_steps(mpu, folder):
     options = [*TRAINING[:-2], "--epochs", "1", "--optim", "sgd", "--weight-decay", "0", "--precision", "float64"]
     norms = [
@@ -420,6 +425,7 @@ def test_warm_up_lowers_the_first_steps(mpu, folder):
     assert norms[1] < 0.05 * norms[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit"])
 def test_an_optimizer_that_is_not_installed_is_named(mpu, folder, name):
     try:
@@ -554,6 +560,7 @@ def test_nothing_of_a_training_lives_on(folder, monkeypatch):
     assert [each() for each in weakrefs] == [None, None]
 
 
+@pytest.mark.slow
 def test_mixed_precision_rounds_layers_and_not_the_weights(folder):
     """Near to float32 and nearer than bfloat16, whose weights round small steps away; the weights are in float32."""
     full_precision, mixed, half = (
@@ -601,6 +608,7 @@ def test_the_trainer_computes_where_the_model_is(monkeypatch, tmp_path):
     assert (arguments.device, arguments.n_gpu) == (second, 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_room_ends_nothing(mpu, folder):
     """A limit on the size of files is to a program what a full disk is."""
     options = [*TRAINING, "--epochs", "2"]
@@ -626,6 +634,7 @@ def test_a_log_without_room_ends_nothing(mpu, folder):
     assert (folder / "d.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_checkpoints(mpu, folder):
     plain, resumed = (
         mpu("unlearn", "base", *TRAINING, *more, "--dry-run", "--json", cwd=folder).json for more in ((), ("--resume",))

@@ -39,7 +39,7 @@ class Sweep(Command):
     DRY_RUN: ClassVar[str] = "Only list the experiments and what they cost."
 
     file: Path = option(
-        ..., "TOML: options of run, with lists for axes; see docs/experiments.md.", metavar="FILE", argument=True
+        ..., "TOML: options of run, with lists for axes; see docs/measuring.md.", metavar="FILE", argument=True
     )
     out: Path | None = option(None, "Folder for the results (default: FILE's name).", metavar="DIR")
     metrics: str | None = option(None, "Metrics to print, comma-separated.", metavar="NAMES")
