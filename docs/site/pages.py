@@ -1,5 +1,5 @@
-"""Pages that the site has besides docs/: those at the repository's root, the examples', and what the program itself says:
-commands, families, metrics, Python functions, error messages."""
+"""Pages that the site has besides docs/: those at the repository's root, the examples', and what the program itself
+says: commands, families, metrics, Python functions, error messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pages from the program itself, which the site has and the repository has not: ``python docs/site/reference.py`` prints
-the commands, ``… families`` and ``… metrics`` these; ``… man DIR`` writes manual pages for man(1)."""
+"""Pages from the program itself, which the site has and the repository has not: ``python docs/site/reference.py``
+prints the commands, ``… families`` and ``… metrics`` these; ``… man DIR`` writes manual pages for man(1)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def reference() -> str:
 
 FAMILIES_INTRODUCTION = """# Families
 
-What each family's architecture allows in the set `all`; `signed` takes the permutations, signs and turns by 90° among it, and
-`paper` turns queries, keys and values of a head together, where nothing keeps them apart. Each line holds on small
-random models to 1e-5 in float32, over the whole path (`tests/model/test_families.py`); Llama, Qwen3 and
+What each family's architecture allows in the set `all`; `signed` takes the permutations, signs and turns by 90° among
+it, and `paper` turns queries, keys and values of a head together, where nothing keeps them apart. Each line holds on
+small random models to 1e-5 in float32, over the whole path (`tests/model/test_families.py`); Llama, Qwen3 and
 OLMo 2 were tested on trained models, too.
 
 `mpu check-family MODEL` applies each symmetry to a checkpoint, alone and with the others, and compares logits.
