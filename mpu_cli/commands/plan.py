@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.noise import Scheme
 
 
+BUSY = 0.5  # of the time of each core, for other programs
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a round costs. ``model``: as it is sent; ``tokens``: that training reads per copy, if the records are known;
@@ -107,7 +110,7 @@ class Plan(Command):
             examples = examples_of(opened, self.forget, self.reading)
             tokens = sets_of(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
             work = largest_work([examples], unlearning)
-        machine = measure_machine()
+        machine = measure_machine(self.training.precision)
         costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
         peak = peak_memory(opened, unlearning, objective, work)
         suggestion = None
@@ -164,8 +167,12 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
     if costs.training_operations is not None and costs.training_seconds is not None:
         yield (
             f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: about "
-            f"{in_time(costs.training_seconds)} on this machine's processors"
+            f"{in_time(costs.training_seconds)} on this machine's processors at "
+            f"{machine.training_operations / 1e9:.0f} billion operations/s, up to {machine.spread:.1f} times as long at "
+            "the slowest speed measured"
         )
+    if machine.busy > BUSY:
+        yield "busy\tother programs compute here now: alone, all of it takes less time"
 
 
 def _of_symmetries(model: Model, disguise: Disguise) -> Iterator[str]:

@@ -529,7 +529,6 @@ class ExperimentCost:
 
 def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
     """What each experiment costs; None if its model or records are not on this machine."""
-    machine = measure_machine()
     costs: list[ExperimentCost | None] = []
     read: dict[tuple[str, str, RecordFormat], int] = {}
     for experiment in experiments:
@@ -548,7 +547,7 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
             costs.append(None)
             continue
         round_cost = cost(
-            model, machine, copies=published.copies, options=options,
+            model, measure_machine(options.training.precision), copies=published.copies, options=options,
             tokens=int(sets_of(options) * epochs_of(options) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)

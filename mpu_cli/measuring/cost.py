@@ -8,9 +8,11 @@ machine's measured bandwidth and speed: a roofline, which is ours, not the paper
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,16 +44,24 @@ if TYPE_CHECKING:
 
 
 ATTENTION = {"query", "key", "value", "mixed"}
-TRIES = 5
+TRIES = 9
 SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/measured.md)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured here: bytes copied in memory per second (counting read and write), and float32 operations per second."""
+    """Measured here: bytes copied in memory per second (counting read and write), and operations per second of matrix
+    products, in float32 and (``training_operations``) in the precision of a training.
+
+    ``spread``: how many times as long the slowest of these products took as the fastest; ``busy``: for how many other
+    programs each core had work in the last minute.
+    """
 
     bandwidth: float
     operations: float
+    training_operations: float
+    spread: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -84,24 +94,36 @@ def training_memory(weights: int, optimizer: str) -> int:
     return weights * (4 + 4 + OPTIMIZERS[optimizer].state_bytes)
 
 
-def measure_machine() -> Machine:
-    """Best of a few tries at copying 256 MB and at multiplying two 1,024 × 1,024 matrices."""
+@cache
+def measure_machine(precision: str = "float32") -> Machine:
+    """Best of a few tries at copying 256 MB and at multiplying two 1,024 × 1,024 matrices, also in ``precision``."""
+    busy = max(0.0, os.getloadavg()[0] - 1) / (os.cpu_count() or 1)  # one of them is this program
     source = torch.ones(64 << 20, dtype=torch.float32)
     target = torch.empty_like(source)
     matrix = torch.ones(1024, 1024)
-    copying = _best(lambda: target.copy_(source))
-    multiplying = _best(lambda: matrix @ matrix)
-    return Machine(2 * source.nbytes / copying, 2 * 1024**3 / multiplying)
+    in_training = matrix.to(torch.bfloat16 if precision == "mixed" else PRECISIONS[precision])
+    copying = _seconds(lambda: target.copy_(source))
+    multiplying = _seconds(lambda: matrix @ matrix)
+    training = _seconds(lambda: in_training @ in_training)
+    operations = 2 * 1024**3
+    return Machine(
+        bandwidth=2 * source.nbytes / min(copying),
+        operations=operations / min(multiplying),
+        training_operations=operations / min(training),
+        spread=max(training) / min(training),
+        busy=busy,
+    )
 
 
-def _best(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> list[float]:
+    """The seconds that each of a few tries takes, after one that is not counted."""
     work()
     seconds = []
     for _ in range(TRIES):
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return seconds
 
 
 def cost(
@@ -147,7 +169,7 @@ def cost(
         intensity=operations / moved,
         server_seconds=max(moved / machine.bandwidth, operations / machine.operations),
         training_operations=training,
-        training_seconds=None if training is None else SLOWER * training / machine.operations,
+        training_seconds=None if training is None else SLOWER * training / machine.training_operations,
     )
 
 

@@ -215,19 +215,6 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
     return _build(group_class, values, where)
 
 
-def with_keywords(
-    group_class: type[Group], group: Group | None, keywords: Mapping[str, object], where: str = ""
-) -> Group:
-    """``group`` (None: every default) with the options in ``keywords``, by name, in place of its own.
-
-    Raises UsageError as ``from_flat`` does.
-    """
-    if group is not None and not keywords:
-        return group
-    values = {} if group is None else flat(group)
-    return from_flat(group_class, {**values, **keywords}, where)
-
-
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:
     arguments: dict[str, object] = {}
     declarations = declared_options(cast(AnyClass, group_class))
