@@ -168,8 +168,8 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
         yield (
             f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: about "
             f"{in_time(costs.training_seconds)} on this machine's processors at "
-            f"{machine.training_operations / 1e9:.0f} billion operations/s, up to {machine.spread:.1f} times as long at "
-            "the slowest speed measured"
+            f"{machine.training_operations / 1e9:.0f} billion operations/s, {machine.spread:.1f} times as long at the "
+            "slowest speed measured"
         )
     if machine.busy > BUSY:
         yield "busy\tother programs compute here now: alone, all of it takes less time"
