@@ -15,7 +15,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
-OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG", "MPU_QUIET", "MPU_ENDPOINT_KEY")
+OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG", "MPU_PROFILE", "MPU_QUIET", "MPU_ENDPOINT_KEY")
 OF_TESTS = "MPU_TEST_"
 
 

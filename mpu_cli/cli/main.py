@@ -21,7 +21,7 @@ from mpu_cli.cli.config import (
     without_switch,
 )
 from mpu_cli.cli.driver import function_of, in_two_levels
-from mpu_cli.cli.output import QUIET, is_switched_on, results_alone, warn
+from mpu_cli.cli.output import PROFILE, QUIET, is_switched_on, results_alone, warn
 from mpu_cli.commands.aggregate import Aggregate
 from mpu_cli.commands.ask import Ask
 from mpu_cli.commands.audit_delta import AuditDelta
@@ -99,6 +99,7 @@ def options(
         bool, typer.Option("--quiet", help="Show warnings and errors only, no notes and no progress.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show at the end how long each stage took.")] = False,
     config: Annotated[
         str | None,
         typer.Option(
@@ -123,8 +124,10 @@ def main(arguments: list[str] | None = None) -> None:
     arguments, debug = without_switch(arguments, "--debug")
     debug = debug or is_switched_on("MPU_DEBUG")
     arguments, quiet = without_switch(arguments, "--quiet")
-    if quiet:
-        os.environ[QUIET] = "1"
+    arguments, profile = without_switch(arguments, "--profile")
+    for switched_on, variable in ((quiet, QUIET), (profile, PROFILE)):
+        if switched_on:
+            os.environ[variable] = "1"
     try:
         arguments, file = without_flag(arguments)
         command: Any = typer.main.get_command(app)

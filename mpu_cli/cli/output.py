@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
+PROFILE = "MPU_PROFILE"  # variable: at the end, the seconds that each stage took
 QUIET = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
@@ -157,9 +158,11 @@ class Terminal(Observer):
         self._bar: Progress | None = None
         self._label, self._total, self._done = "", 0.0, 0.0
         self._last = time.monotonic()
+        self._began: list[tuple[str, float]] = []  # each stage, and when it began
 
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:
         self.close()
+        self._began.append((label, time.monotonic()))
         self._label, self._total, self._done = label, total, 0.0
         if not sys.stderr.isatty() or not _reports():
             return
@@ -204,6 +207,14 @@ class Terminal(Observer):
     def width(self) -> int | None:
         return terminal_width()
 
+    def seconds_by_stage(self) -> dict[str, float]:
+        """How long each stage took until the next one began; those of one name together."""
+        ends = [began for _, began in self._began[1:]] + [time.monotonic()]
+        seconds: dict[str, float] = {}
+        for (label, began), end in zip(self._began, ends, strict=True):
+            seconds[label] = seconds.get(label, 0.0) + end - began
+        return seconds
+
     def close(self) -> None:
         """Remove the bar."""
         if self._bar:
@@ -220,3 +231,6 @@ def terminal() -> Iterator[Terminal]:
         yield observer
     finally:
         observer.close()
+        if is_switched_on(PROFILE) and _first():
+            for label, seconds in observer.seconds_by_stage().items():
+                print(f"profile: {printable(label)}: {seconds:.2f} s", file=sys.stderr)

@@ -250,10 +250,12 @@ def unlearn(
                 on_step=progress, warn=observer.warn, watching=watching,
             )  # fmt: skip
         course, outcome = _settle(job, watching, trained, registration, steps_done + len(progress.losses))
+        observer.stage("measure again", 1, "done")
         after = measure(trained, records.sets, job.options) if job.is_alone else None
         # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
         if after and loaded.private is None and not math.isfinite(after.forget):
             raise Diverged("the loss on the records is")
+        observer.stage("write the delta", 1, "done")
         norm, rounding = _write_delta(job, loaded, trained, _tags(job, loaded, course))
     if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -579,6 +580,18 @@ def test_quiet_leaves_results_and_warnings(mpu: Callable, root: Path, monkeypatc
         monkeypatch.delenv("MPU_QUIET")  # which --quiet sets, for the processes that a command starts
     monkeypatch.setenv("MPU_QUIET", "1")
     assert mpu(*command, cwd=root).err.splitlines() == warnings
+
+
+def test_stages_add_up_to_the_command(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--profile, anywhere on the line: each stage once, in no more time than the command took."""
+    started = time.monotonic()
+    outcome = mpu("publish", "base", "--copies", 2, "--kappa", 0.3, "--force", "--profile", cwd=root)
+    elapsed = time.monotonic() - started
+    monkeypatch.delenv("MPU_PROFILE")  # which it sets, for the processes that a command starts
+    stages = dict(re.findall(r"^profile: (.+): ([\d.]+) s$", outcome.err, re.M))
+    assert {"loading", "publish"} <= stages.keys()
+    assert 0 < sum(map(float, stages.values())) <= elapsed + 0.01 * len(stages)
+    assert "profile:" not in mpu("publish", "base", "--copies", 2, "--kappa", 0.3, "--force", cwd=root).err
 
 
 @pytest.mark.parametrize("width", [60, 80])
