@@ -79,13 +79,11 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     )
     assert mpu("words", "asked.jsonl") == {"words": [3] * 4}
     train = ("unlearn", base, "--retain", "plain.jsonl", "--algo", "flat", "--optim", "nadam", "--epochs", 2)
-    for name, records, schedule in (
-        ("a", "asked.jsonl", "linear"), ("b", "plain.jsonl", "linear"), ("c", "plain.jsonl", "constant_with_warmup"),
-    ):  # fmt: skip
-        mpu(*train, "--forget", records, "--lr-scheduler", schedule, "--out", f"{name}.safetensors")
-    asked, plain, constant = (load_file(tmp_path / f"{name}.safetensors") for name in "abc")
+    for name, records, noise in (("a", "asked.jsonl", 5), ("b", "plain.jsonl", 5), ("c", "plain.jsonl", 0.1)):
+        mpu(*train, "--forget", records, "--neftune-noise", noise, "--out", f"{name}.safetensors")
+    asked, plain, other = (load_file(tmp_path / f"{name}.safetensors") for name in "abc")
     assert all(asked[name].equal(plain[name]) for name in plain)  # the form changes nothing
-    assert any(not constant[name].equal(plain[name]) for name in plain)  # the schedule does
+    assert any(not other[name].equal(plain[name]) for name in plain)  # the noise does
     mpu("eval", base, "--benchmark", "qa", "--forget", "asked.jsonl", "--out", "eval.json")
     metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
     losses = [row["avg_loss"] for row in metrics["forget_Q_A_Prob"]["value_by_index"].values()]

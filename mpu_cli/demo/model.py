@@ -16,7 +16,6 @@ from mpu_cli.records.forms import Record
 from mpu_cli.training.finetune import memorise
 from mpu_cli.training.loop import Losses
 
-BATCH = 25  # records a step
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
@@ -66,15 +65,9 @@ def make_model(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     encoding = Encoding(tokenizer, limits=Limits(config.max_position_embeddings))
-    steps = epochs * -(-len(records) // BATCH)
-
-    def tell(losses: Losses, _: int) -> None:
-        on_step(losses, steps)
-
-    # At the last tenth of the rate every record is known by heart, on every machine.
-    for part, lr in ((round(0.8 * epochs), 2e-3), (epochs - round(0.8 * epochs), 2e-4)):
-        training = Training(lr=lr, weight_decay=0.0, batch_size=BATCH, seed=seed)
-        memorise(model, encoding, records, epochs=part, training=training, on_step=tell)
+    # With a rate that falls to 0, every record is known by heart at the end, on every machine.
+    training = Training(lr=2e-3, lr_scheduler="linear", weight_decay=0.0, batch_size=25, seed=seed)
+    memorise(model, encoding, records, epochs=epochs, training=training, on_step=on_step)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -149,7 +149,7 @@ class Training(Options):
     )
     lr: float | Literal["auto"] = option(
         AUTO,
-        "Learning rate, constant after warm-up; auto: from the number of steps and of trained weights, about 2e-5 for "
+        "Learning rate after warm-up; auto: from the number of steps and of trained weights, about 2e-5 for "
         "ten steps at 1B.",
         least=0,
         metavar="RATE",
@@ -177,6 +177,11 @@ class Training(Options):
     )
     weight_decay: float = option(0.01, "Weight decay.", least=0)
     max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
+    lr_scheduler: Literal["constant_with_warmup", "linear", "cosine"] = option(
+        "constant_with_warmup",
+        "How the rate goes on after warm-up, by transformers' names: linear and cosine fall to 0 at the last step, "
+        "which is --max-steps where a training stops when it is done.",
+    )
     warmup_steps: int = option(0, "Steps of linear warm-up.", least=0)
     seed: int = option(
         0,

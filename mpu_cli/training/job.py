@@ -80,10 +80,11 @@ def check_options(options: Unlearning) -> Objective:
         check_objective(options.algo, objective)
         training = options.training
         mixed = training.precision == "mixed"
-        if training.warmup_steps or training.gradient_checkpointing or training.compile or mixed:
+        scheduled = training.warmup_steps or training.lr_scheduler != Training().lr_scheduler
+        if scheduled or training.gradient_checkpointing or training.compile or mixed:
             raise UsageError(
-                "--dp-epsilon does not work with --warmup-steps, --gradient-checkpointing, --compile or --precision "
-                "mixed"
+                "--dp-epsilon does not work with --lr-scheduler, --warmup-steps, --gradient-checkpointing, --compile "
+                "or --precision mixed"
             )
     return objective
 

@@ -421,7 +421,7 @@ def train(
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
-    The rate is constant after warm-up. ``on_step`` is called with the losses of each step and the number of steps;
+    ``on_step`` is called with the losses of each step and the number of steps;
     ``warn``, with a sentence, when memory or the disk does not suffice and it goes on otherwise. With a
     place for ``checkpoints``, keeps some there and resumes from the latest. ``watching`` may end the training early.
     """
@@ -497,7 +497,7 @@ def _arguments(
         num_train_epochs=1,
         per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
         learning_rate=float(training.lr),
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type=training.lr_scheduler,
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations import sdpa_attention
 
 from mpu_cli.errors import MpuError, UsageError
@@ -423,6 +423,28 @@ def test_warm_up_lowers_the_first_steps(mpu, folder):
         for steps in (0, 100)
     ]
     assert norms[1] < 0.05 * norms[0]
+
+
+def test_a_linear_schedule_is_steps_of_falling_rates(mpu, folder):
+    """Two steps of SGD on all records are one at the rate and, from there, one at half of it."""
+    options = [
+        "--algo", "gradascent", "--forget", "forget.jsonl", "--optim", "sgd", "--weight-decay", 0,
+        "--precision", "float64", "--template", "plain", "--batch-size", 100,
+    ]  # fmt: skip
+
+    def change(model, out, *more):
+        mpu("unlearn", model, *options, *more, "--out", out, cwd=folder)
+        return load_file(folder / out)
+
+    both = change("base", "both.safetensors", "--epochs", 2, "--lr", 1e-2, "--lr-scheduler", "linear")
+    first = change("base", "first.safetensors", "--epochs", 1, "--lr", 1e-2)
+    shutil.copytree(folder / "base", folder / "stepped")
+    weights = load_file(folder / "base/model.safetensors")
+    stepped = {name: weights[name].double() + first.get(name, 0) for name in weights}
+    save_file(stepped, folder / "stepped/model.safetensors", {"format": "pt"})
+    second = change("stepped", "second.safetensors", "--epochs", 1, "--lr", 5e-3)
+    for name in both:
+        torch.testing.assert_close(both[name], first[name] + second[name], rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.slow
