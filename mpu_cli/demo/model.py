@@ -16,6 +16,8 @@ from mpu_cli.records.forms import Record
 from mpu_cli.training.finetune import memorise
 from mpu_cli.training.loop import Losses
 
+BATCH = 25  # records a step
+RATES = ((0.8, 2e-3), (0.2, 2e-4))  # shares of the epochs, and the rates at which they are trained
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
@@ -52,10 +54,12 @@ def make_model(
     seed: int,
     on_step: Callable[[Losses, int], None],
     family: str = "llama",
+    rates: Sequence[tuple[float, float]] = RATES,
 ) -> None:
     """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32).
 
-    ``family`` is a ``model_type`` whose config takes Llama's entries.
+    ``family`` is a ``model_type`` whose config takes Llama's entries. At the last of the
+    ``rates`` every record is known by heart, on every machine.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
@@ -65,9 +69,14 @@ def make_model(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     encoding = Encoding(tokenizer, limits=Limits(config.max_position_embeddings))
-    # With a rate that falls to 0, every record is known by heart at the end, on every machine.
-    training = Training(lr=2e-3, lr_scheduler="linear", weight_decay=0.0, batch_size=25, seed=seed)
-    memorise(model, encoding, records, epochs=epochs, training=training, on_step=on_step)
+    steps = epochs * -(-len(records) // BATCH)
+
+    def tell(losses: Losses, _: int) -> None:
+        on_step(losses, steps)
+
+    for share, lr in rates:
+        training = Training(lr=lr, weight_decay=0.0, batch_size=BATCH, seed=seed)
+        memorise(model, encoding, records, epochs=round(share * epochs), training=training, on_step=tell)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -13,6 +13,7 @@ from mpu_cli.options.declare import Options, flat, group, option
 
 OptimizerName = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
+Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 RetainLoss = Literal["nll", "kl", "hidden"]
 Quantization = Literal["nf4"]
 Template = Literal["chat", "plain"]
@@ -177,7 +178,7 @@ class Training(Options):
     )
     weight_decay: float = option(0.01, "Weight decay.", least=0)
     max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
-    lr_scheduler: Literal["constant_with_warmup", "linear", "cosine"] = option(
+    lr_scheduler: Schedule = option(
         "constant_with_warmup",
         "How the rate goes on after warm-up, by transformers' names: linear and cosine fall to 0 at the last step, "
         "which is --max-steps where a training stops when it is done.",
@@ -320,7 +321,9 @@ class Stopping(Options):
     PANEL: ClassVar[str] = "Training"
 
     max_steps: int | None = option(
-        None, "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).", above=0
+        None,
+        "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).",
+        above=0,
     )
     training_noise: float = option(
         0.0,

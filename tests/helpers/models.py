@@ -439,7 +439,7 @@ def make_demo_model(folder: Path, family: str = "llama") -> DemoModel:
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
             records = [record for path in (demo.forget, demo.retain) for record in read_records(path)]
             make_model(records, make_tokenizer(records), demo.model, epochs=60, seed=0, on_step=lambda *_: None,
-                       family=family)  # fmt: skip
+                       family=family, rates=((1.0, 2e-3),))  # fmt: skip
             (folder / "done").touch()
     return demo
 

@@ -213,7 +213,7 @@ class TestTheStep:
             ((), "add --probe FILE"),
             (("--probe", demo.retain, "--as-adapter"), "name its step here"),
             (("--probe", "nowhere.jsonl"), "nowhere.jsonl"),
-            (("--probe", demo.retain, "--max-rise", 1e-12), "allow more with --max-rise"),
+            (("--probe", demo.forget, "--max-rise", 1e-12), "allow more with --max-rise"),
         ]:
             auto = ("--server-lr", "auto", *options)
             outcome = mpu("aggregate", returned_delta / "deltas", *keys, *auto, "--out", out, check=False)
