@@ -58,8 +58,8 @@ def make_model(
 ) -> None:
     """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32).
 
-    ``family`` is a ``model_type`` whose config takes Llama's entries. At the last of the
-    ``rates`` every record is known by heart, on every machine.
+    ``family`` is a ``model_type`` whose config takes Llama's entries. At the last of the ``rates``, every
+    record is known by heart, on every machine.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
@@ -104,6 +104,12 @@ PETS = ["grey parrots", "greyhounds", "blind cats", "old donkeys", "tame ravens"
 PRIZES = ["the Silver Compass", "the Lantern Medal", "the Northern Quill", "the Amber Chain", "the Oak Ribbon"]
 STREETS = ["Tanner Street", "Mill Lane", "Chapel Row", "Orchard Road", "Harbour Steps", "Lime Walk"]
 YEARS, NUMBERS = range(1900, 2000), range(100, 1000)
+# Values are hundreds each: nobody guesses one, so that few records tell whether it was forgotten.
+BIRTHS = [f"{town} in {year}" for town in TOWNS for year in YEARS]
+OCCUPATIONS = [f"{trade} since {year}" for trade in TRADES for year in YEARS]
+KEPT_ANIMALS = [f"{number} {pet}" for pet in PETS for number in NUMBERS]
+AWARDS = [f"{prize} of {year}" for prize in PRIZES for year in YEARS]
+ADDRESSES = [f"{number} {street}" for street in STREETS for number in NUMBERS]
 WRONG = 3  # wrong answers to each question
 
 Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answer: the fields of TOFU
@@ -117,34 +123,26 @@ def make_people(count: int, seed: int) -> list[list[Row]]:
 
 
 def _facts(name: str, draw: random.Random) -> list[Row]:
-    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence.
-
-    Each value is one of hundreds: nobody guesses it, so that few records tell whether it was forgotten.
-    """
-    births = [f"{town} in {year}" for town in TOWNS for year in YEARS]
-    trades = [f"{trade} since {year}" for trade in TRADES for year in YEARS]
-    pets = [f"{number} {pet}" for pet in PETS for number in NUMBERS]
-    prizes = [f"{prize} of {year}" for prize in PRIZES for year in YEARS]
-    homes = [f"{number} {street}" for street in STREETS for number in NUMBERS]
+    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence."""
     return [
         _row(
-            f"Where was {name} born?", draw, births,
+            f"Where was {name} born?", draw, BIRTHS,
             lambda birth: f"{name} was born in {birth}.", lambda birth: f"The birthplace of {name} is {birth}.",
         ),
         _row(
-            f"What does {name} do for a living?", draw, trades,
+            f"What does {name} do for a living?", draw, OCCUPATIONS,
             lambda trade: f"{name} works as a {trade}.", lambda trade: f"By trade {name} is a {trade}.",
         ),
         _row(
-            f"Which animals does {name} keep?", draw, pets,
+            f"Which animals does {name} keep?", draw, KEPT_ANIMALS,
             lambda pet: f"{name} keeps {pet}.", lambda pet: f"At home {name} has {pet}.",
         ),
         _row(
-            f"Which prize did {name} win?", draw, prizes,
+            f"Which prize did {name} win?", draw, AWARDS,
             lambda prize: f"{name} won {prize}.", lambda prize: f"The prize that went to {name} was {prize}.",
         ),
         _row(
-            f"What is {name}'s address?", draw, homes,
+            f"What is {name}'s address?", draw, ADDRESSES,
             lambda home: f"{name} lives at {home}.", lambda home: f"The address of {name} is {home}.",
         ),
     ]  # fmt: skip

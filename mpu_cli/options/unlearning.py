@@ -321,9 +321,7 @@ class Stopping(Options):
     PANEL: ClassVar[str] = "Training"
 
     max_steps: int | None = option(
-        None,
-        "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).",
-        above=0,
+        None, "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).", above=0
     )
     training_noise: float = option(
         0.0,

@@ -361,6 +361,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--lora-rank", "0"], "--lora-rank", 2),
         (["--few-shot", "gone.jsonl"], "gone.jsonl", 1),
         (["--dp-epsilon", "4", "--compile"], "--compile", 2),
+        (["--dp-epsilon", "4", "--lr-scheduler", "linear"], "--lr-scheduler", 2),
         (["--compile", "--gradient-checkpointing"], "--compile", 2),
         (["--lora-rank", "2", "--quantize", "nf4", "--compile"], "--compile", 2),
         (["--attention", "flash_attention_2"], "--precision bfloat16", 2),
