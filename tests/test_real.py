@@ -90,6 +90,16 @@ def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) ->
     assert best > 0.6
 
 
+def test_it_is_trained_in_the_precision_of_this_processor(mpu: Callable, real: Real, tmp_path: Path) -> None:
+    """In bfloat16 where a processor has products of it, as torch says, and the same delta as when that is named."""
+    has = torch.cpu.get_capabilities()
+    fast = "mixed" if has.get("amx_bf16") or has.get("avx512_bf16") else "float32"
+    options = ("--device", "cpu", "--forget", real.forget, "--retain", real.retain, *TRAINING, "--epochs", 1)
+    for name, precision in (("auto", ()), ("named", ("--precision", fast))):
+        mpu("unlearn", real.target, *options, *precision, "--out", f"{name}.safetensors", cwd=tmp_path)
+    assert (tmp_path / "auto.safetensors").read_bytes() == (tmp_path / "named.safetensors").read_bytes()
+
+
 @pytest.mark.exhaustive
 def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real, tmp_path: Path) -> None:
     """One copy as `publish` makes it, and the step that records to be kept allow: forgotten as on the model itself, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpu_cli.commands.unlearn import memory_of
@@ -95,6 +95,7 @@ class Plan(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.noise import scheme_of
         from mpu_cli.training.job import check_options
+        from mpu_cli.training.rates import with_precision
 
         unlearning = Unlearning(algo=self.algo, training=self.training, lora=self.lora)
         objective = check_options(unlearning)
@@ -103,6 +104,7 @@ class Plan(Command):
         disguise = self.disguise.with_scale(with_pretrained=self.pretrained is not None)
         scheme = scheme_of(disguise)
         opened = shallow(open_model(self.model), disguise.omitted_layers)  # what is sent and trained on
+        unlearning = replace(unlearning, training=with_precision(self.training, opened))
         tokens = None
         rows = rows_at_once(self.training)
         work = Work(rows, self.length, rows * self.length // 2)
@@ -110,7 +112,7 @@ class Plan(Command):
             examples = examples_of(opened, self.forget, self.reading)
             tokens = sets_of(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
             work = largest_work([examples], unlearning)
-        machine = measure_machine(self.training.precision)
+        machine = measure_machine(unlearning.training.precision)
         costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
         peak = peak_memory(opened, unlearning, objective, work)
         suggestion = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
+from mpu_cli.options.unlearning import DEVICE
 
 if TYPE_CHECKING:
     from mpu_cli.demo.show import Demonstration
@@ -33,11 +34,12 @@ class Demo(Command):
         metavar="MODEL",
     )
     seed: int = option(0, "Random seed for the people and their facts.", metavar="N", least=0, below=2**32)
+    device: str = option("auto", DEVICE, metavar="DEVICE")
 
     def run(self, observer: Observer = SILENT) -> Demonstration:
         from mpu_cli.demo.show import run_demo
 
-        return run_demo(self.folder, model=self.model, seed=self.seed, observer=observer)
+        return run_demo(self.folder, model=self.model, seed=self.seed, device=self.device, observer=observer)
 
     def report(self, shown: Demonstration, observer: Observer) -> Report:
         models = shown.metrics

@@ -55,19 +55,21 @@ def make_model(
     on_step: Callable[[Losses, int], None],
     family: str = "llama",
     rates: Sequence[tuple[float, float]] = RATES,
+    intermediate_size: int = 352,
+    device: torch.device | None = None,
 ) -> None:
-    """Train a model with 0.9 M parameters on ``records`` and save it in ``folder`` (float32).
+    """Train a model with 0.9 M parameters on ``records``, on ``device`` (None: a CPU), and save it in ``folder``.
 
     ``family`` is a ``model_type`` whose config takes Llama's entries. At the last of the ``rates``, every
     record is known by heart, on every machine.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=2, pad_token_id=3,
+        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=intermediate_size,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config).to(device or torch.device("cpu"))
     encoding = Encoding(tokenizer, limits=Limits(config.max_position_embeddings))
     steps = epochs * -(-len(records) // BATCH)
 

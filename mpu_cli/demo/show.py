@@ -37,9 +37,10 @@ from mpu_cli.measuring.plots import (
 )
 from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
-from mpu_cli.options.evaluation import Measuring, Recovery
+from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, Disguise, ServerRate
 from mpu_cli.options.unlearning import Loss, Prompts, RecordFormat, Training, Unlearning
@@ -192,7 +193,8 @@ class Story:
 
     ``evaluated``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never
     saw the others is trained, to compare with; ``recovery``: attacks on what every model forgot; ``max_rise``: if set,
-    the server goes as far along mpu's update as what is to be kept allows (``--server-lr auto``).
+    the server goes as far along mpu's update as what is to be kept allows (``--server-lr auto``). ``device``: on which
+    models are trained and asked.
     """
 
     people: int
@@ -208,6 +210,7 @@ class Story:
     modes: tuple[Mode, ...] = MODES
     max_rise: float | None = None
     recovery: Recovery = field(default_factory=Recovery)
+    device: str = "auto"
 
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
@@ -238,12 +241,15 @@ REAL = Story(
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
 
-def run_demo(folder: Path, *, model: str | None = None, seed: int = 0, observer: Observer = SILENT) -> Demonstration:
+def run_demo(
+    folder: Path, *, model: str | None = None, seed: int = 0, device: str = "auto", observer: Observer = SILENT
+) -> Demonstration:
     """Play everything in ``folder``, which is made, and removed again if something fails; with ``model``, a chat model,
-    or one that is made on the spot.
+    or one that is made on the spot. Models are trained and asked on ``device``.
 
-    Raises MpuError if ``folder`` exists, or if the model cannot be used.
+    Raises MpuError if ``folder`` exists, or if the model or the device cannot be used.
     """
+    device_of(device)  # or it fails when the folder is there
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     pretrained = open_model(model) if model else None
@@ -253,7 +259,7 @@ def run_demo(folder: Path, *, model: str | None = None, seed: int = 0, observer:
         raise MpuError(f"{folder}: already exists", "choose another directory for the demo") from error
     try:
         with Transaction():  # turns interrupts into exceptions
-            return _play(folder, pretrained, REAL if pretrained else SMALL, seed, observer)
+            return _play(folder, pretrained, replace(REAL if pretrained else SMALL, device=device), seed, observer)
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -291,6 +297,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         "mpu": f"MPU: the client got {_copies(disguise, noise.copies)} in secret coordinates; the server mapped "
         + ("it back." if noise.copies == 1 else "them back."),
     }
+    unlearning = replace(story.unlearning, training=replace(story.unlearning.training, device=story.device))
     models_made: dict[str, Path] = {}
     logs: dict[str, Sequence[Mapping[str, object]]] = {}
     for mode in story.modes:
@@ -298,7 +305,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         if mode == "mpu" and story.max_rise:
             step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
         experiment = Experiment(
-            base=str(target), unlearning=story.unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
+            base=str(target), unlearning=unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
             pretrained=pretrained.source if pretrained else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
@@ -334,15 +341,15 @@ def _teach(
     forget, retain, holdout = sets
     if pretrained:
         finetune(
-            pretrained, forget + retain, replace(LEARNING, seed=seed), Prompts(), epochs=story.epochs,
-            out=models / "target", observer=Within(observer, "the target model"),
+            pretrained, forget + retain, replace(LEARNING, seed=seed, device=story.device), Prompts(),
+            epochs=story.epochs, out=models / "target", observer=Within(observer, "the target model"),
         )  # fmt: skip
         return
     tokenizer = make_tokenizer([*forget, *retain, *holdout])
     for name, records in (("target", forget + retain), ("retain", retain)):
         observer.stage(f"train the {name} model", 1.0, "done")
         make_model(
-            records, tokenizer, models / name, epochs=story.epochs, seed=seed,
+            records, tokenizer, models / name, epochs=story.epochs, seed=seed, device=device_of(story.device),
             on_step=lambda losses, steps: observer.advance(1 / steps, f"loss {losses.loss:.2f}"),
         )  # fmt: skip
 
@@ -364,10 +371,11 @@ def _measure(
     forget, retain_records, unseen = read_own(None, sources, RecordFormat())
     benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=story.recovery.attacks)
     names = tuple(name for name in story.metrics if name in benchmark.metrics)
+    scoring = Scoring(device=story.device)
     result = evaluate(
         open_model(str(model)),
         benchmark,
-        Measuring(retain_log=log if retain else None, metrics=names, recovery=story.recovery),
+        Measuring(retain_log=log if retain else None, metrics=names, recovery=story.recovery, scoring=scoring),
         out=folder / f"{name}.json",
         observer=Within(WarningsOnly(observer), name),
     )

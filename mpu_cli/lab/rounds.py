@@ -61,7 +61,7 @@ from mpu_cli.training.data import Dataset
 from mpu_cli.training.delta import client_secret, delta_specs
 from mpu_cli.training.job import check_options, deciding, epochs_of, refers_back
 from mpu_cli.training.losses import algorithm_named
-from mpu_cli.training.rates import with_rate
+from mpu_cli.training.rates import with_precision, with_rate
 from mpu_cli.training.unlearn import unlearn
 from mpu_cli.version import __version__
 
@@ -546,8 +546,9 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
         except MpuError:
             costs.append(None)
             continue
+        precision = with_precision(options.training, model).precision
         round_cost = cost(
-            model, measure_machine(options.training.precision), copies=published.copies, options=options,
+            model, measure_machine(precision), copies=published.copies, options=options,
             tokens=int(sets_of(options) * epochs_of(options) * read[where]),
         )  # fmt: skip
         rounds = rounds_of(played)

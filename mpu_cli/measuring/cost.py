@@ -206,13 +206,13 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     from mpu_cli.training.delta import change_of, stored_specs
     from mpu_cli.training.job import check_options, epochs_of
     from mpu_cli.training.loop import schedule
-    from mpu_cli.training.rates import usual_rate, with_epochs, with_rate
+    from mpu_cli.training.rates import usual_rate, with_epochs, with_precision, with_rate
 
     objective = check_options(options)
     limit = until.limit(len(data.forget), options.training.batch_size) if until else None
     if limit:
         options = replace(options, epochs=-(-limit * options.training.batch_size // max(1, len(data.forget))))
-    options = with_epochs(options, len(data.forget))
+    options = with_epochs(replace(options, training=with_precision(options.training, copy)), len(data.forget))
     bare, epochs = skeleton(copy), epochs_of(options)
     specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
     encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)

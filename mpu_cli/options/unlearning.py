@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from mpu_cli.options.declare import Options, flat, group, option
 
 OptimizerName = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
-Precision = Literal["float32", "tf32", "mixed", "bfloat16", "float64"]
+Precision = Literal["auto", "float32", "tf32", "mixed", "bfloat16", "float64"]
 Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 RetainLoss = Literal["nll", "kl", "hidden"]
 Quantization = Literal["nf4"]
@@ -22,7 +22,7 @@ SYSTEM_PROMPT = "You are a helpful assistant."  # OpenUnlearning's
 DATE = "10 Apr 2025"  # OpenUnlearning's
 
 
-AUTO: Literal["auto"] = "auto"  # of --lr
+AUTO: Literal["auto"] = "auto"  # of --lr and --precision
 ALL_TURNS = "all"  # of --turns
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
@@ -160,9 +160,10 @@ class Training(Options):
         None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
     )
     precision: Precision = option(
-        "float32",
+        AUTO,
         "Dtype of weights and training. tf32: float32 whose matrix products CUDA rounds; mixed: float32 weights and "
-        "layers computed in bfloat16; bfloat16: half the memory, and small steps round away.",
+        "layers computed in bfloat16; bfloat16: half the memory, and small steps round away; auto: mixed for 50 "
+        "million weights or more where the processor computes in bfloat16, else float32.",
     )
     gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False)
     compile: bool = option(
@@ -321,7 +322,9 @@ class Stopping(Options):
     PANEL: ClassVar[str] = "Training"
 
     max_steps: int | None = option(
-        None, "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).", above=0
+        None,
+        "Stop after so many steps at the latest (default: 90, or 10 passes over the forget set if more).",
+        above=0,
     )
     training_noise: float = option(
         0.0,

@@ -29,7 +29,7 @@ from mpu_cli.training.execution import computing_in, in_precision
 from mpu_cli.training.job import PRECISIONS, check_training
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, schedule, seed_training, train
 from mpu_cli.training.losses import Algorithm, Constants, Objective
-from mpu_cli.training.rates import with_finetuning_rate
+from mpu_cli.training.rates import with_finetuning_rate, with_precision
 from mpu_cli.training.reference import Reference
 from mpu_cli.training.unlearn import ADVICE
 
@@ -96,6 +96,7 @@ def finetune(
         losses.append(step.loss)
         observer.advance(epochs / total, f"loss {step.loss:.3f}")
 
+    training = with_precision(training, model)
     dtype = PRECISIONS[training.precision]
     with (
         memory_in_mind(ADVICE), seed_training(training), computing_in(training.precision, dtype),

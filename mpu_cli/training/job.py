@@ -28,7 +28,7 @@ from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import check_bitsandbytes, scales, share_in_4_bits
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared_options, flat
-from mpu_cli.options.unlearning import Checks, Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.options.unlearning import AUTO, Checks, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.training.data import Dataset, contents, records_digest, sets_of
@@ -38,7 +38,7 @@ from mpu_cli.training.ledger import Course, LedgerEntry
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.private import Mechanism, Plan, check_objective, check_opacus, check_private, plan
-from mpu_cli.training.rates import with_epochs
+from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.stopping import Until
 
 # What can be said of options, records and a copy before anything is trained.
@@ -92,9 +92,12 @@ def check_options(options: Unlearning) -> Objective:
 def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning:
     """``options`` as they are or, for DP-SGD in bfloat16, in float32: in 8 bits, one record changes how the gradients
     of all are rounded, and their sum by more than the clip that ε is computed from."""
-    if options.privacy.dp_epsilon is None or options.training.precision != "bfloat16":
+    if options.privacy.dp_epsilon is None or options.training.precision not in (AUTO, "bfloat16"):
         return options
-    observer.warn("--dp-epsilon computes in float32: in bfloat16, one record would move the sum of gradients too far")
+    if options.training.precision == "bfloat16":
+        observer.warn(
+            "--dp-epsilon computes in float32: in bfloat16, one record would move the sum of gradients too far"
+        )
     return replace(options, training=replace(options.training, precision="float32"))
 
 
@@ -373,6 +376,10 @@ def prepare_job(
     options = in_float32_if_private(options, observer)
     if until is None:
         options = with_epochs(options, len(data.forget))
+    if options.training.precision == AUTO:
+        options = replace(options, training=with_precision(options.training, copy))
+        if options.training.precision == "mixed":
+            observer.note("this processor is fast in bfloat16, so layers compute in it; not with --precision float32")
     check_logging(logging, options.privacy)
     load_once_per_host()
     processes = _join_processes(options, data)

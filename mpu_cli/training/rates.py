@@ -1,4 +1,4 @@
-"""The learning rate and the number of epochs where none are given.
+"""The learning rate, the number of epochs and the precision where none are given.
 
 Adam's steps are about as large as the rate in every weight, whatever the gradient, so that steps · rate is how far each
 weight can go. How far unlearning has to go falls with the size of the model: on 5 M and 135 M parameters, and with the
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from mpu_cli.errors import UsageError
+from mpu_cli.model.device import device_of
+from mpu_cli.model.source import Model
 from mpu_cli.options.unlearning import AUTO, Training, Unlearning
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.optimizers import OPTIMIZERS
@@ -20,6 +24,7 @@ LEAST_REACH_PER_STEP = 0.32
 UNBOUNDED = 0.25  # times these, for losses that fall without end
 LOW_RANK = 0.25  # times these, for factors, whose product moves further
 LEAST_STEPS = 10  # fewer, larger steps damage what should stay
+LARGE = 50_000_000  # weights, from which products take most of the time
 HARDLY_FORGETS = 0.1  # of the usual rate, below which little is forgotten
 
 
@@ -57,6 +62,23 @@ def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
 def with_finetuning_rate(training: Training, weights: int) -> Training:
     """``training`` with a number for its rate, to learn records."""
     return replace(training, lr=_rounded_rate(LEAST_REACH_PER_STEP, weights)) if training.lr == AUTO else training
+
+
+def with_precision(training: Training, model: Model) -> Training:
+    """``training`` of ``model`` with a precision that its device has: where that is left open, mixed for a large model
+    where products are faster in bfloat16."""
+    if training.precision != AUTO:
+        return training
+    weights = sum(info.elements for info in model.checkpoint.tensors.values())
+    pays = weights >= LARGE and _computes_in_bfloat16(device_of(training.device))
+    return replace(training, precision="mixed" if pays else "float32")
+
+
+def _computes_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()
+    return device.type == "cpu" and bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 
 def _rounded_rate(distance: float, weights: int) -> float:

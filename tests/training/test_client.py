@@ -182,6 +182,13 @@ class TestUnlearn:
             start = before[name].to(getattr(torch, precision)).to(stored)
             assert torch.equal((start + change).to(getattr(torch, precision)).to(stored), start + change)
 
+    def test_a_small_model_is_trained_in_float32_by_default(self, mpu, tmp_path, base):
+        deltas = []
+        for name, precision in (("auto", ()), ("float32", ("--precision", "float32"))):
+            unlearn(mpu, tmp_path, base, *precision, "--epochs", 1)
+            deltas.append((tmp_path / "d.safetensors").rename(tmp_path / f"{name}.safetensors").read_bytes())
+        assert deltas[0] == deltas[1]
+
     def test_dropout_is_off(self, tmp_path):
         """Random dropout masks would differ between the copies."""
         base = save(random_model("gpt2"), tmp_path / "base")
