@@ -27,9 +27,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to ever
 # The commands as functions: those of ``Publish.call(base, kappa=1)``, by the names on the command line.
 _COMMANDS = {
     "aggregate": "commands.aggregate", "check": "commands.check", "evaluate": "commands.evaluate",
-    "invert": "commands.invert", "publish": "commands.publish", "unlearn": "commands.unlearn",
-    "verify": "commands.verify", "audit": "lab.commands.audit", "surrogate": "lab.commands.surrogate",
-    "trace": "lab.commands.trace",
+    "finetune": "commands.finetune", "invert": "commands.invert", "publish": "commands.publish",
+    "unlearn": "commands.unlearn", "verify": "commands.verify", "audit": "lab.commands.audit",
+    "surrogate": "lab.commands.surrogate", "trace": "lab.commands.trace",
 }  # fmt: skip
 __all__ = ["__version__", *_COMMANDS]
 
