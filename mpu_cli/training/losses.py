@@ -268,8 +268,9 @@ class Algorithm:
     ``reference_outputs`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the
     constants that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's
     schedule: so many epochs in each of so many rounds. ``retain_per_forget``: retain records read in a step for each
-    forget record. ``bounded``: whether the forget term stops pulling once a record
-    is forgotten; where it does not, a smaller rate is usual.
+    forget record. ``bounded``: whether the forget term stops pulling once a record is forgotten; where it does not, a
+    smaller rate is usual. ``faithful_alpha``: α in place of the constants' in a training until it is done whose scores
+    are those of the server's model: that is slower, and keeps more once scaled back.
     """
 
     forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
@@ -283,6 +284,7 @@ class Algorithm:
     rounds: int = 1
     retain_per_forget: int = 1
     bounded: bool = True
+    faithful_alpha: float | None = None
 
 
 # retain term by name: its function, and what it needs from the frozen copy
@@ -293,7 +295,7 @@ RETAIN: dict[str, tuple[Callable[[TermInputs], torch.Tensor], str | None]] = {
 }
 
 ALGORITHMS = {
-    "hinge": Algorithm(hinge, Constants(alpha=3), ("level",), retain="kl", retain_per_forget=2),
+    "hinge": Algorithm(hinge, Constants(alpha=3), ("level",), retain="kl", retain_per_forget=2, faithful_alpha=10),
     "gradascent": Algorithm(gradient_ascent, Constants(alpha=0), bounded=False),
     "graddiff": Algorithm(gradient_ascent, Constants(), bounded=False),
     "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", epochs=5, rounds=2),

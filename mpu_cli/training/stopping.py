@@ -61,14 +61,14 @@ class TrainingNoise:
 LEAST_HELD_OUT = 16
 SCORED = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
 FAITHFUL = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
-HALVINGS = 4  # of the interval in which the share of the change is sought
+HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
 RISE = 0.01  # of what is kept, in PLATEAU looks, below which it is said not to rise any more
 PLATEAU = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
 NEAR = 0.8  # of what `check` lets be left, and of twice that for the end of the interval, which more would endanger
 REACHED = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
-STEPS, PASSES = 90, 10  # where no limit is given: so many steps, or passes over the records to forget if they are more
+STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
@@ -204,9 +204,9 @@ class Watching(TrainerCallback):
     """Looks at the model every few steps, ends the training once the goal is reached, and keeps the best weights.
 
     A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent;
-    where there is next to none, the copy's scores are those of the server's model, and the weights may get noise of
-    the training's own from ``seed``, which is taken off them for each look. ``level``: None for what the scores and the
-    noise call for; ``training_noise``: a share of the weights.
+    where there is next to none, the copy ``is_faithful``: its scores are those of the server's model, and the weights
+    may get noise of the training's own from ``seed``, which is taken off them for each look. ``level``: None for what
+    the scores and the noise call for; ``training_noise``: a share of the weights.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class Watching(TrainerCallback):
         observer: Observer,
     ):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
-        self._is_faithful = noise <= FAITHFUL
+        self.is_faithful = noise <= FAITHFUL
         self.looks: list[Look] = []
         # Here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
-        self._initial = _trained(model) if self._is_faithful else {}
-        self._noise = TrainingNoise(self._initial, seed, training_noise if self._is_faithful else 0.0)
-        self._best: tuple[Look, dict[str, torch.Tensor]] | None = None
-        if training_noise and not self._is_faithful:
+        self._initial = _trained(model) if self.is_faithful else {}
+        self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
+        self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
+        if training_noise and not self.is_faithful:
             observer.warn("the copy has permanent noise, so --training-noise adds none")
         if self._noise.share:
             _set_weights(model, self._initial, self._noise.start)
@@ -242,14 +242,15 @@ class Watching(TrainerCallback):
         model = values["model"]
         noisy = _trained(model) if self._noise.share else {}  # a copy of the model, only if it is needed
         self._take_noise_off(model, noisy)
-        look = self._scorer.look(model, state.global_step)
+        weights = _trained(model)
+        look, scale = self._scaled_back(model, weights, self._scorer.look(model, state.global_step))
         self.looks.append(look)
         self._observer.advance(0, str(look))
         if self._best is None or self._rank(look) >= self._rank(self._best[0]):
-            self._best = look, _trained(model)
+            self._best = look, scale, weights
         if self._is_done():
             control.should_training_stop = True
-        _set_weights(model, noisy, noisy.__getitem__)
+        _set_weights(model, weights, (noisy or weights).__getitem__)
 
     @property
     def level(self) -> float:
@@ -259,8 +260,6 @@ class Watching(TrainerCallback):
         """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
         returned; the scores then, and the course of the training.
 
-        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``):
-        what is kept falls with each step, and records that are less known than a stranger's show what was forgotten.
         More than the change is returned if it was found with noise and does not forget enough without it.
         """
         if self._course or self._best is None:
@@ -270,24 +269,41 @@ class Watching(TrainerCallback):
             self._put(model, _trained(model), scale)
             look = self._scorer.look(model, steps)
             return look, Course(look.step, self.level, scale)
-        look, weights = self._best
-        low, high = 0.0, 1.0
-        if self._noise.share and not self._is_forgotten(look):
+        look, scale, weights = self._best
+        if self._noise.share and not self._is_enough(look):
             self._put(model, weights, LARGEST_SCALE)
             more = self._scorer.look(model, look.step)
             if self._is_forgotten(more):
-                look, low, high = more, 1.0, LARGEST_SCALE
-        if self._initial and self._is_forgotten(look):
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                self._put(model, weights, middle)
-                tried = self._scorer.look(model, look.step)
-                if self._is_enough(tried):
-                    look, high = tried, middle
-                else:
-                    low = middle
-        self._put(model, weights, high)
-        return look, Course(look.step, self.level, high)
+                look, scale = self._scaled_back(model, weights, more, 1.0, LARGEST_SCALE)
+        self._put(model, weights, scale)
+        return look, Course(look.step, self.level, scale)
+
+    def _scaled_back(
+        self,
+        model: torch.nn.Module,
+        weights: Mapping[str, torch.Tensor],
+        look: Look,
+        low: float = 0.5,
+        high: float = 1.0,
+    ) -> tuple[Look, float]:
+        """The smallest share between ``low`` and ``high`` of the change to ``weights`` that is enough, and the look at
+        it; ``look`` is the one at ``high``, which stays where nothing is forgotten there.
+
+        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``). A
+        share of a change that went further keeps more than a change that stopped there, and records that are less known
+        than a stranger's show what was forgotten.
+        """
+        if not (self._initial and self._is_forgotten(look)):
+            return look, high
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            self._put(model, weights, middle)
+            tried = self._scorer.look(model, look.step)
+            if self._is_enough(tried):
+                look, high = tried, middle
+            else:
+                low = middle
+        return look, high
 
     def _take_noise_off(self, model: torch.nn.Module, noisy: Mapping[str, torch.Tensor]) -> None:
         """Give ``model`` the weights before the training plus what made ``noisy`` of them with the noise."""
@@ -301,19 +317,19 @@ class Watching(TrainerCallback):
     def _rank(self, look: Look) -> tuple[bool, float]:
         """Higher is better: first what is forgotten, and then what is kept."""
         kept = 1.0 if look.kept is None else min(1.0, look.kept)
-        forgotten = self._is_forgotten(look)
+        forgotten = self._is_enough(look)
         return forgotten, kept if forgotten else kept - max(0.0, look.left)
 
     def _is_forgotten(self, look: Look) -> bool:
         """Whether half of what may be left is left, and the records are too many for that to be chance; on a noisy
         copy, also whether the loss hardly pulls any more."""
         share = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        return share and (self._is_faithful or look.above <= REACHED)
+        return share and (self.is_faithful or look.above <= REACHED)
 
     def _is_enough(self, look: Look) -> bool:
         """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
         limit than what is kept is above its own, as shares of what the limits allow."""
-        if self._is_forgotten(look) or look.kept is None:
+        if self._is_forgotten(look) or look.kept is None or not self.is_faithful:
             return self._is_forgotten(look)
         goal = self._goal
         below = goal.max_left - max(0.0, look.left)
@@ -327,11 +343,11 @@ class Watching(TrainerCallback):
         On a noisy copy, what is kept may never reach the goal, although it does on the server's model.
         """
         look = self.looks[-1]
-        if not self._is_forgotten(look):
+        if not self._is_enough(look):
             return False
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
             return True
-        plateau = PLATEAU[self._is_faithful]
+        plateau = PLATEAU[self.is_faithful]
         earlier = [one.kept for one in self.looks[-1 - plateau : -1] if one.kept is not None]
         return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= RISE
 

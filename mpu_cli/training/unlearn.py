@@ -333,6 +333,8 @@ def _watch(
     )  # fmt: skip
     if "level" in job.objective.algorithm.constant_names:
         constants = replace(job.objective.constants, level=watching.level)
+        if watching.is_faithful and job.options.loss.alpha is None:
+            constants = replace(constants, alpha=job.objective.algorithm.faithful_alpha or constants.alpha)
         job = replace(job, objective=replace(job.objective, constants=constants))
     return watching, job
 
