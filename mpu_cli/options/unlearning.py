@@ -112,24 +112,29 @@ class Prompts(ChatTemplate):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Options):
-    """The retain term and the constants of the losses; None stands for the algorithm's own."""
+    """The retain term and the constants of the losses; None stands for the algorithm's own, which the texts name."""
 
     PANEL: ClassVar[str] = "Constants of the algorithm"
 
-    retain_loss: RetainLoss | None = option(None, "Retain term (default: nll; hidden for rmu).")
-    gamma: float | None = option(None, "γ, weight of the forget term.", least=0)
-    alpha: float | None = option(None, "α, weight of the retain term.", least=0)
-    beta: float | None = option(None, "β of npo, dpo, simnpo, undial and wga.", above=0)
-    beta1: float | None = option(None, "β₁ of satimp.", least=0)
-    beta2: float | None = option(None, "β₂ of satimp.", least=0)
-    simnpo_delta: float | None = option(None, "δ of simnpo, the margin per token.")
+    retain_loss: RetainLoss | None = option(None, "Retain term (default: nll; hinge kl, rmu hidden).")
+    gamma: float | None = option(None, "γ, weight of the forget term (default: 1; satimp 0.1, simnpo 0.125).", least=0)
+    alpha: float | None = option(
+        None,
+        "α, weight of the retain term (default: 1; hinge 3, gradascent 0, undial 0), 10 for a hinge that stops when it "
+        "is done on a copy without permanent noise.",
+        least=0,
+    )
+    beta: float | None = option(None, "β (default: npo 0.1, dpo 0.1, simnpo 4.5, undial 10, wga 1).", above=0)
+    beta1: float | None = option(None, "β₁ (default: satimp 5).", least=0)
+    beta2: float | None = option(None, "β₂ (default: satimp 1).", least=0)
+    simnpo_delta: float | None = option(None, "δ, the margin per token (default: simnpo 0).")
     level: float | None = option(
         None,
         "b of hinge, in nats per token: a record pulls until the mean log-probability of its answer is below.",
         below=0,
     )
-    layer: int | None = option(None, "Layer of rmu, counted from 0.", least=0)
-    coefficient: float | None = option(None, "c of rmu.", least=0)
+    layer: int | None = option(None, "Layer, counted from 0 (default: rmu 7).", least=0)
+    coefficient: float | None = option(None, "c, the length of the direction (default: rmu 2).", least=0)
 
     @property
     def constants(self) -> dict[str, float]:

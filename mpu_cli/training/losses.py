@@ -180,7 +180,8 @@ def npo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
 def dpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
 
-    w is the alternative answer, l the one to forget.
+    w is the alternative answer, l the one to forget. With alternatives that the model itself gives, it is AltPO (Mekala
+    et al., 2024); with refusals, IdkDPO.
     """
     other = _require_value(alternate)
     won = other.scores.sequence_log_probs - _require_value(other.frozen.log_probs)

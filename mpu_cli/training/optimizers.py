@@ -12,7 +12,25 @@ import torch
 from mpu_cli.errors import MpuError
 
 
-class BlockwiseAdamW(torch.optim.Optimizer):
+class _Optimizer(torch.optim.Optimizer):
+    """A torch optimiser, of which a subclass says only how the parameters ``move`` along their gradients."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override] # torch has an overload for each
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.move()
+        return loss
+
+    def move(self) -> None:
+        raise NotImplementedError
+
+
+class BlockwiseAdamW(_Optimizer):
     """AdamW with one second moment per tensor: the mean squared gradient (the idea of Adam-mini, Zhang et al. 2024).
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
@@ -37,14 +55,7 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override] # torch has an overload for each
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -68,7 +79,6 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                 moved.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(state["exp_avg"], rate, value=-1)
                 if moved is not parameter:
                     parameter.copy_(moved)
-        return loss
 
 
 def _widen(optimizer: torch.optim.Optimizer, saved: dict) -> None:
@@ -87,7 +97,7 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
     return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()  # type: ignore[attr-defined]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(_Optimizer):
     """torch's Muon (Jordan et al., 2024) for weight matrices, BlockwiseAdamW for embeddings, head and 1-D tensors.
 
     ``muon`` in each group selects one of the two. A step of Muon is the orthogonal factor of its momentum matrix, which
@@ -113,20 +123,12 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
 
-    @torch.no_grad()
-    def step(  # type: ignore[override] # torch has an overload for each
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
         for use_muon, part in self._parts.items():
             # Schedulers and load_state_dict replace this optimiser's state and groups, so pass them to the parts.
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["muon"] is use_muon]
             part.step()
-        return loss
 
 
 def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -> list[dict]:
@@ -140,7 +142,7 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
     return apart
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(_Optimizer):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): θ ← θ − lr·(sign(β₁m + (1−β₁)g) + λθ), m ← β₂m + (1−β₂)g.
 
     In the parameters' own dtype, which bitsandbytes' Lion supports only up to float32.
@@ -151,14 +153,7 @@ class Lion(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(  # type: ignore[override] # torch has an overload for each
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -166,7 +161,6 @@ class Lion(torch.optim.Optimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(momentum.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
                 momentum.lerp_(parameter.grad, 1 - beta2)
-        return loss
 
 
 Groups = list[dict[str, Any]]

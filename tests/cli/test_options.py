@@ -26,7 +26,7 @@ from mpu_cli.files.reader import OPTION
 from mpu_cli.model.family import SETS
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.publishing import Publishing
-from mpu_cli.options.unlearning import Loss, Unlearning
+from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
 from mpu_cli.training.job import PRECISIONS
 from mpu_cli.training.losses import ALGORITHMS, RETAIN, Constants
@@ -43,12 +43,30 @@ def test_choices_are_those_of_the_tables():
     listed = declared_options(Unlearning)["algo"].help.partition(": ")[2].partition(", one of")[0]
     assert set(listed.split(", ")) == set(ALGORITHMS)
     assert choices(Unlearning, "optim") == set(OPTIMIZERS)
-    assert choices(Unlearning, "precision") == set(PRECISIONS)
+    assert choices(Unlearning, "precision") == {AUTO, *PRECISIONS}
     assert choices(Unlearning, "retain_loss") == set(RETAIN)
     assert choices(Publishing, "dtype") == set(OPTION)
     assert choices(Publishing, "symmetries") == set(SETS)
     assert choices(Publishing, "noise") == set(SCHEMES)
     assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
+
+
+def test_help_says_each_algorithms_constants() -> None:
+    """(default: FOR ALL; ALGORITHM VALUE, …), without the first for constants that not all have. Level has none."""
+    for name, option in declared_options(Loss).items():
+        if name == "level":
+            continue
+        [said] = re.findall(r"\(default: ([^)]*)\)", option.help)
+        general, _, named = said.rpartition("; ")
+        own = dict(each.split() for each in named.split(", "))
+        for algo, algorithm in ALGORITHMS.items():
+            used = {"retain_loss", "gamma", "alpha", *algorithm.constant_names}
+            actual = algorithm.retain if name == "retain_loss" else getattr(algorithm.constants, name)
+            text = own.get(algo, general) if name in used else None
+            if text is not None:
+                assert text == (actual if isinstance(actual, str) else f"{actual:g}"), (name, algo)
+            else:
+                assert algo not in own, (name, algo)
 
 
 def test_standard_output_carries_paths_only(mpu, tmp_path):
