@@ -36,6 +36,7 @@ from mpu_cli.training.execution import in_precision
 from mpu_cli.training.job import PRECISIONS
 from mpu_cli.training.losses import Objective
 from mpu_cli.training.optimizers import OPTIMIZERS
+from mpu_cli.training.rates import with_precision
 
 if TYPE_CHECKING:
     from mpu_cli.options.unlearning import RecordFormat
@@ -206,7 +207,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     from mpu_cli.training.delta import change_of, stored_specs
     from mpu_cli.training.job import check_options, epochs_of
     from mpu_cli.training.loop import schedule
-    from mpu_cli.training.rates import usual_rate, with_epochs, with_precision, with_rate
+    from mpu_cli.training.rates import usual_rate, with_epochs, with_rate
 
     objective = check_options(options)
     limit = until.limit(len(data.forget), options.training.batch_size) if until else None
@@ -323,6 +324,7 @@ def peak_memory(
 
     Raises MpuError if transformers does not know the model.
     """
+    options = replace(options, training=with_precision(options.training, copy))
     dtype = PRECISIONS[options.training.precision]
     bare = bare or skeleton(copy)
     trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trainable_names(bare))
