@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
     from mpu_cli.records.forms import Record
 
-SETS = {"forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen"}
+SETS = {"forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
+        "general": "general"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Check(Command):
             return Checked(verdict, None)
         receipt = new_receipt(
             verdict, copy=facts, before=earlier_facts, public=weights_of(public_model) if public_model else None,
-            commitment=commit_to(sets, own_client_secret()), version=__version__,
+            commitment=commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret()),
+            version=__version__,
         )  # fmt: skip
         return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
 
@@ -211,6 +213,8 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""
         observer.note(f"kept of the others: {verdict.kept}{trained}; at least {verdict.min_kept:.0%} has to be")
+    if verdict.kept_general:
+        observer.note(f"kept of what is general: {verdict.kept_general}; the verdict does not count it")
 
 
 def _sets(how: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
@@ -225,12 +229,11 @@ def _sets(how: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     data = hold_out(Dataset(forget, retain), how.goal.held_out)
     if how.goal.unseen:
         data = with_unseen(data, how.goal.unseen, how.reading, observer)
-    sets: dict[str, Sequence[Record]] = {}
-    for name in ("forget", "held_out", "retain", "unseen"):
-        distinct = {record.identity: record for record in getattr(data, name)}
-        if distinct:
-            sets[name] = list(distinct.values())
-    return sets
+    named = {name: getattr(data, name) for name in ("forget", "held_out", "retain", "unseen")}
+    if how.general:
+        named["general"] = read_records(how.general, how.reading, observer=observer)
+    distinct = {name: {record.identity: record for record in records} for name, records in named.items()}
+    return {name: list(records.values()) for name, records in distinct.items() if records}
 
 
 def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:

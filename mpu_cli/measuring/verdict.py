@@ -55,7 +55,8 @@ class Share:
 class Verdict:
     """What is left of the records to forget and what is kept of the others; None where it cannot be computed.
 
-    ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw. ``max_left`` and
+    ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw, ``kept_general`` of
+    what has nothing to do with either, and decides nothing. ``max_left`` and
     ``min_kept`` are the limits that were asked for; ``scores`` are of the sets, by name, for people. Shares are rounded
     against the model: up what is left, down what is kept. Nothing is decided unless the model reads records as the one
     before did (``same_surroundings``).
@@ -68,6 +69,7 @@ class Verdict:
     min_kept: float
     scores: dict[str, SetScore]
     same_surroundings: bool = True
+    kept_general: Share | None = None
 
     @property
     def is_forgotten(self) -> bool | None:
@@ -148,13 +150,15 @@ def judge(
     min_kept: float,
     same_surroundings: bool = True,
 ) -> Verdict:
-    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out and retain, and
-    of forget and unseen under a model that never saw them, ``public``."""
+    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out, retain and
+    general, and of forget and unseen under a model that never saw them, ``public``."""
     scores = {name: _rounded(each) for name, each in after.items()}
     scores |= {f"{name} before": _rounded(each) for name, each in before.items()}
     left = _left(after, before, public) if "forget" in before else None
-    kept, trained = (_kept(after, before, name) for name in ("held_out", "retain"))
-    return Verdict(left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings)
+    kept, trained, general = (_kept(after, before, name) for name in ("held_out", "retain", "general"))
+    return Verdict(
+        left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings, general
+    )
 
 
 def _left(

@@ -88,6 +88,12 @@ class Checking(Options):
         "are to it is compared record by record.",
         metavar="MODEL",
     )
+    general: str | None = option(
+        None,
+        "Public text or questions that have nothing to do with the records: says how much of what was known of them is "
+        "kept, beside the verdict, and is in no receipt.",
+        metavar="DATA",
+    )
     goal: Goal = group(Goal)
     reading: RecordFormat = group(RecordFormat)
     prompts: Prompts = group(Prompts)
