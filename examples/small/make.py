@@ -1,11 +1,12 @@
-"""The small models that the tables are about: a Llama of 5 M parameters, trained on a fifth of TOFU.
+"""Small models like those of the tables: a Llama of 5 M parameters, trained on a fifth of TOFU.
 
 python examples/small/make.py models
 
 writes models/pretrained (public text, and general questions), models/full (from it, 800 records of TOFU: those that
 retain_perturbed asks about, and forget10), and models/retain99 and models/retain90, which never saw forget01 or
 forget10. Their records lie in models/records. TOFU and the text come from the Hub, or from --data-dir and --text.
-Training is the program's own, so the numbers of another machine differ in the last digits.
+The models that were measured were trained on other text and not by this script, so their numbers differ. Ask what a
+model knows before you use it (mpu eval models/full --forget models/records/full.jsonl): if not all, raise --epochs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mpu_cli
+from mpu_cli.demo.model import train_tokenizer
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.read import read_records
 
@@ -28,35 +29,19 @@ TEXTS = 4000  # of the public text
 GENERAL = ("real_authors_perturbed", "world_facts_perturbed")
 AUTHORS, FORGET10 = slice(0, 400), slice(3600, 4000)  # of TOFU's 4,000 records
 LEFT_OUT = {"full": 0, "retain99": 40, "retain90": 400}  # records at the end that a model does not see
-SPECIAL = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>", "<|eot_id|>", "<|pad|>"]
-CHAT_TEMPLATE = (
-    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-    "{{ m['content'] }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 
 
 def make_untrained(folder: Path, texts: Sequence[str]) -> None:
-    """A tokenizer for ``texts``, 4,096 tokens of bytes and what they merge to, and a model with random weights."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    begin, _, _, _, end, pad = SPECIAL
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad)
-    fast.chat_template = CHAT_TEMPLATE
+    """A tokenizer of 4,096 tokens, trained on ``texts``, and a model with random weights."""
+    tokenizer = train_tokenizer(texts, vocabulary=4096)
     config = AutoConfig.for_model(
-        "llama", vocab_size=len(fast), hidden_size=256, intermediate_size=704, num_hidden_layers=6,
+        "llama", vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=6,
         num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, rms_norm_eps=1e-6,
-        rope_theta=500000.0, tie_word_embeddings=True, bos_token_id=0, eos_token_id=4, pad_token_id=5,
+        rope_theta=500000.0, tie_word_embeddings=True, bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write(path: Path, rows: Sequence[dict[str, str]]) -> Path:

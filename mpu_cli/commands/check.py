@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
     from mpu_cli.records.forms import Record
 
-SETS = {"forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
-        "general": "general"}  # fmt: skip
+SETS = {
+    "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
+    "general": "general",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

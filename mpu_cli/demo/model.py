@@ -26,13 +26,19 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(records: Sequence[Record]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the records' texts, with a chat template."""
+    """A tokenizer trained on the records' texts."""
+    return train_tokenizer(
+        [f"system\n{SYSTEM_PROMPT} user\n{r.question} assistant\n{r.answer}" for r in records], vocabulary=768
+    )
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of ``vocabulary`` tokens at most, SPECIAL first, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [f"system\n{SYSTEM_PROMPT} user\n{r.question} assistant\n{r.answer}" for r in records]
     trainer = trainers.BpeTrainer(
-        vocab_size=768,
+        vocab_size=vocabulary,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

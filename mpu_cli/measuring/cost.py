@@ -213,7 +213,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     limit = until.limit(len(data.forget), options.training.batch_size) if until else None
     if limit:
         options = replace(options, epochs=-(-limit * options.training.batch_size // max(1, len(data.forget))))
-    options = with_epochs(replace(options, training=with_precision(options.training, copy)), len(data.forget))
+    options = with_epochs(options, len(data.forget))
     bare, epochs = skeleton(copy), epochs_of(options)
     specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
     encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)

@@ -27,6 +27,7 @@ class _Optimizer(torch.optim.Optimizer):
         return loss
 
     def move(self) -> None:
+        """Change every parameter that has a gradient; no gradient of this is wanted."""
         raise NotImplementedError
 
 

@@ -331,12 +331,12 @@ def _watch(
         training_noise=job.until.stopping.training_noise,
         seed=job.options.training.seed, observer=job.observer,
     )  # fmt: skip
-    if "level" in job.objective.algorithm.constant_names:
-        constants = replace(job.objective.constants, level=watching.level)
-        if watching.is_faithful and job.options.loss.alpha is None:
-            constants = replace(constants, alpha=job.objective.algorithm.faithful_alpha or constants.alpha)
-        job = replace(job, objective=replace(job.objective, constants=constants))
-    return watching, job
+    algorithm, constants = job.objective.algorithm, job.objective.constants
+    if "level" in algorithm.constant_names:
+        constants = replace(constants, level=watching.level)
+    if watching.is_faithful and algorithm.faithful_alpha is not None and job.options.loss.alpha is None:
+        constants = replace(constants, alpha=algorithm.faithful_alpha)
+    return watching, replace(job, objective=replace(job.objective, constants=constants))
 
 
 def _under_public_model(job: TrainingJob, records: PreparedRecords, at_once: int) -> list[float] | None:

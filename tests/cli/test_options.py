@@ -67,6 +67,7 @@ def test_help_says_each_algorithms_constants() -> None:
                 assert text == (actual if isinstance(actual, str) else f"{actual:g}"), (name, algo)
             else:
                 assert algo not in own, (name, algo)
+    assert f"{ALGORITHMS['hinge'].faithful_alpha:g} for a hinge" in declared_options(Loss)["alpha"].help
 
 
 def test_standard_output_carries_paths_only(mpu, tmp_path):

@@ -84,21 +84,18 @@ def test_shares_follow_from_the_numbers_of_eval(mpu: Callable, folder: Path, dem
 
 @pytest.mark.slow
 def test_general_ability_is_told_and_not_judged(mpu: Callable, folder: Path, demo: DemoModel) -> None:
-    """As a share of what `eval` says; verdict and receipt are the same without it."""
+    """As a share of what `eval` says; the verdict is the same without it, and the receipt is of the others."""
     general = folder / "general.jsonl"
     rows = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(20)]
     general.write_text("".join(json.dumps(row) + "\n" for row in rows))
     copy, before, out = folder / "other/copy_1", folder / "same/copy_2", folder / "eval.json"
     told = check(mpu, copy, folder, demo, "--general", general, "--receipt", folder / "a.json")
-    silent = check(mpu, copy, folder, demo, "--receipt", folder / "b.json")
+    silent = check(mpu, copy, folder, demo)
     known = [fmean(probabilities(mpu, model, general, out)) for model in (copy, before)]
     assert told["kept_general"]["estimate"] == pytest.approx(known[0] / known[1], abs=0.0101)
     assert silent["kept_general"] is None
-    assert [told[name] for name in ("left", "kept", "verdict")] == [
-        silent[name] for name in ("left", "kept", "verdict")
-    ]
-    receipts = [json.loads((folder / name).read_text()) for name in ("a.json", "b.json")]
-    assert receipts[0].keys() == receipts[1].keys()
+    for name in ("left", "kept", "verdict"):
+        assert told[name] == silent[name]
     opened = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", folder / "unseen.jsonl")
     mpu("receipt", folder / "a.json", *opened)
 
