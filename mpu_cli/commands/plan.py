@@ -106,12 +106,12 @@ class Plan(Command):
         opened = shallow(open_model(self.model), disguise.omitted_layers)  # what is sent and trained on
         unlearning = replace(unlearning, training=with_precision(self.training, opened))
         tokens = None
-        rows = rows_at_once(self.training)
+        rows = rows_at_once(unlearning, objective)
         work = Work(rows, self.length, rows * self.length // 2)
         if self.forget:
             examples = examples_of(opened, self.forget, self.reading)
             tokens = sets_of(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
-            work = largest_work([examples], unlearning)
+            work = largest_work({"forget": examples}, unlearning, objective)
         machine = measure_machine(unlearning.training.precision)
         costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
         peak = peak_memory(opened, unlearning, objective, work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import ITEM_SIZE
+from mpu_cli.model.device import device_of
 from mpu_cli.model.load import skeleton
 from mpu_cli.model.network import CHUNK, build, input_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
 from mpu_cli.observer import SILENT
-from mpu_cli.options.unlearning import Lora, Training, Unlearning
+from mpu_cli.options.unlearning import Lora, Unlearning
 from mpu_cli.protocol.stream import BUFFERS
 from mpu_cli.records.encode import Example, answer_tokens
 from mpu_cli.training import lora
@@ -36,7 +37,7 @@ from mpu_cli.training.execution import in_precision
 from mpu_cli.training.job import PRECISIONS
 from mpu_cli.training.losses import Objective
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.rates import with_precision
+from mpu_cli.training.rates import records_at_once, with_precision
 
 if TYPE_CHECKING:
     from mpu_cli.options.unlearning import RecordFormat
@@ -201,7 +202,6 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
     """
-    from mpu_cli.model.device import device_of
     from mpu_cli.model.load import skeleton, tokenizer_of
     from mpu_cli.training.data import encoded_sets
     from mpu_cli.training.delta import change_of, stored_specs
@@ -232,7 +232,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
         reads = 1 + ("alternate" in sets) + objective.algorithm.retain_per_forget * ("retain" in sets)
         passes = 3 * epochs * reads * SLOWER + 1 + 2 * reads  # and the reference's, and before and after
         seconds = 2.0 * weights * passes * of_forget / measure_machine().operations
-    work = largest_work(list(sets.values()), options)
+    work = largest_work(sets, options, objective)
     return TrainingCost(
         epochs,
         len(steps),
@@ -304,17 +304,20 @@ class Work:
     answers: int
 
 
-def rows_at_once(training: Training) -> int:
-    """How many records go through the model together."""
-    return min(training.micro_batch_size or training.batch_size, training.batch_size)
+def rows_at_once(options: Unlearning, objective: Objective, records: int | None = None) -> int:
+    """How many records go through the model together, of so many ``records`` to forget (None: enough for a step)."""
+    training = options.training
+    terms = ["forget", "retain"] if objective.constants.alpha else ["forget"]
+    of_forget = training.batch_size if records is None else min(training.batch_size, records)
+    of_step = of_forget * max(map(objective.records, objective.passes(terms)))
+    return min(of_step, records_at_once(training, device_of(training.device), of_step))
 
 
-def largest_work(sets: Sequence[Sequence[Example]], options: Unlearning) -> Work:
+def largest_work(sets: Mapping[str, Sequence[Example]], options: Unlearning, objective: Objective) -> Work:
     """The largest micro-batch of a training on ``sets``: as many records as go at once, all as long as the longest."""
-    longest = [max(len(example.ids) for example in examples) for examples in sets if examples]
-    answers = [max(answer_tokens(example) for example in examples) for examples in sets if examples]
-    rows = min(rows_at_once(options.training), max(len(examples) for examples in sets))
-    return Work(rows, max(longest), rows * max(answers))
+    examples = [example for of_set in sets.values() for example in of_set]
+    rows = rows_at_once(options, objective, len(sets["forget"]))
+    return Work(rows, max(len(example.ids) for example in examples), rows * max(map(answer_tokens, examples)))
 
 
 def peak_memory(
@@ -443,8 +446,7 @@ def _saved_tensor_bytes(model: PreTrainedModel, work: Work) -> int:
     unpack: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
     with fakes, torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
         ids = torch.zeros(work.rows, work.length, dtype=torch.long)
-        mask = torch.ones_like(ids) if work.rows > 1 else None  # one record is not padded
-        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
     del output  # until here, what it keeps is kept
     return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 

@@ -162,7 +162,11 @@ class Training(Options):
     )
     batch_size: int = option(8, "Records per step (unlearning: forget records, with as many retain records).", above=0)
     micro_batch_size: int | None = option(
-        None, "Records that go through the model at once (default: the whole batch).", above=0, affects_result=False
+        None,
+        "Records that go through the model at once, of those to forget and to keep (default: all of a step's on a GPU, "
+        "--batch-size on a CPU).",
+        above=0,
+        affects_result=False,
     )
     precision: Precision = option(
         AUTO,

@@ -23,6 +23,7 @@ from mpu_cli.records.read import paragraphs_in, read_records
 from mpu_cli.training.execution import from_first
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import Objective, objective_of
+from mpu_cli.training.rates import scored_at_once
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 
 # Answers that reveal nothing: what DPO prefers to the answer to be forgotten.
@@ -292,7 +293,7 @@ def example_sets(
             loaded_references = load_references(reference_cache.path, reference_outputs, facts)
             observer.note(f"the reference model's probabilities are read from {reference_cache.path}")
             return loaded_references
-        batch_size = options.training.micro_batch_size or options.training.batch_size
+        batch_size = scored_at_once(options.training, model.device)
         layer, seed = objective.constants.layer, options.training.seed
         references = {
             name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)

@@ -48,9 +48,10 @@ from mpu_cli.training.execution import (
     step_of,
     whole_head,
 )
-from mpu_cli.training.losses import Objective, TermInputs
+from mpu_cli.training.losses import Objective, TermInputs, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
-from mpu_cli.training.reference import Reference, forward
+from mpu_cli.training.rates import records_at_once
+from mpu_cli.training.reference import Reference, forward, length_of_answers
 from mpu_cli.wording import counted
 
 
@@ -112,63 +113,89 @@ SETS_OF_TERM = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the
 
 
 class MicroBatches(Dataset):
-    """What the data loader reads: the schedule, each step split into ``parts`` micro-batches for each of the ``terms``.
+    """What the data loader reads: the schedule, each step split into ``parts`` micro-batches for each of the
+    ``passes``, which are the terms that are computed from one pass of the model.
 
-    A micro-batch is for one term: what the backward pass needs for the forget set is freed before the retain set is
-    read. Examples of one length go together, so that little is padded.
+    Examples of one length go together, whatever set they are of, so that little is padded.
     """
 
-    def __init__(self, steps: Sequence[TrainingStep], sets: Mapping[str, ExampleSet], terms: Sequence[str], parts: int):
-        self._steps, self._sets, self._terms, self._parts = steps, sets, terms, parts
+    def __init__(
+        self,
+        steps: Sequence[TrainingStep],
+        sets: Mapping[str, ExampleSet],
+        passes: Sequence[Sequence[str]],
+        parts: int,
+    ):
+        self._steps, self._sets, self._passes, self._parts = steps, sets, passes, parts
 
     def __len__(self) -> int:
-        return len(self._steps) * len(self._terms) * self._parts
+        return len(self._steps) * len(self._passes) * self._parts
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The sets that one term reads, a batch each, and the ``number`` of the micro-batch."""
-        names, numbers, mine = self._at(index)
-        return {**self._batches(names, numbers, mine), "number": index}
+        """The ``number`` of the micro-batch, its rows and, by their names, its ``sets``: how many rows and answer
+        tokens are theirs, one set after the other, their frozen outputs and the counts of their step."""
+        return {**self._batch(*self._at(index)), "number": index}
 
     def records_of(self, index: int) -> int:
         """How many records a micro-batch has."""
-        return len(self._at(index)[2])
+        return len(self._at(index)[1])
 
     def pieces(self, index: int, most: int) -> Iterator[dict[str, Any]]:
         """A micro-batch in batches of at most ``most`` records, whose losses and gradients add up to its own."""
-        names, numbers, mine = self._at(index)
-        for start in range(0, max(1, len(mine)), most):  # a filler is one
-            yield self._batches(names, numbers, mine[start : start + most])
+        step, chosen = self._at(index)
+        for start in range(0, max(1, len(chosen)), most):  # a filler is one
+            yield self._batch(step, chosen[start : start + most])
 
-    def _at(self, index: int) -> tuple[list[str], list[int], list[int]]:
-        """The sets of a micro-batch, the examples of its step by number, and those of its own."""
-        step_and_term, part = divmod(index, self._parts)
-        step, term_number = divmod(step_and_term, len(self._terms))
-        term = self._terms[term_number]
-        numbers = getattr(self._steps[step], term)  # a TrainingStep has a field for each term
-        names = [name for name in SETS_OF_TERM[term] if name in self._sets]
-        return names, numbers, self._part_of(numbers, self._sets[names[0]].examples, part)
+    def _at(self, index: int) -> tuple[dict[str, list[int]], list[tuple[str, int]]]:
+        """The terms of a micro-batch with the examples of its whole step, by number, and its own: term and number."""
+        step_and_pass, part = divmod(index, self._parts)
+        step, number = divmod(step_and_pass, len(self._passes))
+        of_step = {term: getattr(self._steps[step], term) for term in self._passes[number]}  # a field for each term
+        chosen = [(term, number) for term, numbers in of_step.items() for number in numbers]
+        if self._parts > 1:
+            chosen.sort(key=self._length)
+        start, stop = (len(chosen) * p // self._parts for p in (part, part + 1))
+        return of_step, chosen[start:stop]
 
-    def _batches(self, names: list[str], numbers: list[int], mine: list[int]) -> dict[str, Any]:
-        return {name: self._batch(self._sets[name], numbers, mine) for name in names}
+    def _names(self, term: str) -> list[str]:
+        return [name for name in SETS_OF_TERM[term] if name in self._sets]
 
-    def _part_of(self, numbers: list[int], examples: Sequence[Example], part: int) -> list[int]:
-        """The examples of one micro-batch: an equal share of those sorted by length."""
-        if self._parts == 1:
-            return numbers
-        by_length = sorted(numbers, key=lambda number: len(examples[number].ids))
-        start, last = (len(numbers) * p // self._parts for p in (part, part + 1))
-        return by_length[start:last]
+    def _length(self, chosen: tuple[str, int]) -> int:
+        term, number = chosen
+        return max(len(self._sets[name].examples[number].ids) for name in self._names(term))
 
-    def _batch(self, data: ExampleSet, numbers: list[int], mine: list[int]) -> dict[str, Any]:
-        batch: dict[str, Any] = pad([data.examples[i] for i in mine or numbers[:1]])
-        if not mine:  # fewer examples than parts: this one is only a filler
-            batch["labels"].fill_(IGNORED)
+    def _batch(self, of_step: Mapping[str, list[int]], chosen: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        rows: list[Example] = []
+        sets: dict[str, dict[str, Any]] = {}
+        for term, numbers in of_step.items():
+            mine = [number for of_term, number in chosen if of_term == term]
+            is_filler = not chosen and not rows  # fewer examples than parts: one that adds nothing
+            if not mine and not is_filler:
+                continue
+            for name in self._names(term):
+                data = self._sets[name]
+                examples = [data.examples[i] for i in mine or numbers[:1]]
+                rows += examples
+                sets[name] = {
+                    "rows": len(examples),
+                    "tokens": 0 if is_filler else sum(map(answer_tokens, examples)),
+                    "weights": torch.ones(len(examples)) * (not is_filler),
+                    "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
+                    "step_examples": len(numbers),
+                    **data.reference.collect(mine, like=numbers[:1]),
+                }
+        padded = pad(rows)
+        if not chosen:
+            padded["labels"].fill_(IGNORED)
+        answers = locate_answers(padded["labels"])  # here, where nothing waits for an accelerator
         return {
-            **batch,
-            **data.reference.collect(mine, like=numbers[:1]),
-            "weights": torch.ones(len(batch["labels"])) * bool(mine),
-            "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
-            "step_examples": len(numbers),
+            "batch": {
+                "input_ids": padded["input_ids"],
+                "labels": padded["labels"],
+                "answers": answers,
+                "length_of_answers": length_of_answers(padded["labels"], answers),
+            },
+            "sets": sets,
         }
 
 
@@ -212,11 +239,6 @@ class UnlearningTrainer(Trainer):
             self._training.optim, groups, float(self._training.lr), outside_layers(self.model)
         )
         return self.optimizer
-
-    def _inputs(self, model: torch.nn.Module, name: str, batch: dict[str, Any], layer: int | None) -> TermInputs:
-        counts = {key: batch[key] for key in ("step_tokens", "step_examples")}
-        scores = forward(model, batch, layer=layer, head=self._head, own_head=self._own_head, **counts)
-        return TermInputs(scores, self._references[name].frozen(batch))
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -278,23 +300,36 @@ class UnlearningTrainer(Trainer):
         if self.args.device.type == "cpu":  # again each time: small blocks return to the system only at the call
             suit_heap_to(self._trained_bytes)
         objective, constants = self._objective, self._objective.constants
-        if "retain" in inputs:
-            name, rate = "retain", constants.alpha
-            layer = constants.layer if objective.retain_outputs == "hidden" else None
-            part = self._inputs(model, "retain", inputs["retain"], layer)
-            term = objective.retain(part)
-        else:
-            name, rate = "forget", constants.gamma
-            layer = constants.layer if objective.algorithm.hidden else None
-            part = self._inputs(model, "forget", inputs["forget"], layer)
-            other = self._inputs(model, "alternate", inputs["alternate"], None) if "alternate" in inputs else None
-            term = objective.algorithm.forget(part, other, constants)
+        inputs_of = self._inputs(model, inputs)
+        losses = []
+        if forget := inputs_of.get("forget"):
+            term = objective.algorithm.forget(forget, inputs_of.get("alternate"), constants)
+            losses.append(constants.gamma * term)
+            self._count({"forget_term": term, "forget": forget.scores.cross_entropy})
+        if retain := inputs_of.get("retain"):
+            term = objective.retain(retain)
+            losses.append(constants.alpha * term)
+            self._count({"retain_term": term, "retain": retain.scores.cross_entropy})
         # Each part is normalised by its whole step, so that the parts add up to the loss of the step.
-        loss = rate * term
-        self._count({"loss": loss, f"{name}_term": term, name: part.scores.cross_entropy})
+        loss = torch.stack(losses).sum()
+        self._count({"loss": loss})
         # Processes average their gradients, but the parts of a step must add up.
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
+
+    def _inputs(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, TermInputs]:
+        """One pass of the model over all rows, divided among the sets."""
+        objective = self._objective
+        layer = objective.constants.layer if any(map(objective.reads_layer, inputs["sets"])) else None
+        scores = forward(model, inputs["batch"], layer=layer, head=self._head, own_head=self._own_head)
+        terms: dict[str, TermInputs] = {}
+        row = token = 0
+        for name, part in inputs["sets"].items():
+            counts = {key: part[key] for key in ("weights", "step_tokens", "step_examples")}
+            rows, tokens = slice(row, row + part["rows"]), slice(token, token + part["tokens"])
+            terms[name] = TermInputs(scores.part(tokens, rows, **counts), self._references[name].frozen(part))
+            row, token = rows.stop, tokens.stop
+        return terms
 
     def _count(self, losses: dict[str, torch.Tensor]) -> None:
         """Add up the parts of a step over its micro-batches."""
@@ -302,8 +337,11 @@ class UnlearningTrainer(Trainer):
             self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
 
     def _report(self) -> None:
-        of_all = self.accelerator.reduce(torch.stack([*self._sums.values()]), "sum")
-        sums = dict(zip(self._sums, of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
+        names = [f"{term}{end}" for term in self._references if term in SETS_OF_TERM for end in ("_term", "")]
+        zero = torch.zeros_like(self._sums["loss"])  # of a set that this process had no records of
+        values = [self._sums.get(name, zero) for name in ("loss", *names)]
+        of_all = self.accelerator.reduce(torch.stack(values), "sum")
+        sums = dict(zip(("loss", *names), of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
         self._sums, self._done_in_step, self._last_sums = {}, [], sums
         retain_term, retain = sums.get("retain_term"), sums.get("retain")
         self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
@@ -433,10 +471,9 @@ def train(
             checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         )
         main_process = PartialState().is_main_process
-        shallow = {"forget": objective.algorithm.hidden, "retain": objective.retain_outputs == "hidden"}
-        # A term that uses all weights comes last: processes exchange gradients then, and wait for those of all weights.
-        terms = sorted((name for name in SETS_OF_TERM if name in sets), key=lambda name: not shallow[name])
-        if all(shallow[name] for name in terms):
+        terms = [name for name in SETS_OF_TERM if name in sets]
+        passes = objective.passes(terms)
+        if all(map(objective.reads_layer, terms)):
             _freeze_unused(model, sets["forget"].examples[0], objective.constants.layer)
         deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
@@ -449,10 +486,9 @@ def train(
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         stack.enter_context(compiled_layers(model) if training.compile else nullcontext())
         per_process = -(-training.batch_size // arguments.world_size)
-        # The retain part of a step may be larger than the batch; no more records than a batch has go through at once.
-        largest_part = per_process * (objective.algorithm.retain_per_forget if "retain" in terms else 1)
-        accumulation = -(-largest_part // (training.micro_batch_size or per_process))
-        arguments.gradient_accumulation_steps = accumulation * len(terms)
+        largest = max(map(objective.records, passes)) * per_process
+        accumulation = -(-largest // records_at_once(training, model.device, largest))
+        arguments.gradient_accumulation_steps = accumulation * len(passes)
         resume_from = from_first(checkpoints.last) if checkpoints else None
         done = step_of(resume_from) if resume_from else 0
         # Without a checkpoint, lines of this name may be those of a training that ended.
@@ -467,7 +503,7 @@ def train(
         trainer = UnlearningTrainer(
             model=model,
             args=arguments,
-            train_dataset=MicroBatches(steps, sets, terms, accumulation * arguments.world_size),
+            train_dataset=MicroBatches(steps, sets, passes, accumulation * arguments.world_size),
             data_collator=the_one_item,
             objective=objective,
             references={name: data.reference for name, data in sets.items()},

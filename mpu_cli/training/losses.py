@@ -8,9 +8,10 @@ losses of the parts of a step add up to the loss of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -34,14 +35,12 @@ Kind = TypeVar("Kind")
 class Scores:
     """A model's outputs on the labelled tokens of (a part of) a step.
 
-    ``targets``: these tokens, (tokens,); ``log_probs``: (tokens,); ``logits``: of each token; ``hidden``:
-    (tokens, width), of the requested layer, or None; ``rows``: (tokens,), the example of each token; ``weights``:
-    (examples,), 0 for one that only fills up a part.
-    ``step_tokens`` and ``step_examples`` are counts over the whole step.
+    ``targets``: these tokens, (tokens,); ``logits``: of each token; ``hidden``: (tokens, width), of the requested
+    layer, or None; ``rows``: (tokens,), the example of each token; ``weights``: (examples,), 0 for one that only fills
+    up a part. ``step_tokens`` and ``step_examples`` are counts over the whole step.
     """
 
     targets: torch.Tensor
-    log_probs: torch.Tensor
     logits: Logits
     hidden: torch.Tensor | None
     rows: torch.Tensor
@@ -49,10 +48,30 @@ class Scores:
     step_tokens: int
     step_examples: int
 
+    @cached_property
+    def log_probs(self) -> torch.Tensor:
+        """log p of each token: (tokens,)."""
+        return self.logits.log_probs(self.targets)
+
+    def part(
+        self, tokens: slice, rows: slice, *, weights: torch.Tensor, step_tokens: int, step_examples: int
+    ) -> Scores:
+        """The scores of some examples, whose tokens follow each other, with the counts of their own step."""
+        return Scores(
+            targets=self.targets[tokens],
+            logits=Logits(self.logits.states[tokens], self.logits.head),
+            hidden=None if self.hidden is None else self.hidden[tokens],
+            rows=self.rows[tokens] - rows.start,
+            weights=weights,
+            step_tokens=step_tokens,
+            step_examples=step_examples,
+        )
+
     @property
     def lengths(self) -> torch.Tensor:
         """|y_i|, at least 1: (examples,)."""
-        return torch.bincount(self.rows, minlength=len(self.weights)).clamp(min=1)
+        counts = torch.zeros(len(self.weights), dtype=torch.long, device=self.rows.device)
+        return counts.index_add(0, self.rows, torch.ones_like(self.rows)).clamp(min=1)
 
     @property
     def sequence_log_probs(self) -> torch.Tensor:
@@ -123,36 +142,37 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def locate_answers(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where tokens are predicted from, by labels (examples, length): ``rows`` and ``columns`` of the positions before
+    them, and the tokens, ``targets``, all (tokens,), example by example."""
+    labelled = labels[:, 1:] != IGNORED
+    rows, columns = labelled.nonzero(as_tuple=True)
+    return {"rows": rows, "columns": columns, "targets": labels[:, 1:][labelled]}
+
+
 def score(
     logits: torch.Tensor,
     labels: torch.Tensor,
     *,
     head: Head | None = None,
     hidden: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    step_tokens: int | None = None,
-    step_examples: int | None = None,
+    answers: Mapping[str, torch.Tensor] | None = None,
 ) -> Scores:
     """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
 
-    With a ``head``, ``logits`` are the states (examples, length, width) that it computes them from.
-    ``hidden``: (examples, length, width). The counts default to those of this batch alone.
+    With a ``head``, ``logits`` are the states (examples, length, width) that it computes them from. ``hidden``:
+    (examples, length, width). ``answers`` are those of ``locate_answers``, where they are known: to find them on a GPU
+    takes waiting for it. The counts are those of this batch alone.
     """
-    labelled = labels[:, 1:] != IGNORED
-    rows, columns = labelled.nonzero(as_tuple=True)
-    targets = labels[:, 1:][labelled]
-    picked = Logits(logits[rows, columns], head)
-    if weights is None:
-        weights = torch.ones(len(labels), device=labels.device)
+    rows, columns, targets = (answers or locate_answers(labels)).values()
     return Scores(
         targets=targets,
-        log_probs=picked.log_probs(targets),
-        logits=picked,
+        logits=Logits(logits[rows, columns], head),
         hidden=None if hidden is None else hidden[rows, columns],
         rows=rows,
-        weights=weights,
-        step_tokens=len(rows) if step_tokens is None else step_tokens,
-        step_examples=len(labels) if step_examples is None else step_examples,
+        weights=torch.ones(len(labels), device=labels.device),
+        step_tokens=len(rows),
+        step_examples=len(labels),
     )
 
 
@@ -370,6 +390,22 @@ class Objective:
     def retain_outputs(self) -> str | None:
         """What the retain term needs of the frozen copy."""
         return RETAIN[self.retain_loss][1]
+
+    def reads_layer(self, term: str) -> bool:
+        """Whether a term reads the output of a layer only, and nothing above it."""
+        return self.retain_outputs == "hidden" if term == "retain" else self.algorithm.hidden
+
+    def passes(self, terms: Collection[str]) -> list[tuple[str, ...]]:
+        """``terms`` in groups, each computed from one pass of the model.
+
+        Those that read all of it come last: processes exchange gradients then, and wait for those of all weights.
+        """
+        groups = [tuple(term for term in terms if self.reads_layer(term) == shallow) for shallow in (True, False)]
+        return [group for group in groups if group]
+
+    def records(self, terms: Collection[str]) -> int:
+        """How many records ``terms`` read for each record to forget."""
+        return sum(self.algorithm.retain_per_forget if term == "retain" else 1 for term in terms)
 
 
 def objective_of(algo: str, loss: Loss) -> Objective:

@@ -1,4 +1,4 @@
-"""The learning rate, the number of epochs and the precision where none are given.
+"""The learning rate, the number of epochs, the precision and the size of micro-batches where none are given.
 
 Adam's steps are about as large as the rate in every weight, whatever the gradient, so that steps · rate is how far each
 weight can go. How far unlearning has to go falls with the size of the model: on 5 M and 135 M parameters, and with the
@@ -24,6 +24,7 @@ LEAST_REACH_PER_STEP = 0.32
 UNBOUNDED = 0.25  # times these, for losses that fall without end
 LOW_RANK = 0.25  # times these, for factors, whose product moves further
 LEAST_STEPS = 10  # fewer, larger steps damage what should stay
+SCORED_TOGETHER = 64  # records, on an accelerator
 LARGE = 50_000_000  # weights, from which products take most of the time
 HARDLY_FORGETS = 0.1  # of the usual rate, below which little is forgotten
 
@@ -72,6 +73,19 @@ def with_precision(training: Training, model: Model) -> Training:
     weights = sum(info.elements for info in model.checkpoint.tensors.values())
     pays = weights >= LARGE and _computes_in_bfloat16(device_of(training.device))
     return replace(training, precision="mixed" if pays else "float32")
+
+
+def records_at_once(training: Training, device: torch.device, of_step: int) -> int:
+    """How many of the records of a step, ``of_step``, go through the model together: where that is left open, all on an
+    accelerator, which one pass keeps busy, and as many as a batch has on a processor, to which it is all the same."""
+    if training.micro_batch_size:
+        return training.micro_batch_size
+    return of_step if device.type != "cpu" else training.batch_size
+
+
+def scored_at_once(training: Training, device: torch.device) -> int:
+    """How many records are scored together, of which nothing is kept for a backward pass."""
+    return training.micro_batch_size or max(training.batch_size, 1 if device.type == "cpu" else SCORED_TOGETHER)
 
 
 def _computes_in_bfloat16(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,8 +21,8 @@ from mpu_cli.files.reader import NAME, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
-from mpu_cli.records.encode import IGNORED, Example, pad
-from mpu_cli.training.losses import Frozen, Scores, score
+from mpu_cli.records.encode import Example, pad
+from mpu_cli.training.losses import Frozen, Scores, locate_answers, score
 
 ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
@@ -85,38 +86,39 @@ class Reference:
 
 def forward(
     model: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
+    batch: Mapping[str, Any],
     *,
     layer: int | None = None,
     head: Head | None = None,
     own_head: Head | None = None,
-    **counts: int,
 ) -> Scores:
-    """Run ``model`` on a padded batch and score its labels; with ``layer``, also return that layer's output.
+    """Run ``model`` on a batch padded on the right, and score its labels; with ``layer``, also return that layer's
+    output.
 
     Layers are counted from 0. With the model's ``head`` apart, logits are of answer tokens only, and in chunks;
-    ``own_head``: the model's, if ``head`` is a copy of it.
+    ``own_head``: the model's, if ``head`` is a copy of it. ``batch`` may say where its ``answers`` are, and how many
+    positions at its end they take, ``length_of_answers``. No mask is passed: what is before padding does not see it,
+    and without one attention has faster kernels.
     """
-    labels = batch["labels"]
-    labelled = (labels[:, 1:] != IGNORED).any(0).nonzero()
-    logits_to_keep = labels.shape[1] - int(labelled[0]) if len(labelled) else 1  # logits of prompts are never computed
+    labels, answers = batch["labels"], batch.get("answers") or locate_answers(batch["labels"])
+    kept = batch.get("length_of_answers") or length_of_answers(labels, answers)  # logits of prompts are never computed
     with input_of(head and (own_head or head)) as states, output_of_layer(model, layer) as below:
-        output = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-        )
+        output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=kept)
     if head is not None:  # layers may compute in another precision than their weights have
         states[0] = states[0].to(next(head.parameters()).dtype)
+    before = labels.shape[1] - kept
     return score(
         output.logits if head is None else states[0],
-        labels[:, -logits_to_keep:],
+        labels[:, before:],
         head=head,
-        hidden=None if layer is None else below[0][:, -logits_to_keep:],
-        weights=batch.get("weights"),
-        **counts,
+        hidden=None if layer is None else below[0][:, before:],
+        answers=answers | {"columns": answers["columns"] - before},
     )
+
+
+def length_of_answers(labels: torch.Tensor, answers: Mapping[str, torch.Tensor]) -> int:
+    """How many positions there are from the first from which an answer's token is predicted, at least 1."""
+    return labels.shape[1] - int(answers["columns"].min()) if len(answers["columns"]) else 1
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ class TrainingNoise:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
         normal = torch.randn(before.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
         scale = self.share * float(before.double().square().mean().sqrt())
-        return (before + scale * normal).to(before.dtype)
+        return (before + scale * normal.to(before.device)).to(before.dtype)
 
 
 LEAST_HELD_OUT = 16
@@ -224,8 +224,9 @@ class Watching(TrainerCallback):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
         self.is_faithful = noise <= FAITHFUL
         self.looks: list[Look] = []
+        self._place = _place_for_copies(model)
         # Here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
-        self._initial = _trained(model) if self.is_faithful else {}
+        self._initial = _trained(model, self._place) if self.is_faithful else {}
         self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         if training_noise and not self.is_faithful:
@@ -240,9 +241,9 @@ class Watching(TrainerCallback):
         if self._course or not (last or state.global_step % EVERY == 0):
             return
         model = values["model"]
-        noisy = _trained(model) if self._noise.share else {}  # a copy of the model, only if it is needed
+        noisy = _trained(model, self._place) if self._noise.share else {}  # a copy of the model, only if it is needed
         self._take_noise_off(model, noisy)
-        weights = _trained(model)
+        weights = _trained(model, self._place)
         look, scale = self._scaled_back(model, weights, self._scorer.look(model, state.global_step))
         self.looks.append(look)
         self._observer.advance(0, str(look))
@@ -264,9 +265,9 @@ class Watching(TrainerCallback):
         """
         if self._course or self._best is None:
             if self._noise.share:
-                self._take_noise_off(model, _trained(model))
+                self._take_noise_off(model, _trained(model, self._place))
             scale = self._course.scale if self._course else 1.0
-            self._put(model, _trained(model), scale)
+            self._put(model, _trained(model, self._place), scale)
             look = self._scorer.look(model, steps)
             return look, Course(look.step, self.level, scale)
         look, scale, weights = self._best
@@ -352,9 +353,21 @@ class Watching(TrainerCallback):
         return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= RISE
 
 
-def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that are trained, on the CPU."""
-    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+COPIES = 6  # of the trained weights: those before, the best, those at a look, and what computing them takes
+
+
+def _place_for_copies(model: torch.nn.Module) -> torch.device:
+    """Where to keep copies of the trained weights: on their GPU, if it has room for COPIES of them, else on the CPU."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    device = trained[0].device
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < COPIES * sum(p.nbytes for p in trained):
+        return torch.device("cpu")
+    return device
+
+
+def _trained(model: torch.nn.Module, place: torch.device) -> dict[str, torch.Tensor]:
+    """A copy of the weights that are trained."""
+    return {name: p.detach().to(place, copy=True) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _set_weights(model: torch.nn.Module, names: Collection[str], weights_of: Callable[[str], torch.Tensor]) -> None:

@@ -56,7 +56,7 @@ from mpu_cli.training.ledger import (
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.private import Plan, composed_epsilon, train_privately
-from mpu_cli.training.rates import with_rate
+from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level
 from mpu_cli.wording import counted
 
@@ -158,7 +158,7 @@ class UnlearningResult:
 
 def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
     """The mean losses of ``model`` on the first records of each set, MEASURED at most."""
-    size = options.training.micro_batch_size or options.training.batch_size
+    size = scored_at_once(options.training, model.device)
     training = model.training
     model.eval()
     forget = sets["forget"].examples[:MEASURED]
@@ -323,7 +323,7 @@ def _watch(
     """
     if job.until is None:
         return None, job
-    at_once = job.options.training.micro_batch_size or job.options.training.batch_size
+    at_once = scored_at_once(job.options.training, to_train.device)
     scorer = Scorer(to_train, records.sets, at_once, _under_public_model(job, records, at_once))
     noise = job.manifest.noise if job.manifest else 0.0
     watching = Watching(

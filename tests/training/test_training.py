@@ -31,7 +31,7 @@ from mpu_cli.model.source import open_model
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Logging, Training, Unlearning
-from mpu_cli.records.encode import Example
+from mpu_cli.records.encode import IGNORED, Example
 from mpu_cli.training import execution, loop
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.execution import check_sharding, last_checkpoint
@@ -392,25 +392,35 @@ def test_layers_that_cannot_be_compiled_are_one_error(mpu, folder, shell, monkey
     assert (refused.is_one_error, "needs a C++ compiler" in refused.err) == (True, True)
 
 
-def test_one_set_is_worked_on_at_a_time(folder, monkeypatch):
-    """What the backward pass needs from the forget set is freed before the retain set is read."""
-    passes = []
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"algo": "npo"}, 1),
+        ({"algo": "dpo"}, 1),  # the records, their alternatives and those to keep
+        ({"algo": "rmu", "layer": 0}, 1),
+        ({"algo": "rmu", "layer": 0, "retain_loss": "nll"}, 2),  # one ends at the layer, the other does not
+        ({"algo": "hinge", "micro_batch_size": 4}, 3),  # 4 records to forget, 8 to keep
+        ({"algo": "hinge", "micro_batch_size": None}, 3),  # as many at once as a batch has, on a processor
+    ],
+)
+def test_a_step_reads_both_sets_in_one_pass(folder, monkeypatch, options, passes):
+    """As far as both terms read the same outputs and --micro-batch-size lets them."""
+    sizes = []
 
-    def record_passes(model, *arguments, **options):
-        scores = forward(model, *arguments, **options)
-        if scores.log_probs.requires_grad:
-            passes.append("forward")
-            scores.log_probs.register_hook(lambda _: passes.append("backward"))
-        return scores
+    def record_passes(model, batch, **named):
+        sizes.append(len(batch["input_ids"]))
+        return forward(model, batch, **named)
 
     monkeypatch.setattr(loop, "forward", record_passes)
-    options = from_flat(
+    monkeypatch.setattr(loop, "_freeze_unused", lambda *_: None)  # it passes once, before the training
+    chosen = from_flat(
         Unlearning,
-        {"algo": "graddiff", "epochs": 1, "template": "plain", "batch_size": 7}
-        | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")},
+        {"epochs": 1, "template": "plain", "batch_size": 4, "micro_batch_size": 100}
+        | {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")}
+        | options,
     )
-    unlearn(open_model(str(folder / "base")), read_dataset(options), options, target=folder / "delta")
-    assert passes == ["forward", "backward"] * 2
+    trained = unlearn(open_model(str(folder / "base")), read_dataset(chosen), chosen, target=folder / "delta")
+    assert len(sizes) == passes * len(trained.steps)
 
 
 @pytest.mark.slow
@@ -465,11 +475,11 @@ def test_micro_batches_pad_little() -> None:
     lengths = [9, 2, 8, 3, 7, 2]
     examples = [Example(list(range(n)), list(range(n))) for n in lengths]
     sets = {"forget": loop.ExampleSet(examples, Reference())}
-    batches = loop.MicroBatches([loop.TrainingStep([0, 1, 2, 3, 4, 5], [])], sets, ["forget"], 3)
-    shapes = [tuple(batches[i]["forget"]["input_ids"].shape) for i in range(len(batches))]
+    batches = loop.MicroBatches([loop.TrainingStep([0, 1, 2, 3, 4, 5], [])], sets, [["forget"]], 3)
+    shapes = [tuple(batches[i]["batch"]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
-    read = sorted(int(batches[i]["forget"]["attention_mask"][row].sum()) for i in range(3) for row in range(2))
-    assert read == sorted(lengths)
+    labels = [batches[i]["batch"]["labels"] for i in range(3)]
+    assert sorted(int((row != IGNORED).sum()) for rows in labels for row in rows) == sorted(lengths)
 
 
 @pytest.mark.slow
