@@ -28,8 +28,8 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to ever
 _COMMANDS = {
     "aggregate": "commands.aggregate", "check": "commands.check", "evaluate": "commands.evaluate",
     "finetune": "commands.finetune", "invert": "commands.invert", "publish": "commands.publish",
-    "unlearn": "commands.unlearn", "verify": "commands.verify", "audit": "lab.commands.audit",
-    "surrogate": "lab.commands.surrogate", "trace": "lab.commands.trace",
+    "rehearse": "commands.rehearse", "unlearn": "commands.unlearn", "verify": "commands.verify",
+    "audit": "lab.commands.audit", "surrogate": "lab.commands.surrogate", "trace": "lab.commands.trace",
 }  # fmt: skip
 __all__ = ["__version__", *_COMMANDS]
 

@@ -36,6 +36,7 @@ from mpu_cli.commands.keygen import Keygen
 from mpu_cli.commands.plan import Plan
 from mpu_cli.commands.publish import Publish
 from mpu_cli.commands.receipt import Receipt
+from mpu_cli.commands.rehearse import Rehearse
 from mpu_cli.commands.status import Status
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.commands.verify import Verify
@@ -72,7 +73,7 @@ SIGNALLED = 128  # exit statuses above this are signals, as in shells
 # The commands, in the order and under the headings of help. A new one is added here.
 PANELS: dict[str, tuple[type[Command], ...]] = {
     "Try it": (Demo,),
-    "Server: owns the model": (Publish, Aggregate, Verify, Audit, Trace, Keygen),
+    "Server: owns the model": (Publish, Rehearse, Aggregate, Verify, Audit, Trace, Keygen),
     "Client: owns the records": (Unlearn, Surrogate, Check, Watch, AuditDelta),
     "Both": (Ask, Evaluate, Receipt, Compare, Tune, Plan, Status, Inspect, Doctor),
     "Experiments: both parties on one machine": (Run, Sweep, Report, Finetune),

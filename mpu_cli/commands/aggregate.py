@@ -175,8 +175,8 @@ class Aggregate(Command):
         self._tell_step(result.step, result.rate, observer)
         if result.step is None and result.rate == 1 and (keys.publication.permanent or keys.publication.omitted):
             observer.note(
-                "copies that know less forget less: if the client's `mpu check` fails, take a longer step "
-                "(--probe FILE finds the longest that your own records allow)"
+                "how much of what a noisy copy forgets comes over depends on the model: `mpu rehearse` finds the step "
+                "with records of your own"
             )
         observer.note(f"rounding on storage: {result.rounding:.1%} of the update")
         observer.note(f"next: `{command_to_publish(result.path, keys)}`; the client runs `mpu check` on a copy of it")

@@ -165,7 +165,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 # pass. If they are one chunk, they are kept.
 
 CHUNK = 1 << 26  # logits that exist at once: 256 MiB in float32
-ROWS = 64  # tokens whose softmax is summed at once
+ROWS = 64  # tokens whose softmax is summed at once, on a CPU: what that allocates is then small, and reused
 LARGE = 1024.0  # logits times this are capped by any cap
 
 Head = torch.nn.Module  # from states (…, width) to logits (…, vocabulary); has a weight (vocabulary, width)
@@ -250,7 +250,8 @@ class _LogProbs(torch.autograd.Function):
         for part, chunk_targets in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
             logits = None  # or two chunks exist while the next is computed
             logits = _wide(linear(part, weight, bias))
-            sums += [rows.logsumexp(1) for rows in logits.split(ROWS)]  # in rows, for what it allocates
+            rows_at_once = ROWS if logits.device.type == "cpu" else len(logits)
+            sums += [rows.logsumexp(1) for rows in logits.split(rows_at_once)]
             target_logits.append(logits.gather(1, chunk_targets[:, None])[:, 0])
         normalisers = torch.cat(sums) if sums else states.new_zeros(0)
         ctx.chunk_logits = logits if len(target_logits) == 1 and any(ctx.needs_input_grad) else None

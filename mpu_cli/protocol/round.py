@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
 from mpu_cli.protocol.register import PLANTED
 from mpu_cli.records.read import read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # How far to go along an update: the largest step at which records of the server's own stay as likely as asked for.
 #
@@ -97,41 +101,53 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     at most --max-rise; at most MAX_STEP. Holds one model in float32. Raises MpuError if none is found."""
     from mpu_cli.model.load import load
     from mpu_cli.model.network import read_answers  # with transformers, which aggregate does not need otherwise
-    from mpu_cli.model.tensors import in_memory
 
     model, tokenizer = load(base, torch.float32, "auto")
     probe, max_rise = options.probe, options.max_rise
     assert probe is not None
     answers = read_answers(probe, tokenizer, options.probe_columns)
-    places = in_memory(model, base.checkpoint.tensors)
+    go_to = steps_between(base, updated, model)
     losses = {0.0: answers.loss(model)}
     observer.stage("step", 4 + CLOSER, "tried")
 
     def costs_too_much(step: float) -> bool:
-        for name, view in places.items():
-            before, after = (
-                source_model.checkpoint.tensor(name).to(view.device, view.dtype) for source_model in (base, updated)
-            )
-            view.copy_(torch.lerp(before, after, step))
+        go_to(step)
         losses[step] = answers.loss(model)
         observer.advance(1)
         return not losses[step] - losses[0.0] <= max_rise  # NaN too
 
-    with torch.no_grad():
-        least, most = 0.0, 1.0
-        while not costs_too_much(most):
-            least, most = most, 2 * most
-            if least >= MAX_STEP:
-                return ServerStep(least, max_rise, losses)
-        for _ in range(CLOSER):
-            middle = (least + most) / 2
-            least, most = (least, middle) if costs_too_much(middle) else (middle, most)
+    least, most = 0.0, 1.0
+    while not costs_too_much(most):
+        least, most = most, 2 * most
+        if least >= MAX_STEP:
+            return ServerStep(least, max_rise, losses)
+    for _ in range(CLOSER):
+        middle = (least + most) / 2
+        least, most = (least, middle) if costs_too_much(middle) else (middle, most)
     if least == 0:
         raise MpuError(
             f"--server-lr auto: a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}",
             "allow more with --max-rise, or name the step",
         )
     return ServerStep(least, max_rise, losses)
+
+
+def steps_between(base: Model, updated: Model, model: PreTrainedModel) -> Callable[[float], None]:
+    """A function that gives ``model``, which was loaded from ``base``, the weights a step from there towards
+    ``updated``, which is step 1; a tensor at a time."""
+    from mpu_cli.model.tensors import in_memory
+
+    places = in_memory(model, base.checkpoint.tensors)
+
+    @torch.no_grad()
+    def go_to(step: float) -> None:
+        for name, view in places.items():
+            before, after = (
+                source_model.checkpoint.tensor(name).to(view.device, view.dtype) for source_model in (base, updated)
+            )
+            view.copy_(torch.lerp(before, after, step))
+
+    return go_to
 
 
 # What a round amounted to: how the copies agree, and what is probably wrong.

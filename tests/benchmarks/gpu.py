@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mpu_cli.options.unlearning import Training
@@ -96,7 +97,8 @@ def step_row(options: argparse.Namespace, name: str, folder: Path, rate: float, 
         launches = sum(event.count for event in events if event.key.startswith(("cudaLaunch", "cuLaunch")))
         waits = sum(event.count for event in events if event.key.endswith("Synchronize"))
         row |= {"launches": launches // TRACED, "waits": waits // TRACED}
-        row["busy"] = round(sum(event.self_device_time_total for event in events) / 1e6 / TRACED / step, 2)
+        on_card = [event.self_device_time_total for event in events if event.device_type == DeviceType.CUDA]
+        row["busy"] = round(sum(on_card) / 1e6 / TRACED / step, 2)
     if options.trace:
         options.trace.write_text(events.table(sort_by="self_cpu_time_total", row_limit=60, max_name_column_width=60))
     return row

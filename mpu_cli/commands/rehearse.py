@@ -1,0 +1,191 @@
+"""``mpu rehearse``: the server plays the client on records of its own, to know which step suits the real update."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.errors import UsageError
+from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
+from mpu_cli.options.declare import group, option
+from mpu_cli.options.publishing import Aggregating
+from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
+
+if TYPE_CHECKING:
+    from mpu_cli.commands.unlearn import UnlearnPlan
+    from mpu_cli.model.source import Model
+    from mpu_cli.protocol.keys import Keys
+
+# Both what is left and what is kept fall with the step, so that those which pass are next to each other.
+STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0)
+
+
+@dataclass(frozen=True)
+class TriedStep:
+    """What a step along the update makes of BASE: what is ``left`` of the records to forget, ``left_high`` two standard
+    errors above, and what is ``kept`` of records that were held out, as shares of what BASE knew."""
+
+    step: float
+    left: float
+    left_high: float
+    kept: float
+
+    def passes(self, goal: Goal) -> bool:
+        forgotten = self.left <= goal.max_left and self.left_high <= 2 * goal.max_left
+        return forgotten and self.kept >= goal.min_kept
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The steps that were ``tried``; ``step``: the middle, as a ratio, of those that pass, None if none does."""
+
+    tried: Sequence[TriedStep]
+    goal: Goal
+
+    @property
+    def passing(self) -> list[float]:
+        return [each.step for each in self.tried if each.passes(self.goal)]
+
+    @property
+    def step(self) -> float | None:
+        return round(math.sqrt(min(self.passing) * max(self.passing)), 2) if self.passing else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearse(Command):
+    """Play the client on records of your own, and find the step of `mpu aggregate` with which BASE forgets them.
+
+    Trains each COPY on --forget and --retain, records that BASE knows, as `mpu unlearn` does, and tries the update on
+    BASE, which the client cannot. How much of what a noisy copy forgets comes over depends on the model and its noise
+    more than on the records. Prints the step, for --server-lr; nothing else is kept, and the client learns nothing.
+    Exits with status 1 if no step passes.
+    """
+
+    NAME: ClassVar[str] = "rehearse"
+    ESSENTIAL: ClassVar[str] = "--forget --retain --unseen --keys --base --max-left --min-kept --algo --device"
+
+    copies: list[str] = option(..., "All copies of the publication, not sealed.", metavar="COPY…", argument=True)
+    unlearning: Unlearning = group(Unlearning)
+    goal: Goal = group(Goal)
+    stopping: Stopping = group(Stopping)
+    keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")
+    base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
+    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
+    opening: Opening = group(Opening)
+
+    def run(self, observer: Observer = SILENT) -> Rehearsal:
+        """The steps that were tried. Raises UsageError for a training of fixed length, or without records to keep."""
+        from mpu_cli.commands.unlearn import Unlearn
+        from mpu_cli.files.boundary import private_umask
+        from mpu_cli.protocol.keys import published_base
+
+        keys = opened_keys(self.keys, self.opening, observer)
+        base = published_base(keys, self.base, self.model_config)
+        with private_umask(), tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
+            unlearn = Unlearn(
+                copies=self.copies, unlearning=self.unlearning, goal=self.goal, stopping=self.stopping,
+                out=f"{scratch}/deltas/",
+            )  # fmt: skip
+            plan = unlearn.plan(observer)
+            if plan.until is None or not plan.data.held_out:
+                raise UsageError(
+                    "rehearse: needs a training until it is done, and records to hold out of it",
+                    "leave out --epochs and --dp-epsilon, and give --retain",
+                )
+            deltas = self._deltas(plan, observer)
+            updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
+            return Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
+
+    def _deltas(self, plan: UnlearnPlan, observer: Observer) -> list[Path]:
+        """Each copy's delta, in no ledger and without a tag."""
+        from mpu_cli.model.source import open_model
+        from mpu_cli.training.unlearn import unlearn
+
+        until = plan.until
+        for task in plan.tasks:
+            task.target.parent.mkdir(parents=True, exist_ok=True)
+            copy = open_model(task.copy, links=False)
+            result = unlearn(copy, plan.data, plan.options, target=task.target, until=until, observer=observer)
+            if until and until.course is None:
+                until = replace(until, course=result.course)
+        return [task.target for task in plan.tasks]
+
+    def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:
+        """The base plus once the update."""
+        from mpu_cli.model.source import open_model
+        from mpu_cli.protocol.combine import aggregate
+        from mpu_cli.protocol.round import owners_of, plan_aggregate
+
+        whole = Aggregating(server_lr=1.0, dtype="float32")
+        plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, force=True)
+        aggregate(plan, observer=Within(observer, "aggregate"))
+        return open_model(str(out))
+
+    def tables(self, rehearsal: Rehearsal) -> Sequence[Table]:
+        rows = [
+            [f"{each.step:g}", f"{each.left:.1%}", f"{each.kept:.1%}", "pass" if each.passes(self.goal) else ""]
+            for each in rehearsal.tried
+        ]
+        return [Table("Of what BASE knew", ["step", "left of --forget", "kept of held-out --retain", ""], rows)]
+
+    def report(self, rehearsal: Rehearsal, observer: Observer) -> Report:
+        document = {"server_lr": rehearsal.step, "steps": [asdict(each) for each in rehearsal.tried]}
+        if rehearsal.step is None:
+            observer.warn(
+                "no step passes: less noise, more --retain records or another --algo may; a client's request would "
+                "probably fail, too"
+            )
+            return Report([], document, status=1)
+        observer.note(f"next: `mpu aggregate deltas --keys {self.keys} --server-lr {rehearsal.step:g}`")
+        return Report([f"{rehearsal.step:g}"], document)
+
+
+def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, observer: Observer) -> list[TriedStep]:
+    """What each of STEPS from ``base`` towards ``updated`` leaves and keeps.
+
+    Where the public model is known from the keys, it says what a model that never saw the records gives them. Holds one
+    model in float32.
+    """
+    import torch
+
+    from mpu_cli.model.load import load
+    from mpu_cli.model.network import Answers
+    from mpu_cli.model.source import open_model
+    from mpu_cli.protocol.round import steps_between
+    from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
+    from mpu_cli.training.data import encoded_sets
+    from mpu_cli.training.losses import objective_of
+    from mpu_cli.training.rates import scored_at_once
+
+    options, device = plan.options, plan.options.training.device
+    model, tokenizer = load(base, torch.float32, device)
+    objective = objective_of(options.algo, options.loss)
+    encoded, _ = encoded_sets(model, tokenizer, plan.data, options, objective, SILENT)
+    at_once = scored_at_once(options.training, model.device)
+    answers = {name: Answers(encoded[name][0], at_once) for name in ("forget", "held_out", "unseen") if name in encoded}
+
+    def probabilities() -> dict[str, list[float]]:
+        return {name: [math.exp(-loss) for loss in each.losses(model)] for name, each in answers.items()}
+
+    public = None
+    if keys.reference is not None and "unseen" not in answers:
+        stranger, _ = load(open_model(keys.reference), torch.float32, device)
+        public = [math.exp(-loss) for loss in answers["forget"].losses(stranger)]
+    before = probabilities()
+    go_to = steps_between(base, updated, model)
+    observer.stage("try steps", len(STEPS), "tried")
+    tried = []
+    for step in STEPS:
+        go_to(step)
+        now = probabilities()
+        columns = now["forget"], before["forget"], now.get("unseen"), before.get("unseen"), public
+        left, error = share_left(*columns), error_of_share_left(*columns)
+        tried.append(TriedStep(step, left, left + 2 * error, share_kept(now["held_out"], before["held_out"])))
+        observer.advance(1)
+    return tried
